@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -585,10 +586,14 @@ class Saver:
             self.on_saved(line)
 
     def _rejected(self, path: Path, reason: str) -> None:
-        message = f"checkpoint {path.name} is damaged and was passed over: {reason}"
+        message = _passed_over(path, reason)
         if message not in self.passed_over:
             self.passed_over.append(message)
             self._record.write(CheckpointRejected(message, str(path), reason))
+
+
+def _passed_over(path: Path, reason: str) -> str:
+    return f"checkpoint {path.name} is damaged and was passed over: {reason}"
 
 
 def check_not_behind(folder: Path, present: int | None) -> None:
@@ -679,14 +684,20 @@ def state_of(folder: Path, checkpoint: str) -> StateView:
 
 
 def best_state(folder: Path) -> StateView:
-    """Read the best checkpoint of a run, or the newest when none was evaluated.
+    """Read the best checkpoint of a run, or the newest when none was evaluated; a damaged one is passed over and said.
 
     Raises:
         UserError: the run has no whole checkpoint.
     """
-    store = CheckpointStore(folder / CHECKPOINTS_FOLDER, keep=1)
-    found = store.best() or store.newest()
+    rejected: dict[Path, str] = {}
+    store = CheckpointStore(folder / CHECKPOINTS_FOLDER, keep=1, on_rejected=rejected.__setitem__)
+    try:
+        found = store.best() or store.newest()
+    except UserError:  # of all that were evaluated
+        found = store.newest()
     if found is None:
         raise UserError(f"{folder} holds no whole checkpoint to evaluate")
+    for path, reason in rejected.items():  # the answer is that of another checkpoint than the run's best
+        print(f"echelon: {_passed_over(path, reason)}", file=sys.stderr, flush=True)
     state: StateView = whole(found[1])
     return state

@@ -15,7 +15,7 @@ from echelon.core.errors import UserError
 from echelon.core.state_tree import StateView
 from echelon.records.file import Recorder
 from echelon.records.kinds import Checkpoint
-from echelon.trainer.saving import Captured, Saver, WriterState, last_saved, start_over
+from echelon.trainer.saving import Captured, Saver, WriterState, best_state, last_saved, start_over
 from echelon.trainer.state import Cursor, Fingerprint
 
 
@@ -85,6 +85,19 @@ def test_a_damaged_one_is_passed_over_and_said_once(run: Path) -> None:
     assert saver.restore() == Cursor(0, 20, 20) == saver.restore()
     (message,) = saver.passed_over
     assert message.startswith("checkpoint step-00000030 is damaged and was passed over")
+
+
+def test_who_asks_for_the_best_is_told_of_one_that_was_passed_over(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / "step-00000030" / "tree.json").write_text("{}")
+    assert best_state(run)["cursor"]["step"] == 20
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("echelon: checkpoint step-00000030 is damaged and was passed over")
+    (run / "checkpoints" / "step-00000020" / "tree.json").write_text("{}")
+    with pytest.raises(UserError, match="no checkpoint here is whole"):
+        best_state(run)
+    assert not capsys.readouterr().err  # the refusal is one line
 
 
 def test_starting_over_puts_the_checkpoints_aside(run: Path) -> None:
