@@ -173,8 +173,8 @@ def _choosing() -> list[inspect.Parameter]:
             "links, and say why; the description has what was chosen; of one choice alone: --parallel auto, "
             "--sync auto, --compression auto")),
         parameter("tolerance", float, typer.Option(
-            0.3, "--tolerance", min=0.0, help="with --auto: points of accuracy that a way may cost, as measured "
-            "elsewhere")),
+            0.3, "--tolerance", min=0.0, metavar="NUMBER", help="with --auto: points of accuracy that a way may cost, "
+            "as measured elsewhere [default: 0.3]")),
     ]  # fmt: skip
 
 

@@ -114,13 +114,18 @@ def wait_for_folder(path: Path, seconds: float) -> None:
         if time.monotonic() >= ends:
             break
         if not announced:
-            print(f"no run in {path} yet: waiting up to {format_seconds(seconds)} for it", file=sys.stderr, flush=True)
+            waits = f"waiting up to {format_seconds(seconds)} for it (--wait; Ctrl-C ends it)"
+            print(f"no run in {path} yet: {waits} {_nearest_run(path)}".rstrip(), file=sys.stderr, flush=True)
             announced = True
         time.sleep(min(_EVERY_S, max(0.0, ends - time.monotonic())))
-    known = sorted({str(p.parent) for name in _MARKS for p in Path("runs").glob(f"*/{name}")})
     what = "is an empty folder" if path.is_dir() and not any(path.iterdir()) else "holds no run and no study"
-    hint = nearest(str(path), known) or "name the folder of a run or a study (runs/NAME)"
+    hint = _nearest_run(path) or "name the folder of a run or a study (runs/NAME)"
     raise UserError(f"{path} {what if path.is_dir() else 'does not exist'}: {hint}".rstrip())
+
+
+def _nearest_run(path: Path) -> str:
+    """Return a hint at the run of a similar name; empty: there is none."""
+    return nearest(str(path), sorted({str(p.parent) for name in _MARKS for p in Path("runs").glob(f"*/{name}")}))
 
 
 def show(path: Path, once: bool) -> None:

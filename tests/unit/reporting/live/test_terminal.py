@@ -95,6 +95,18 @@ def test_nonsense_is_answered_in_one_line(
     assert len(said) <= 2 and (len(said) == 1 or said[0].startswith("no run in"))
 
 
+def test_a_folder_that_is_waited_for_is_said_at_once_with_the_run_of_a_similar_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "digits-1").mkdir(parents=True)
+    append(tmp_path / "runs" / "digits-1", start())
+    assert echelon(monkeypatch, "watch", "runs/digts-1", "--wait", "10ms") == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("no run in runs/digts-1 yet: waiting up to 10 ms for it (--wait; Ctrl-C ends it)")
+    assert all("did you mean runs/digits-1?" in line for line in said), said
+
+
 def test_a_record_cannot_command_the_terminal(tmp_path: Path) -> None:
     append(tmp_path, start(model="\x1b[2J[red]mlp"), steps(10, 101.0))
     append(tmp_path, {"t": 102.0, "kind": "event", "name": "x\x07", "message": "a\x1b]0;owned\x07\nb [bold]c"})
