@@ -198,7 +198,7 @@ class OptimizerConfig:
         "Callable[..., Any]",
     )
     lr: float = setting(
-        0.1, "learning rate; left out with --weights: a tenth of it (0.3 for lora, all for a new head alone)", above=0
+        0.1, "learning rate; left out with --weights: a tenth of it (lora: 0.3, a new head alone: all)", above=0
     )
     momentum: float = setting(0.9, "momentum (SGD family)", above=0, below=1)
     weight_decay: float = setting(5e-4, "weight decay; none on biases and normalisation", above=0)
