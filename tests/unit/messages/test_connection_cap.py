@@ -95,6 +95,21 @@ def test_strangers_are_shut_and_a_peer_is_heard(echo: Echo) -> None:
     context.term()
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let handshakes have little time."""
+    monkeypatch.setattr("echelon.messages.sockets.HANDSHAKE_MS", 200)
+
+
+@pytest.mark.parametrize("word", [b"", b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03"], ids=["nothing", "a greeting"])
+def test_a_stranger_who_falls_silent_is_shut_in_time(impatient: None, echo: Echo, word: bytes) -> None:
+    host, _, port = echo.listener.address.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
+        stranger.sendall(word)
+        while stranger.recv(1000):  # what it is greeted with, and then the end
+            pass
+
+
 def test_peers_are_never_shut(echo: Echo) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     names = [f"peer{i}" for i in range(3 * MOST)]
