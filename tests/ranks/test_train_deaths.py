@@ -72,6 +72,7 @@ def test_a_stopped_rank_is_named_and_replaced_when_the_timeout_is_over(tmp_path:
         assert (death["rank"], death["pid"]) == (1, pid)
         assert "does not answer" in death["message"] and "rank 0 waited in vain" in death["message"]
         assert "in step" in death["message"]
+        assert "Timed out waiting" in (run.folder / "logs" / "rank0.log").read_text()  # the collective's own error
         assert death["t"] - stopped_t < timeout_s + NOTICED_S
         assert list(run.losses()) == list(range(1, STEPS + 1))
 

@@ -23,6 +23,7 @@ LINK = "1gbit"
 STEPS = 1500
 SILENT = 2500
 FILES = 1024
+LIMITED = ("sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh")
 RUN = ("train", "digits", *SMALL, "--model", "mlp", "--epochs", "100000", "--eval-every", "0")
 SYNCS = {"allreduce": ("allreduce", 2), "servers": ("ps(mode=async)", 1)}  # and workers: whose order is always the same
 MACHINES = {
@@ -138,17 +139,12 @@ def _attacked_machines(name: str, folder: Path) -> str:
     Those of two asynchronous workers are not, as they never come in the same order twice: there all steps are counted.
     """
     _needs_ss()
-    try:
-        check_link(parse_link(LINK))
-    except UserError as refusal:
-        raise CannotRunHere(str(refusal)) from None
+    _needs_links()
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(folder) as runs:
 
         def start(where: str) -> list[Run]:
             """Start the run on both machines."""
-            command = (*RUN, *MACHINES[name], "--workers", "1", "--nodes", "2", "--max-steps", str(STEPS))
-            meeting = ("--rendezvous", f"{network.addresses[0]}:29400")
-            return [runs.start(*command, *meeting, folder=where, prefix=network.command_prefix(i)) for i in range(2)]
+            return _on_machines(runs, network, where, (*MACHINES[name], "--max-steps", str(STEPS)))
 
         with _Intruder(folder, network.command_prefix(0)) as one, _Intruder(folder, network.command_prefix(1)) as other:
             quiet = start("quiet")
@@ -168,14 +164,54 @@ def _attacked_machines(name: str, folder: Path) -> str:
     return f"{len(ports)} ports; {_in_words(folder, total, 0, f'{len(losses)} losses are {same}')}"
 
 
+def _needs_links() -> None:
+    try:
+        check_link(parse_link(LINK))
+    except UserError as refusal:
+        raise CannotRunHere(str(refusal)) from None
+
+
+def _on_machines(
+    runs: Runs, network: ShapedNetwork, where: str, settings: Sequence[str], limited: Sequence[str] = ()
+) -> list[Run]:
+    """Start a run on the machines of a network."""
+    machines = ("--workers", "1", "--nodes", "2", "--rendezvous", f"{network.addresses[0]}:29400")
+    prefixes = [(*network.command_prefix(i), *limited) for i in range(2)]
+    return [runs.start(*RUN, *settings, *machines, folder=where, prefix=prefix) for prefix in prefixes]
+
+
+def _flooded_machines(name: str, folder: Path) -> str:
+    """Hold 2,500 silent connections to each port of a run on two machines, whose ports are at their addresses there."""
+    _needs_ss()
+    _needs_links()
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(folder) as runs:
+        settings = (*MACHINES[name], "--checkpoint-every", "50")
+        with _Intruder(folder, network.command_prefix(1), silent=SILENT) as intruder:
+            both = _on_machines(runs, network, "run", settings, LIMITED)
+            both[0].wait_for(lambda: both[0].records("steps"), "a step")
+            ports = _ports_of(both)
+            elsewhere = sorted(port.address for port in ports if port.address not in network.addresses)
+            assert not elsewhere, f"it listens at {', '.join(elsewhere)}"
+            intruder.begin(ports)
+            count, reached = intruder.connections(), max(both[0].losses())
+            both[0].wait_for_step(reached + 300)
+            both[0].process.terminate()
+            assert [run.end() for run in both] == [143, 143], both[0].text()[-800:]
+            deaths = [death["message"] for death in both[0].events("worker_died")]
+            assert not deaths, deaths[0]
+    return (
+        f"{count} silent connections to {len(ports)} ports at the machines' addresses, {FILES} files: it trained on "
+        f"from step {reached}"
+    )
+
+
 def _flooded(name: str, folder: Path) -> str:
     """Hold 2,500 silent connections to each port of a run that may open 1,024 files, and look at it train on."""
     _needs_ss()
     sync, workers = SYNCS[name]
-    limited = ("sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh")
     with Runs(folder) as runs, _Intruder(folder, silent=SILENT) as intruder:
         run = runs.start(*RUN, "--sync", sync, "--workers", str(workers), "--serve", "--checkpoint-every", "50",
-                         folder="run", prefix=limited)  # fmt: skip
+                         folder="run", prefix=LIMITED)  # fmt: skip
         run.wait_for(lambda: run.records("steps"), "a step")
         ports = _ports_of([run])
         intruder.begin(ports)
@@ -225,5 +261,14 @@ SCENARIOS = [
         "flood",
         "2,500 silent connections to each port of a run ({}) that may open 1,024 files do not end it.",
         _flooded,
+    ),
+    *(
+        Scenario(
+            f"flood-machines-{name}",
+            f"2,500 silent connections to each port of a run on two machines ({MACHINES[name][1]}) do not end it.",
+            partial(_flooded_machines, name),
+            short=False,
+        )
+        for name in ("allreduce", "servers")
     ),
 ]
