@@ -161,7 +161,8 @@ class Restarts:
         self._dead.add(group)
         if self.left >= 0:
             return ""
-        return f"no restarts are left: --max-restarts {self._most} were used up with no new checkpoint in between"
+        used = ", all with no new checkpoint in between" if self._most else ""
+        return f"no restarts are left (--max-restarts {self._most}{used})"
 
 
 class OwnRounds:

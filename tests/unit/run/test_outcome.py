@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+import echelon
+from echelon import api
 from echelon.core.errors import UserError
+from echelon.records.events import WorkerDied
+from echelon.records.file import Recorder
 from echelon.records.kinds import Evaluation, Start, Steps
 from echelon.reporting.report.records import RunRecord
 from echelon.run.outcome import Outcome, history_of
@@ -52,3 +58,18 @@ def test_a_history_without_pandas_is_refused_in_one_line(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UserError, match=r"^a history is a data frame of pandas, .*: pip install pandas$"):
         Outcome("completed", tmp_path, {}).history  # noqa: B018
+
+
+def test_a_run_that_failed_is_raised_in_one_line_with_the_log_of_the_process_that_died(tmp_path: Path) -> None:
+    with closing(Recorder(tmp_path)) as record:
+        record.write(WorkerDied(message="rank 1 died", rank=1))
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "rank1.log"
+    failed = Outcome("failed", tmp_path, {"message": "rank 1 died:\nout of luck."})
+    with pytest.raises(echelon.RunFailed, match=rf"^rank 1 died: out of luck; log: {re.escape(str(log.parent))}$"):
+        api._ended(failed, None)
+    log.touch()
+    with pytest.raises(echelon.RunFailed, match=rf"; log: {re.escape(str(log))}$") as raised:
+        api._ended(failed, None)
+    assert raised.value.outcome.status == "failed"
+    assert api._ended(Outcome("stopped", tmp_path, {}), None).status == "stopped"

@@ -214,7 +214,7 @@ def _status(record: RunRecord) -> tuple[str, str]:
     if isinstance(last, Start):
         return "unfinished", "the record has no end: the run is still going, or was killed"
     message, errors = last.message, [event.message for event in record.of(RankFailed) if event.message]
-    if last.status == "failed" and errors:
+    if last.status == "failed" and errors and errors[-1] not in message:
         message = f"{message.rstrip('.') or 'a rank failed'}; the last error was {errors[-1]}"
     return last.status, message
 

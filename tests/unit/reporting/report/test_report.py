@@ -197,6 +197,8 @@ def test_deaths_before_the_first_step_are_each_told_and_the_last_ends_the_run(tm
     assert words.count("The run did not continue.") == 1
     assert "Failed" in words and "the last error was ValueError: no such layer" in words
     assert summary.seconds == pytest.approx(2.0)
+    _, words = rewrite(tmp_path, [*deaths, error, {**end, "message": "rank 0 died: ValueError: no such layer"}])
+    assert "the last error" not in words  # it is told
 
 
 def test_resume_counts_no_restart_and_its_pause_no_time(tmp_path: Path) -> None:
