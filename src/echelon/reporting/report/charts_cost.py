@@ -32,8 +32,11 @@ def phase_order(names: list[str]) -> list[str]:
     return known + [n for n in names if n not in known]
 
 
+_PAUSE_TOKENS = {"evaluation": "eval", "checkpoint": "wait"}  # runs with servers tell of them among the phases
+
+
 def _token(phase: str) -> str:
-    return phase if phase in list(Phase) else "other"
+    return phase if phase in list(Phase) else _PAUSE_TOKENS.get(phase, "other")
 
 
 def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
@@ -97,9 +100,10 @@ def _over_steps(all_windows: Sequence[Steps]) -> Chart | None:
         "yaxis": time_axis("time of a step", [w.seconds / w.count for w in windows]),
         "legend": {"traceorder": "normal"},
     }
-    slowest = max(windows, key=lambda w: w.seconds / w.count)
+    drawn_s = [sum(_mean_phase(w, name) for name in names) / w.count for w in windows]  # as high as the areas are
+    slowest = max(range(len(windows)), key=drawn_s.__getitem__)
     said = (
-        f"The slowest window ends at step {slowest.step}: {format_seconds(slowest.seconds / slowest.count)} per step. "
+        f"The slowest window ends at step {windows[slowest].step}: {format_seconds(drawn_s[slowest])} per step. "
         "In the order recorded, with steps that a restart repeated."
     )
     return Chart("steptime", "Step time over the run", said, said, traces, layout, 280, True)

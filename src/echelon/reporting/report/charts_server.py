@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
 
-from echelon.core.figure import Chart, Json, axis, color, line, pick, safe
+from echelon.core.figure import Chart, Json, axis, color, dots, line, pick, safe
 from echelon.core.ticks import byte_axis, count_axis, time_axis
 from echelon.core.units import format_bytes, format_seconds
 from echelon.records.kinds import ServerWindow, WorkerWindow
@@ -225,7 +225,8 @@ def _lines(points: dict[str, list[tuple[float, float]]]) -> list[Json]:
     traces = []
     for i, name in enumerate(sorted(points, key=_by_number)[:_MOST_LINES]):
         some = pick(points[name], _MOST_POINTS)
-        traces.append(line(name, [x for x, _ in some], [y for _, y in some], _SERIES[i % len(_SERIES)]))
+        draw = line if len(some) > 1 else dots  # a line of one point is not seen
+        traces.append(draw(name, [x for x, _ in some], [y for _, y in some], _SERIES[i % len(_SERIES)]))
     return traces
 
 

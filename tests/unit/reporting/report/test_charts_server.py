@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from echelon.core.figure import color
+from echelon.reporting.report.charts_cost import time_charts
 from echelon.reporting.report.charts_server import server_charts, server_loads, server_table
 from echelon.reporting.report.records import load_run
 
@@ -57,6 +59,25 @@ def test_every_figure_is_shown(tmp_path: Path) -> None:
     assert charts["waiting"].traces[0]["x"] == [0.2 + 0.1, 0.5]  # worker0's process began anew
     table = server_table(record)
     assert table is not None and table.rows[0][:3] == ["server0", "2", "17"]
+
+
+def test_a_load_that_was_seen_once_is_a_point(tmp_path: Path) -> None:
+    charts = {chart.id: chart for chart in server_charts(load_run(run_of(tmp_path, [*LINES[:4], LINES[-1]])))}
+    assert [(t["mode"], len(t["x"])) for t in charts["serverload"].traces] == [("lines+markers", 1)]
+
+
+def test_the_slowest_window_is_as_high_as_it_is_drawn(tmp_path: Path) -> None:
+    """The first window of a run with servers is longer than its phases: its workers begin one after the other."""
+    phases = {"phase_names": ["forward", "evaluation"], "epoch": 0, "losses": [1.0] * 4}
+    windows = [
+        {"t": 8.0, "kind": "steps", "step": 4, "seconds": 8.0, "phases": [[0.4, 0.0]] * 2, **phases},
+        {"t": 9.0, "kind": "steps", "step": 8, "seconds": 1.0, "phases": [[0.6, 0.2]] * 2, **phases},
+    ]
+    record = load_run(run_of(tmp_path, [LINES[0], *windows, LINES[-1]]))
+    (chart,) = [chart for chart in time_charts(record, None) if chart.id == "steptime"]
+    assert chart.caption.startswith("The slowest window ends at step 8: 200 ms per step.")
+    forward, evaluation = (trace["fillcolor"] for trace in chart.traces)
+    assert forward != evaluation == color("eval")
 
 
 def test_no_part_without_a_server(tmp_path: Path) -> None:
