@@ -23,6 +23,8 @@ def test_two_machines_agree_on_one_run_and_its_folder(tmp_path: Path) -> None:
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
         both = [start_machine(runs, network, i, *settings) for i in range(2)]
         assert [run.end() for run in both] == [0, 0], both[0].text() + both[1].text()
+        assert ["the others need the run's secret" in run.text() for run in both] == [True, False]
+        assert "ECHELON_RUN_SECRET" in both[0].text() and "/secret at the same place" in both[0].text()
         (folder,) = (tmp_path / "runs").iterdir()
         (start,) = (r for r in Run(both[0].process, folder, both[0].output, "").records("start"))
         assert start["world_size"] == 2 and len(set(start["pids"])) == 2
