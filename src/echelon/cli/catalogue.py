@@ -6,8 +6,9 @@ import ast
 import itertools
 import re
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +33,11 @@ _PACKAGE = Path(__file__).parents[1]
 _RESULTS = (_PACKAGE / "cli" / "RESULTS.md", _PACKAGE.parents[1] / "benchmarks" / "RESULTS.md")  # of a wheel, a clone
 _MOST_MEASURED = 3
 _MEASURED_ON = "measured on"  # a column of tables
+_MODELS_OF_OTHERS = {
+    "timm/NAME": "any model of timm, such as timm/resnet50",
+    "torchvision/NAME": "any model of torchvision, such as torchvision/resnet18",
+    "module:function": "your own: a function that returns a torch.nn.Module",
+}
 _MEASURED_KINDS = ("codecs", "syncs", "paths", "layouts")
 
 
@@ -51,38 +57,62 @@ class Entry:
 
 @dataclass(frozen=True)
 class Kind:
-    """Things of which one is chosen by a setting."""
+    """Things of which one is chosen by a setting.
+
+    Attributes:
+        make: reads them.
+        names: their names, where these are known without reading all of them; None: they are not.
+    """
 
     title: str
     flag: str
-    entries: tuple[Entry, ...]
+    make: Callable[[], Iterable[Entry]]
+    names: tuple[str, ...] | None = None
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Each of them."""
+        return tuple(self.make())
+
+    def all_names(self) -> tuple[str, ...]:
+        """Return the name of each."""
+        return tuple(entry.name for entry in self.make()) if self.names is None else self.names
 
 
 def kinds() -> list[Kind]:
-    """Return all that can be chosen, read from files alone."""
-    registry = {"tasks": ("--task", TASKS), "codecs": ("--compression", CODECS)}
-    registry |= {"syncs": ("--sync", STRATEGIES), "paths": ("--collective", PATHS), "tunings": ("--tune", TUNINGS)}
-    declared = {title: Kind(title, flag, tuple(_declared(known))) for title, (flag, known) in registry.items()}
-    codecs = declared["codecs"]
+    """Return all that can be chosen, read from files alone, each kind when it is asked for."""
     return [
-        declared["tasks"],
-        Kind("models", "--model", tuple(_models())),
-        Kind("sources", "DATA", tuple(_sources())),
-        Kind(codecs.title, codecs.flag, (*codecs.entries, _entropy_coder())),
-        declared["syncs"],
-        declared["paths"],
-        Kind("layouts", "--parallel", tuple(_layouts())),
-        declared["tunings"],
-        Kind("optimizers", "--optimizer", tuple(Entry(*each) for each in declared_optimizers().items())),
-        Kind("places", "--on", tuple(_places())),
+        _of_registry("tasks", "--task", TASKS),
+        Kind("models", "--model", _models, ("auto", *(file.stem for file in _model_files()), *_MODELS_OF_OTHERS)),
+        Kind("sources", "DATA", _sources),
+        _codecs(),
+        _of_registry("syncs", "--sync", STRATEGIES),
+        _of_registry("paths", "--collective", PATHS),
+        Kind("layouts", "--parallel", _layouts),
+        _of_registry("tunings", "--tune", TUNINGS),
+        Kind("optimizers", "--optimizer", lambda: (Entry(*each) for each in declared_optimizers().items())),
+        Kind("places", "--on", _places),
     ]
+
+
+def _of_registry(title: str, flag: str, registry: Registry) -> Kind:
+    return Kind(title, flag, partial(_declared, registry), tuple(_shown(name, registry) for name in registry.names()))
+
+
+def _codecs() -> Kind:
+    of_registry = _of_registry("codecs", "--compression", CODECS)
+    names = (*of_registry.all_names(), ENTROPY_CODER)
+    return replace(of_registry, make=lambda: (*of_registry.entries, _entropy_coder()), names=names)
+
+
+def _shown(name: str, registry: Registry) -> str:
+    return name.replace("_", "-") if registry is TASKS else name
 
 
 def _declared(registry: Registry) -> Iterator[Entry]:
     for name in registry.names():
         found = registry.declaration(name)
-        shown = name.replace("_", "-") if registry is TASKS else name
-        yield Entry(shown, _summary(found.summary, name), found.text, found.arguments)
+        yield Entry(_shown(name, registry), _summary(found.summary, name), found.text, found.arguments)
 
 
 def _entropy_coder() -> Entry:
@@ -92,12 +122,14 @@ def _entropy_coder() -> Entry:
 
 def _models() -> Iterator[Entry]:
     yield Entry("auto", "by the images' size: mlp, small_cnn, resnet20 or timm/resnet50")
-    for file in sorted((_PACKAGE / "models" / "builtin").glob("[!_]*.py")):
+    for file in _model_files():
         text = _docstring(file)
         yield Entry(file.stem, _summary(text, file.stem), text)
-    yield Entry("timm/NAME", "any model of timm, such as timm/resnet50")
-    yield Entry("torchvision/NAME", "any model of torchvision, such as torchvision/resnet18")
-    yield Entry("module:function", "your own: a function that returns a torch.nn.Module")
+    yield from (Entry(name, about) for name, about in _MODELS_OF_OTHERS.items())
+
+
+def _model_files() -> list[Path]:
+    return sorted((_PACKAGE / "models" / "builtin").glob("[!_]*.py"))
 
 
 def _sources() -> Iterator[Entry]:
@@ -167,11 +199,13 @@ def explain_command() -> Any:
     def explain(name: Annotated[str, typer.Argument(help="a name of `echelon list`, or a spec")]) -> None:
         """Print what a choice does, and what it cost where it was measured."""
         word = name if ":" in name or "/" in name else name_of(name)
-        entries = [(kind, entry) for kind in kinds() for entry in kind.entries]
-        found = [(kind, entry) for kind, entry in entries if word == entry.name]
+        names = {kind: kind.all_names() for kind in kinds()}
+        holding = [kind for kind, held in names.items() if word in held]
+        found = [(kind, entry) for kind in holding for entry in kind.entries if word == entry.name]
         if not found:
-            names = [entry.name for _, entry in entries]
-            raise UserError(f"unknown name {word!r}: {nearest(word, names)}`echelon list` shows all")
+            raise UserError(
+                f"unknown name {word!r}: {nearest(word, itertools.chain(*names.values()))}`echelon list` shows all"
+            )
         for kind, entry in found:
             print("\n".join(_explanation(kind, entry)).strip() + "\n")
 

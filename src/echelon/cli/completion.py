@@ -108,7 +108,7 @@ def candidates(before: list[str], incomplete: str) -> list[str]:
 def _arguments(command: str) -> list[str]:
     if command in _OF_RUNS:
         return sorted(str(file.parent) for file in Path("runs").glob("*/config.yaml"))
-    entries = {kind.title: [entry.name for entry in kind.entries] for kind in kinds()}
+    entries = {kind.title: list(kind.all_names()) for kind in kinds()}
     if command == "explain":
         return [name for names in entries.values() for name in names]
     others = {"list": list(entries), "completion": list(SCRIPTS), "train": entries["sources"]}
@@ -144,7 +144,7 @@ def _names_of(flag: str) -> list[str]:
         return ["dp=", "fsdp=", "tp=", "pp="]
     if flag not in ("--model", "--optimizer", "--task", "--on"):
         return []
-    names = [entry.name for kind in kinds() if kind.flag == flag for entry in kind.entries]
+    names = [name for kind in kinds() if kind.flag == flag for name in kind.all_names()]
     return [name.removesuffix("NAME").removesuffix("module:function").removesuffix("module:Class") for name in names]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.cli.app import COMMANDS, build_command
-from echelon.cli.catalogue import kinds
+from echelon.cli.catalogue import Kind, kinds
 from echelon.cli.completion import candidates
 from echelon.collectives.registry import PATHS
 from echelon.compression.registry import CODECS
@@ -118,3 +118,8 @@ def test_bash_completes_a_line(line: str, completed: str) -> None:
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_each_command_can_be_built(name: str) -> None:
     assert build_command(name).name == name
+
+
+@pytest.mark.parametrize("kind", kinds(), ids=[kind.title for kind in kinds()])
+def test_names_are_known_without_reading_what_each_does(kind: Kind) -> None:
+    assert list(kind.all_names()) == [entry.name for entry in kind.entries]
