@@ -26,7 +26,7 @@ MODES = ("sync", "async", "ssp")
 COMPENSATIONS = ("none", "constant", "adaptive")
 # Zheng et al. 2017: lambda of the constant form, and lambda_0 of the adaptive one in the authors' code.
 MANY_WORKERS = 4
-"""From which on stale gradients cost most of the accuracy in a short run: measured with two and with four."""
+"""From which on stale gradients cost many points in a short run: measured with two workers and with four."""
 STRENGTH = {"none": 0.0, "constant": 0.04, "adaptive": 2.0}
 
 
@@ -134,7 +134,7 @@ class ServerSettings(SyncSettings):
         lowered = corrected_momentum(momentum, workers)
         stale = [] if workers < MANY_WORKERS or self.by_staleness else [
             f"--sync {self}: gradients of {workers} workers that do not wait are old when they arrive, which costs "
-            "accuracy, much of it in a short run: by_staleness=true has lost the least there"
+            "accuracy, many points in a short run: by_staleness=true has lost the least there"
         ]  # fmt: skip
         return [
             f"--sync {self}: momentum {momentum:g} is {lowered:g} on the servers, for {workers} workers that do not "
