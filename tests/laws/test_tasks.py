@@ -139,8 +139,10 @@ class _DoubleLoader:
     """An evaluation loader whose floating-point numbers are float64."""
 
     def __init__(self, loader: EvalLoader) -> None:
-        self._loader, self.first, self.total = loader, loader.first, loader.total
-        self.bad_images = loader.bad_images
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
     def __iter__(self) -> Any:
         return map(_double, self._loader)

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 
+UNTRIED = "ECHELON_UNTRIED"  # set to 1: go on where Echelon was never tried
 _WITHOUT = {
     "win32": "Windows is not supported: use WSL 2, which is Linux",
     "cygwin": "Cygwin is not supported: use WSL 2",
 }
+
+
+def why_untried(what: str, instead: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return why nothing runs where Echelon was never tried, and what does instead; empty: the user tries it.
+
+    >>> why_untried("macOS", "use Linux", {})
+    'Echelon was never tried on macOS: use Linux, or set ECHELON_UNTRIED=1 to try it'
+    >>> why_untried("macOS", "use Linux", {"ECHELON_UNTRIED": "1"})
+    ''
+    """
+    if environment.get(UNTRIED) == "1":
+        return ""
+    return f"Echelon was never tried on {what}: {instead}, or set {UNTRIED}=1 to try it"
 
 
 def why_unsupported(platform: str = sys.platform, byte_order: str = sys.byteorder) -> str:
@@ -23,4 +38,6 @@ def why_unsupported(platform: str = sys.platform, byte_order: str = sys.byteorde
         return _WITHOUT[platform]
     if byte_order != "little":
         return "big-endian processors are not supported: files, messages and codecs are little-endian"
-    return "" if hasattr(os, "fork") else f"{platform} is not supported: its processes cannot fork; use Linux or macOS"
+    if not hasattr(os, "fork"):
+        return f"{platform} is not supported: its processes cannot fork; use Linux"
+    return why_untried("macOS", "use Linux, a container has one") if platform == "darwin" else ""

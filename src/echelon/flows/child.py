@@ -34,7 +34,8 @@ from echelon.flows.state import (
 )
 from echelon.launch.process import die_with_parent
 from echelon.records.file import Recorder, newest
-from echelon.records.kinds import Checkpoint, End, FlowStepEnd, FlowStepStart, Start
+from echelon.records.kinds import End, FlowStepEnd, FlowStepStart, Start
+from echelon.trainer.folder import has_checkpoint
 
 STEP_VARIABLE = "ECHELON_FLOW_STEP"
 """In the environment of all of a step's processes: its folder, by which what a killed driver left is found."""
@@ -103,7 +104,7 @@ def _can_go_on(step: FlowStep, where: Path, now: StepFingerprint) -> bool:
         return False
     if isinstance(line, FlowStepEnd) and line.status in (COMPLETED, REFUSED):
         return False
-    return _run_is_over(where) or next(iter(newest(where / "run", Checkpoint)), None) is not None
+    return _run_is_over(where) or has_checkpoint(where / "run")
 
 
 def _run_is_over(where: Path) -> bool:

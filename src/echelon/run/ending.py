@@ -35,7 +35,8 @@ def check_checkpoints(path: Path) -> None:
         UserError: the record says that there was one.
     """
     from echelon.checkpoint.files import entries
-    from echelon.trainer.saving import CHECKPOINTS_FOLDER, check_not_behind
+    from echelon.trainer.folder import CHECKPOINTS_FOLDER
+    from echelon.trainer.saving import check_not_behind
 
     if not entries(path / CHECKPOINTS_FOLDER):
         check_not_behind(path, None)

@@ -35,7 +35,7 @@ from echelon.storage.archive import (
 )
 from echelon.storage.base import StoreAway, refused_in_words
 from echelon.storage.url import open_store
-from echelon.trainer.saving import CHECKPOINTS_FOLDER
+from echelon.trainer.folder import CHECKPOINTS_FOLDER
 
 STATE_FILE = ".mirrored.json"
 _WHAT = "checkpoint"

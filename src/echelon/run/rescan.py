@@ -57,7 +57,7 @@ def take_new_samples(path: Path, run: ResolvedRun, from_python: bool) -> None:
 def _next_epoch(path: Path) -> int:
     """Return the first epoch of which nothing is trained in the newest whole checkpoint; from 0."""
     from echelon.checkpoint import CheckpointStore
-    from echelon.trainer.saving import CHECKPOINTS_FOLDER
+    from echelon.trainer.folder import CHECKPOINTS_FOLDER
 
     found = CheckpointStore(path / CHECKPOINTS_FOLDER, keep=1).newest(rank=0)
     if found is None:

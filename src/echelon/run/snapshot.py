@@ -17,7 +17,7 @@ from echelon.checkpoint.files import CheckpointEntry, DamagedError, bases_of, en
 from echelon.observe.loggers.base import IDS_FOLDER
 from echelon.records.segments import RECORD_FILE, open_record
 from echelon.storage.archive import sha256_of
-from echelon.trainer.saving import CHECKPOINTS_FOLDER
+from echelon.trainer.folder import CHECKPOINTS_FOLDER
 
 HOLD_FOLDER = ".mirror"
 _LAST_FOLDERS = ("tensorboard",)

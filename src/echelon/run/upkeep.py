@@ -17,8 +17,7 @@ from echelon.run.snapshot import HOLD_FOLDER, Hashes, held
 from echelon.storage.archive import DATA, Archive, DamagedArchive, Part, Version
 from echelon.storage.base import refused_in_words
 from echelon.storage.url import check_url, is_url, open_store
-from echelon.trainer.folder import CONFIG_FILE, check_is_run, locked
-from echelon.trainer.saving import CHECKPOINTS_FOLDER
+from echelon.trainer.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, check_is_run, locked
 
 _PROBES = "probe/"
 _OLD_S = 3600.0  # a part that no manifest names may be of a writer that is about to write one

@@ -27,6 +27,7 @@ from echelon.records.segments import RECORD_FILE
 
 SECRET_FOLDER = "machines"  # below a run's folder: what its machines share
 CONFIG_FILE = "config.yaml"
+CHECKPOINTS_FOLDER = "checkpoints"
 
 
 def check_is_run(folder: Path) -> None:
@@ -65,9 +66,14 @@ def joins(folder: Path, config: RunConfig) -> bool:
     return bool(config.launch.rendezvous) and launch.rendezvous == config.launch.rendezvous and not launch.ended
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run has a checkpoint, by name alone: its record misses one that was saved in the moment of a kill."""
+    return any((folder / CHECKPOINTS_FOLDER).glob("step-*"))
+
+
 def never_began(folder: Path) -> bool:
     """Whether a folder's run ended before its first step, as one that was refused: nothing in it is worth keeping."""
-    if not read_launch(folder).ended or any((folder / "checkpoints").glob("*")):
+    if not read_launch(folder).ended or any((folder / CHECKPOINTS_FOLDER).glob("*")):
         return False
     return next(newest(folder, Steps), None) is None
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from echelon.collectives.chooser import PathBySize, SizeChoice, choose_paths
 from echelon.core.files import write_atomic
 from echelon.core.units import format_bytes
+from echelon.trainer.folder import CHECKPOINTS_FOLDER
 from echelon.trainer.resolved import ResolvedRun
-from echelon.trainer.saving import CHECKPOINTS_FOLDER
 from echelon.trainer.world import World, text_from_rank_0
 
 PATHS_FILE = "paths.json"

@@ -15,7 +15,7 @@ from echelon.checkpoint import CheckpointStore
 from echelon.core.files import write_atomic
 from echelon.models.tuning.plan import TuningPlan
 from echelon.optim.build import Schedule
-from echelon.trainer.saving import CHECKPOINTS_FOLDER
+from echelon.trainer.folder import CHECKPOINTS_FOLDER
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import Step
 

@@ -48,6 +48,7 @@ from echelon.records.kinds import Checkpoint
 from echelon.sync.base import AGREED_FROM
 from echelon.tasks.base import PendingSection, Task
 from echelon.trainer.evaluate import EvaluationReport
+from echelon.trainer.folder import CHECKPOINTS_FOLDER
 from echelon.trainer.sharded_state import list_groups, model_parts, to_parts
 from echelon.trainer.state import (
     SINCE,
@@ -69,7 +70,6 @@ from echelon.trainer.state import (
 from echelon.trainer.world import World
 
 EVALUATION_FILE = "evaluation.json"
-CHECKPOINTS_FOLDER = "checkpoints"
 _POLL_S = 0.05
 
 

@@ -19,6 +19,7 @@ from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.layout import Layout
 from echelon.core.listeners import closed_afterwards
+from echelon.core.system import why_untried
 from echelon.core.terms import Term
 from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.environment import allowed_cores
@@ -287,9 +288,11 @@ def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device
     """Return the device of one of `local_size` workers on this machine; nothing is set up on it.
 
     Raises:
-        UserError: a GPU is asked for, and there is none for this worker.
+        UserError: a GPU is asked for, and there is none for this worker; or it is one that nobody tried.
     """
     gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
+    if gpus and torch.version.hip and (reason := why_untried("AMD GPUs (ROCm)", "use --device cpu")):
+        raise UserError(reason)
     if wanted == "cuda" and gpus <= local_rank:
         raise UserError(
             f"--device cuda: worker {local_rank} finds {gpus} GPUs on this machine; use --device cpu or fewer workers"

@@ -14,7 +14,13 @@ PYTHON = "import echelon; echelon.train"
 
 
 def test_this_system_is_supported() -> None:
-    assert why_unsupported() == why_unsupported("darwin", "little") == ""
+    assert why_unsupported() == ""
+
+
+def test_where_nobody_tried_it_the_user_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "ECHELON_UNTRIED=1" in why_unsupported("darwin", "little")
+    monkeypatch.setenv("ECHELON_UNTRIED", "1")
+    assert why_unsupported("darwin", "little") == ""
 
 
 @pytest.mark.parametrize("fake", ["sys.platform = 'win32'", "sys.byteorder = 'big'", "import os; del os.fork"])

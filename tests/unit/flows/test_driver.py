@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.checkpoint.files import entries
 from echelon.core.errors import UserError
 from echelon.flows.base import StepResources, step_folder
 from echelon.flows.driver import FlowOutcome
@@ -136,7 +137,7 @@ def test_a_training_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     checkpoints = step_folder(folder, "a") / "run" / "checkpoints"
     until = time.monotonic() + 200
-    while not (checkpoints.is_dir() and any(checkpoints.iterdir())) and time.monotonic() < until:
+    while not entries(checkpoints) and time.monotonic() < until:
         time.sleep(0.05)
     process.kill()
     process.wait(30)

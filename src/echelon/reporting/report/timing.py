@@ -67,6 +67,7 @@ class Timing:
     """Means per step over the windows measured; seconds unless the name says otherwise.
 
     Attributes:
+        wire_bytes_per_step: over all steps, those of warm-up too: what a page says of bytes adds up.
         gc_s: by rank; empty where not recorded.
     """
 
@@ -100,6 +101,7 @@ def measure(record: RunRecord) -> Timing | None:
     n_ranks = len(record.windows[-1].phases)
     same_world = [[w for w in attempt.windows if len(w.phases) == n_ranks] for attempt in record.attempts]
     windows = [w for attempt in same_world for w in (attempt[1:] if _windows(attempt) >= _ENOUGH_WINDOWS else attempt)]
+    every = [w for attempt in same_world for w in attempt]
     steps = sum(w.count for w in windows)
     seconds = sum(w.seconds for w in windows)
     by_rank = tuple(_rank_means(windows, rank, steps) for rank in range(n_ranks))
@@ -111,7 +113,7 @@ def measure(record: RunRecord) -> Timing | None:
         skipped_windows=sum(map(_windows, same_world)) - _windows(windows),
         step_s=seconds / steps,
         samples_per_s=sum(w.samples for w in windows) / seconds if seconds else 0.0,
-        wire_bytes_per_step=sum(w.wire_bytes for w in windows) / steps,
+        wire_bytes_per_step=sum(w.wire_bytes for w in every) / sum(w.count for w in every),
         phases=_mean_over_ranks(by_rank),
         by_rank=by_rank,
         exposed_s=min((r.get(Phase.COMMUNICATE, 0.0) for r in by_rank), default=0.0),

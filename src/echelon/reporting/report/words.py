@@ -143,8 +143,8 @@ def _slow_steps(s: Summary) -> list[str]:
         worst, n = s.slow_steps[0], len(s.slow_steps)
         others = f" {n - 1} more took over 3 times the median." if n > 1 else ""
         return [
-            f"The slowest step ({worst.step}) took {format_seconds(worst.seconds)} instead of "
-            f"{format_seconds(worst.median_s)}: {worst.cause}.{others}"
+            f"The slowest step ({worst.step}) took {format_seconds(worst.seconds)}; the median "
+            f"of the steps before it was {format_seconds(worst.median_s)}: {worst.cause}.{others}"
         ]
     if s.outlier_windows:
         n = s.outlier_windows
