@@ -121,7 +121,9 @@ class Run:
         assert self.left_behind() == [], "processes were left"
         last, saved = self.records("steps")[-1]["step"], self.records("checkpoint")[-1]
         assert saved["step"] == last, f"the last step was {last}, the checkpoint is of step {saved['step']}"
-        assert saved["reason"] == "stop" and [e["status"] for e in self.records("end")] == ["stopped"]
+        evaluated = any(e["step"] == last for e in self.records("evaluation"))  # and was saved for that
+        assert saved["reason"] == "stop" or evaluated, f"the last checkpoint is of {saved['reason']}"
+        assert [e["status"] for e in self.records("end")] == ["stopped"], self.records("end")
         assert self.summary()["status"] == "stopped" and (self.folder / "report.html").exists(), "no report"
         assert not self.events("worker_died") and "Traceback" not in self.text(), self.text()[-2000:]
         return int(last)
