@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from benchmarks._gated import Gate, fit, gated, train_gated
 from echelon.config import RunConfig, build
+from echelon.core.task import BestResult
 from echelon.data import EvalLoader, LoaderConfig, Shard, Source, open_data
 from echelon.data.order import Indices, grouped_batches
 from echelon.data.recipe import make_rows
@@ -106,13 +108,27 @@ class PlainLoop:
 
 
 def train_by_hand(config: RunConfig, metric: str) -> float:
-    """Train as a run is described, and return the metric at the end."""
+    """Train as a run is described, and return the metric.
+
+    It is that of the end, on the evaluation data. Where there is a test set apart, it is what the model gives there
+    after the epoch that is best on the evaluation data, as a run has it.
+    """
     loop = PlainLoop(config)
+    best: BestResult | None = None
+    found, data = 0.0, loop.source.evaluation
     for epoch in range(loop.config.training.epochs):
         loop.model.train()
         for batch in loop.batches(epoch):
             loop.step(epoch, batch)
-    return _evaluated(loop.model, loop.source, loop.task, loop.config, metric)
+        if loop.source.test is None:
+            continue
+        held_out = _evaluated(loop, data)
+        result = BestResult(held_out[loop.task.primary.name], held_out["loss"])
+        at_end = _evaluated(loop, loop.source.test)[metric]
+        if result.improves(best, loop.task.primary):
+            best, found = result, at_end
+        print(json.dumps({"epoch": epoch, "held out": held_out, "test": at_end}), file=sys.stderr)
+    return found if best else _evaluated(loop, data)[metric]
 
 
 def plain_windows(folder: Path, arguments: Sequence[str], rank: int, gate: Gate) -> None:
@@ -145,18 +161,21 @@ def _optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, settings.lr, settings.momentum, nesterov=True)
 
 
-def _evaluated(model: nn.Module, source: Source, task: Task, config: RunConfig, metric: str) -> float:
-    model.eval()
-    loader = EvalLoader(source, LoaderConfig(config.data, config.training.seed, CPU), Shard(0, 1), source.test)
+def _evaluated(loop: PlainLoop, data: Dataset[Any]) -> dict[str, float]:
+    """Return the loss and the metrics of a data set."""
+    task, config = loop.task, loop.config
+    loop.model.eval()
+    loader = EvalLoader(loop.source, LoaderConfig(config.data, config.training.seed, CPU), Shard(0, 1), data)
     metrics, total, units = task.metrics(CPU), 0.0, 0
     with torch.inference_mode():
         for batch in loader:
-            outputs = nest.exact(nest.call(model, batch.inputs))
+            outputs = nest.exact(nest.call(loop.model, batch.inputs))
             metrics.update(outputs, batch.targets)
             total += float(task.loss_sum(outputs, batch.targets))
             units += task.units(batch.targets)
     loader.close()
-    return total / units if metric == "loss" else float(metrics.compute().metrics[metric] or 0.0)
+    found = {name: float(value or 0.0) for name, value in metrics.compute().metrics.items()}
+    return {**found, "loss": total / units}
 
 
 def bias_rmse(arguments: Sequence[str], seed: int, folder: Path, decay: float = 5.0) -> float:

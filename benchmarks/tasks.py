@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -160,7 +161,8 @@ def by_hand(candidate: Candidate, folder: Path, seed: int) -> float:
 def rates(candidate: Candidate, windows: int) -> str:
     """Return the ratio of the product's samples per second to the plain loop's, one process each, in turns.
 
-    Ratios are of neighbouring windows of the same batches' number; the interval is of their median, by bootstrap.
+    Ratios are of neighbouring windows of the same batches' number; intervals are of their median, by bootstrap. On a
+    busy machine those of processor seconds say more: who waits for a core takes no processor.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -170,11 +172,13 @@ def rates(candidate: Candidate, windows: int) -> str:
             "product": Contender(partial(product_windows, folder, candidate.arguments), ranks=1),
         }
         results = take_turns(contenders, windows, candidate.window_steps)
-        plain, product = (np.array([seconds for seconds, _ in results[name]]) for name in ("plain", "product"))
-        ratios = plain / product
+        ratios = np.array(results["plain"]) / np.array(results["product"])  # (windows, 2)
         drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
-        low, high = np.quantile(np.median(drawn, 1), (0.05, 0.95))
-        return f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+        median, (low, high) = np.median(ratios, 0), np.quantile(np.median(drawn, 1), (0.05, 0.95), 0)
+        shown = [f"{m:.3f} ({a:.3f} to {b:.3f})" for m, a, b in zip(median, low, high, strict=True)]
+        samples = candidate.window_steps / np.median([seconds for seconds, _ in results["plain"]])
+        load = " ".join(f"{part:.1f}" for part in os.getloadavg())
+        return f"{shown[0]}; by processor seconds {shown[1]}; {samples:.1f} plain steps a second, load {load}"
 
 
 def measure(candidate: Candidate, seeds: Sequence[int], workers: int, hand: bool) -> list[object]:
@@ -185,9 +189,7 @@ def measure(candidate: Candidate, seeds: Sequence[int], workers: int, hand: bool
         runs = [run(candidate, folder, seed, workers) for seed in seeds]
         plain: list[float] = []
         if hand and candidate.by_hand:
-            plain = [
-                by_hand(candidate, folder, folder / "runs" / f"{candidate.name}-{seed}-{workers}") for seed in seeds
-            ]
+            plain = [by_hand(candidate, folder, seed) for seed in seeds]
         note = ""
         if candidate.name == "ratings":
             note = f"biases alone {_listed([bias_rmse(candidate.arguments, seed, folder) for seed in seeds])}"

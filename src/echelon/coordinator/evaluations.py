@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from echelon.coordinator.config import TrainingPlan
 from echelon.coordinator.members import RunMember
 from echelon.coordinator.messages import EVALUATION_TASKS, LAST_REASONS, UNFREEZE, EvaluateTask
-from echelon.core.task import Stagnation
+from echelon.core.task import BestResult, Stagnation
 
 _LEAST_S = 10.0
 
@@ -100,14 +100,14 @@ class Evaluations:
         self._last_asked = self._is_closing = False
         self._epochs_seen = self._saved_step = 0
         self._saved_s = now_s
-        self.best: float | None = None
+        self.best: BestResult | None = None
         self.stagnation = Stagnation()
         self._lead = ""
         self._late = set[str]()
         self._lasted: dict[bool, deque[float]] = {evaluates: deque(maxlen=8) for evaluates in (False, True)}
         self.first_guess_s = math.inf
 
-    def restore(self, epochs_seen: int, best: float | None, saved_step: int) -> None:
+    def restore(self, epochs_seen: int, best: BestResult | None, saved_step: int) -> None:
         """Take up what a journal says."""
         self._epochs_seen, self.best, self._saved_step = epochs_seen, best, saved_step
 
@@ -116,7 +116,7 @@ class Evaluations:
         self._epochs_seen = max(self._epochs_seen, steps // per_epoch)
         self._saved_step = max(self._saved_step, steps)
 
-    def set_up(self, best: float | None, stagnation: Stagnation, now_s: float) -> None:
+    def set_up(self, best: BestResult | None, stagnation: Stagnation, now_s: float) -> None:
         """Begin with the best result of the checkpoint that the run resumes; time counts from now."""
         self.best, self.stagnation, self._saved_s = best, stagnation, now_s
 
@@ -210,8 +210,9 @@ class Evaluations:
         takes_over = self._lead not in ("", member.name)
         job.worker = self._lead = member.name
         job.began_s = now_s
+        best, best_loss = BestResult.numbers(self.best)
         return EvaluateTask(
-            EVALUATION_TASKS + job.tag, job.tag, job.epoch, job.step, job.evaluate, job.reason, self.best,
+            EVALUATION_TASKS + job.tag, job.tag, job.epoch, job.step, job.evaluate, job.reason, best, best_loss,
             self.stagnation, job.counts, takes_over,
         )  # fmt: skip
 

@@ -92,6 +92,7 @@ class Best(JournalEntry):
 
     kind: ClassVar[str] = "best"
     best: AnyFloat
+    loss: AnyFloat | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ class SetupDone(Content):
 
     Attributes:
         done_beyond: first, last, first, last, ... of runs of steps.
-        best: the best result of the checkpoint that is resumed.
+        best, best_loss: the best result of the checkpoint that is resumed.
         about: the record's line of the run's start (`records.kinds.Start`), as plain values.
         notes: what a user has to know of this run, each with the name of its event before it.
         passed_over: what is wrong with newer checkpoints than the one that is resumed.
@@ -165,6 +165,7 @@ class SetupDone(Content):
     done_below: int
     done_beyond: list[int]
     best: AnyFloat | None = None
+    best_loss: AnyFloat | None = None
     resumed: bool = False
     about: dict[str, Any] = field(default_factory=dict)
     notes: list[list[str]] = field(default_factory=list)
@@ -203,7 +204,7 @@ class EvaluationDone(Content):
 
     Attributes:
         lost: a server died before its copy was read: nothing is done.
-        best: the result, if it is the best so far.
+        best, best_loss: the result, if it is the best so far.
         evaluation: None where the copy was only saved.
         stagnation: with it.
     """
@@ -211,6 +212,7 @@ class EvaluationDone(Content):
     task: int
     lost: bool = False
     best: AnyFloat | None = None
+    best_loss: AnyFloat | None = None
     evaluation: CopyResult | None = None
     stagnation: Stagnation = Stagnation()
     moved: MovedBytes = MovedBytes()
@@ -321,7 +323,7 @@ class EvaluateTask(Content):
 
     Attributes:
         reason: why the copy is saved; empty: only if it is the best.
-        best: the best result so far.
+        best, best_loss: the best result so far.
         stagnation: evaluations without a better one.
         counts: whether it is one of those that count for that: the last one of a run does not.
         takes_over: another worker had the last one, and may hold what only one can have at a time.
@@ -334,6 +336,7 @@ class EvaluateTask(Content):
     evaluate: bool
     reason: str
     best: AnyFloat | None = None
+    best_loss: AnyFloat | None = None
     stagnation: Stagnation = Stagnation()
     counts: bool = True
     takes_over: bool = False

@@ -60,7 +60,7 @@ from echelon.coordinator.messages import (
 from echelon.coordinator.runs import from_runs, to_runs
 from echelon.coordinator.shares import make_leases
 from echelon.coordinator.window import WindowAccumulator
-from echelon.core.task import Stagnation
+from echelon.core.task import BestResult, Stagnation
 from echelon.core.time_limit import TimeLimit
 from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
@@ -124,8 +124,8 @@ class Coordinator:
 
     def restore(self, entries: Iterable[JournalEntry], now_s: float) -> list[Effect]:
         """Take up the journal of an earlier coordinator of this run."""
-        below, done, shares, epochs, best, saved = 0, set[int](), dict[int, int](), 0, None, 0
-        stagnation = Stagnation()
+        below, done, shares, epochs, saved = 0, set[int](), dict[int, int](), 0, 0
+        stagnation, best = Stagnation(), None
         for entry in entries:
             self._remember(entry)
             match entry:
@@ -143,7 +143,7 @@ class Coordinator:
                 case EpochSeen():
                     epochs = entry.epoch
                 case Best():
-                    best = entry.best
+                    best = BestResult(entry.best, entry.loss)
                 case Stagnant():
                     stagnation = entry.stagnation
                 case CheckpointSaved():
@@ -472,7 +472,7 @@ class Coordinator:
         leases = self._make_leases(setup)
         self.setup = setup
         self._save(SetUp(setup))
-        self._evaluations.set_up(setup.best, setup.stagnation, now_s)
+        self._evaluations.set_up(BestResult.of(setup.best, setup.best_loss), setup.stagnation, now_s)
         self._stop_if_stagnant()  # so it was saved
         size = (setup.about.get("batch_size") or 1) / max(1, len(self.members.workers) * self._config.policy.shared)
         self._time.evaluation_steps = (setup.about.get("eval_size") or 0) / size
@@ -635,8 +635,8 @@ class Coordinator:
         self._drop_copies(job.tag)
         self._evaluations.end(now_s)
         if result.best is not None:
-            self._evaluations.best = result.best
-            self._save(Best(result.best))
+            self._evaluations.best = BestResult(result.best, result.best_loss)
+            self._save(Best(result.best, result.best_loss))
         if result.stagnation != self._evaluations.stagnation:
             self._evaluations.stagnation = result.stagnation
             self._save(Stagnant(result.stagnation))

@@ -43,6 +43,39 @@ class Metric:
         return value if self.direction == "max" else -value
 
 
+@dataclass(frozen=True, slots=True)
+class BestResult:
+    """The best evaluation so far, by which later ones are judged.
+
+    Attributes:
+        value: of the primary metric.
+        loss: which tells equal values apart, for of few samples many evaluations give the same share; None: not known.
+    """
+
+    value: float
+    loss: float | None = None
+
+    @classmethod
+    def of(cls, value: float | None, loss: float | None) -> BestResult | None:
+        """Return what messages and checkpoints carry as two numbers; without a value there was no evaluation."""
+        return None if value is None else cls(value, loss)
+
+    @staticmethod
+    def numbers(best: BestResult | None) -> tuple[float | None, float | None]:
+        """Return the two numbers, what `of` is given; both are None where there was no evaluation."""
+        return (best.value, best.loss) if best is not None else (None, None)
+
+    def improves(self, on: BestResult | None, metric: Metric) -> bool:
+        """Whether an evaluation with this result is better than the best before: by the metric, if equal by the loss.
+
+        >>> BestResult(0.9, 0.3).improves(BestResult(0.9, 0.4), Metric("top1", "max"))
+        True
+        """
+        if on is None or self.value != on.value:
+            return metric.better(self.value, on.value if on else None)
+        return self.loss is not None and on.loss is not None and self.loss < on.loss
+
+
 @dataclass(frozen=True)
 class TaskDefaults:
     """Settings that a task suggests, where the general ones would train its models badly; None: the general one.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from echelon.checkpoint import copy_state
 from echelon.core.state_tree import StateView
-from echelon.core.task import Stagnation
+from echelon.core.task import BestResult, Stagnation
 from echelon.records.kinds import Number
 from echelon.trainer.loop import TrainingRun
 from echelon.trainer.state import Cursor, RunParts
@@ -89,7 +89,7 @@ class Commit:
 
     Attributes:
         between: what is due after the step is done too: the next one may have begun. Then `draws` is from before it.
-        best, stagnation, owes_evaluation: of the run's checkpoints (see `Saver`).
+        best, best_loss, stagnation, owes_evaluation: of the run's checkpoints (see `Saver`).
         reason: why the run completes before its last step.
     """
 
@@ -101,15 +101,17 @@ class Commit:
     owes_evaluation: bool
     reason: str
     best: Number | None = None
+    best_loss: Number | None = None
     draws: Draws | None = None
 
     @classmethod
     def of(cls, run: TrainingRun, cursor: Cursor, reason: str, between: bool) -> Commit:
         """Note how far a rank is now."""
         saver = run.saver
+        best, best_loss = BestResult.numbers(saver.best)
         return cls(
             cursor.step, between, cursor.epoch, cursor.batch, saver.stagnation, saver.owes_evaluation, reason,
-            saver.best, Draws.of(run) if between else None,
+            best, best_loss, Draws.of(run) if between else None,
         )  # fmt: skip
 
     @property

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from echelon.checkpoint import broadcast_state
 from echelon.core.stop import StopFlag
+from echelon.core.task import BestResult
 from echelon.data.base import Batch
 from echelon.records.decode import decode
 from echelon.trainer.assemble import Assembly, rank_seed
@@ -173,7 +174,7 @@ class ElasticLoop:
         commit = agreed.commit
         commit = replace(commit, draws=Draws.of(run) if commit.between else None)
         batches.commit = commit  # from here on this rank is where the others are, whatever follows
-        run.saver.best, run.saver.stagnation = commit.best, commit.stagnation
+        run.saver.best, run.saver.stagnation = BestResult.of(commit.best, commit.best_loss), commit.stagnation
         run.saver.owes_evaluation = commit.owes_evaluation
         results = _completed(_since(batches, agreed.recorded, commit.step, world), world)
         cursor = commit.cursor()

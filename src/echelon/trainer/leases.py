@@ -25,6 +25,7 @@ from echelon.coordinator.messages import (
     TaskReport,
     TrainTask,
 )
+from echelon.core.task import BestResult
 from echelon.data.base import Shard
 from echelon.observe.environment import allowed_cores
 from echelon.observe.garbage import GarbageClock
@@ -160,9 +161,10 @@ class Leases:
         resumed = run.saver.restore() is not None
         self._put()
         about = {name: value for name, value in asdict(self._start).items() if name != "t"}  # it is not written yet
+        best, best_loss = BestResult.numbers(run.saver.best)
         return SetupDone(
             task.task, link.table.fingerprint, run.train_loader.batches_per_epoch, self._state.below,
-            self._state.beyond, run.saver.best, resumed, about,
+            self._state.beyond, best, best_loss, resumed, about,
             self._said(), run.saver.passed_over, run.saver.stagnation,
         )  # fmt: skip
 
@@ -215,7 +217,8 @@ class Leases:
         link, saver = self._link, self._run.saver
         copy = link.servers.copy = ServersCopy(*link.client.fetch_copy(link.table, task.tag, link.folder))
         cursor = self._cursor(task, copy)
-        saver.best, last = task.best, task.reason in LAST_REASONS  # this launch is over after it
+        saver.best = BestResult.of(task.best, task.best_loss)
+        last = task.reason in LAST_REASONS  # this launch is over after it
         self._state.takes_over = task.takes_over
         saver.stagnation = task.stagnation
         done = EvaluationDone(task.task, stagnation=task.stagnation)
@@ -227,8 +230,10 @@ class Leases:
             if task.counts:
                 saver.count_evaluation(report, self._run.task, self._run.settings.early_stop_delta)
             is_best = saver.consider_best(cursor, report, self._run.task, last)
-            best = saver.best if is_best else None
-            done = EvaluationDone(task.task, best=best, evaluation=result, stagnation=saver.stagnation)
+            best, best_loss = BestResult.numbers(saver.best if is_best else None)
+            done = EvaluationDone(
+                task.task, best=best, best_loss=best_loss, evaluation=result, stagnation=saver.stagnation
+            )
         if task.reason:
             saver.save(cursor, task.reason, last=last)
         if last:

@@ -171,9 +171,7 @@ def evaluate_agreed(run: TrainingRun) -> EvaluationReport:
 
 def _is_best(run: TrainingRun, report: EvaluationReport) -> bool:
     """Whether a report is better than all before, as the first rank of the group knows them."""
-    primary = run.task.primary
-    value = report.metrics[primary.name]
-    better = torch.tensor([value is not None and primary.better(value, run.saver.best)], device=run.world.device)
+    better = torch.tensor([run.saver.is_best(report, run.task)], device=run.world.device)
     if run.world.group is not None:
         dist.broadcast(better, src=0, group=run.world.group)
     return bool(better)

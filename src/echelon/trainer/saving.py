@@ -41,7 +41,7 @@ from echelon.core.figure import ReportSection
 from echelon.core.files import write_atomic
 from echelon.core.patience import Patience
 from echelon.core.state_tree import StateView
-from echelon.core.task import Stagnation
+from echelon.core.task import BestResult, Stagnation
 from echelon.records.events import CheckpointRejected, StartedOver
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import Checkpoint
@@ -399,7 +399,7 @@ class Saver:
         self._evaluation = ""  # not on the disk yet
         self._shown: _ShownEvaluation | None = None
         self.passed_over: list[str] = []
-        self.best: float | None = None
+        self.best: BestResult | None = None
         self.on_saved: Callable[[Checkpoint], None] | None = None
         self.stagnation = Stagnation()
         self.owes_evaluation = False
@@ -448,12 +448,17 @@ class Saver:
         self._last_step, self._has_saved = cursor.step, True
         with self._state.captured(cursor, self._store) as captured:
             if captured is not None:
-                results = {"best": self.best, "stagnation": asdict(self.stagnation), "owes": self.owes_evaluation}
-                tree = {**captured.tree, "fingerprint": asdict(self._fingerprint), **results}
+                tree = {**captured.tree, "fingerprint": asdict(self._fingerprint), **self._results()}
                 self._store.save(
                     cursor.step, tree, metric=metric, arriving=captured.arriving, base=captured.base, reason=reason
                 )
         return True
+
+    def _results(self) -> StateView:
+        """Return what checkpoints hold of the evaluations so far."""
+        value, loss = BestResult.numbers(self.best)
+        evaluations = {"stagnation": asdict(self.stagnation), "owes": self.owes_evaluation}
+        return {"best": value, "best_loss": loss, **evaluations}
 
     def _wait_for_writers(self, for_disk: bool, begins: bool = True) -> bool:
         """Wait until no rank writes; returns at once, and False, where a disk takes nothing and is not waited for."""
@@ -474,8 +479,13 @@ class Saver:
             self._store.wait()  # raises what it failed for
         return self._postponed and not self._patience.waits(WRITING) and not self._store.is_writing
 
+    def is_best(self, report: EvaluationReport, task: Task) -> bool:
+        """Whether an evaluation is better than all before: by the primary metric, of equal ones by the loss."""
+        result = _result_of(report, task)
+        return result is not None and result.improves(self.best, task.primary)
+
     def consider_best(self, cursor: Cursor, report: EvaluationReport, task: Task, last: bool = False) -> bool:
-        """Keep a checkpoint, and what reports show of the evaluation, when the primary metric is the best so far.
+        """Keep a checkpoint, and what reports show of the evaluation, when that is the best so far (see `is_best`).
 
         All ranks call it together. While the disk takes nothing, it is not kept, and counts for nothing.
 
@@ -485,12 +495,11 @@ class Saver:
         Returns:
             Whether it is the best, and kept.
         """
-        primary = task.primary
-        value = report.metrics[primary.name]
-        if value is None or not primary.better(value, self.best):
+        result = _result_of(report, task)
+        if result is None or not self.is_best(report, task):
             return False
-        best_before, self.best = self.best, value
-        if not self.save(cursor, "best", metric=primary.score(value), last=last):
+        best_before, self.best = self.best, result
+        if not self.save(cursor, "best", metric=task.primary.score(result.value), last=last):
             self.best = best_before
             return False
         if self._shown is not None:
@@ -542,7 +551,8 @@ class Saver:
             return None
         step, state = found
         self._fingerprint.check(state["fingerprint"])
-        self.best, self._last_step = state["best"], step
+        self.best = BestResult.of(state["best"], state.get("best_loss"))  # of older ones the loss is not known
+        self._last_step = step
         if "stagnation" in state:
             self.stagnation = Stagnation(**state["stagnation"])
         self.owes_evaluation = bool(state.get("owes"))
@@ -647,6 +657,11 @@ class _ShownEvaluation:
     pending: PendingSection
     detail: Mapping[str, Any]
     sections: Sequence[ReportSection]
+
+
+def _result_of(report: EvaluationReport, task: Task) -> BestResult | None:
+    """Return what an evaluation is judged by; None: its primary metric is not defined."""
+    return BestResult.of(report.metrics[task.primary.name], report.loss)
 
 
 def _evaluation_text(detail: Mapping[str, Any], sections: Sequence[ReportSection]) -> str:

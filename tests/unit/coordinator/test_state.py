@@ -52,7 +52,7 @@ from echelon.coordinator.messages import (
 )
 from echelon.coordinator.state import Coordinator
 from echelon.core.patience import Patience
-from echelon.core.task import Stagnation
+from echelon.core.task import BestResult, Stagnation
 from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
 from echelon.records.events import EvaluationLate, ServerGone, ServerLost, ServerSettled, WorkerGone
@@ -598,6 +598,21 @@ def test_a_worker_that_is_stuck_in_an_evaluation_holds_up_no_other_s_checkpoints
     assert not [entry for entry in run.journal if isinstance(entry, Best)]
     run.say("b", EvaluationDone(taken.task, best=5.0))
     assert [entry.best for entry in run.journal if isinstance(entry, Best)] == [5.0]
+
+
+def test_the_best_result_and_its_loss_outlive_the_coordinator() -> None:
+    plan = TrainingPlan(20, 0, 0, 1, None)
+    run = Run(plan=plan)
+    run.begin("a")
+    run.done("a", run.ask("a").task)
+    run.say("a", EvaluationDone(_evaluation(run, "a").task, best=0.9, best_loss=0.4))
+    lines = map(journal_line, run.state.journal())
+    again = Run(plan=plan, journal=[entry for line in lines if (entry := read_entry(line)) is not None])
+    again.take(again.state.restore(list(again.journal), again.now_s))
+    for each in (run, again):
+        assert each.state._evaluations.best == BestResult(0.9, 0.4)
+    old = b'{"t": 1.0, "kind": "best", "best": 0.9}'  # before losses were written
+    assert read_entry(old) == Best(0.9, None)
 
 
 def test_one_worker_alone_evaluates_for_as_long_as_it_takes() -> None:

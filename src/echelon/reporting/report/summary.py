@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from echelon.core.json_values import JsonObject, finite_object
-from echelon.core.task import TaskFacts
+from echelon.core.task import BestResult, Metric, TaskFacts
 from echelon.observe.phases import PHASES
 from echelon.records.events import BadImageSkipped, DataGrew, Event, LossNotFinite, RankFailed
 from echelon.records.kinds import End, EntropyCoding, Evaluation, ServerWindow, Start
@@ -101,9 +102,7 @@ def summarise(record: RunRecord) -> Summary:
     startup_s = _startup_s(record)
     evaluations = record.kept_evaluations()
     task = record.task
-    primary = task.primary
-    known = [(value, e.step) for e in evaluations if (value := e.metrics.get(primary.name)) is not None]
-    best = max(known, key=lambda pair: primary.score(pair[0]), default=None)
+    best, best_step = _best(evaluations, task.primary)
     status, message = _status(record)
     start = record.last_start
     steps = max((w.step for w in record.kept_windows()), default=0)
@@ -117,8 +116,8 @@ def summarise(record: RunRecord) -> Summary:
         tested=any(evaluation.test_metrics for evaluation in evaluations),
         validation=next((dict(e.metrics) for e in reversed(evaluations) if e.test_metrics), {}),
         task=task,
-        best=best[0] if best else None,
-        best_step=best[1] if best else None,
+        best=best.value if best else None,
+        best_step=best_step,
         eval_samples=_eval_samples(evaluations),
         seconds=seconds,
         wall_s=seconds,
@@ -217,6 +216,16 @@ def _status(record: RunRecord) -> tuple[str, str]:
     if last.status == "failed" and errors and errors[-1] not in message:
         message = f"{message.rstrip('.') or 'a rank failed'}; the last error was {errors[-1]}"
     return last.status, message
+
+
+def _best(evaluations: Sequence[Evaluation], primary: Metric) -> tuple[BestResult | None, int | None]:
+    """Return the best result, and its step: the one whose checkpoint is kept."""
+    best, step = None, None
+    for each in evaluations:
+        result = BestResult.of(each.metrics.get(primary.name), each.loss)
+        if result is not None and result.improves(best, primary):
+            best, step = result, each.step
+    return best, step
 
 
 def _metrics(record: RunRecord, evaluations: list[Evaluation]) -> dict[str, float | None]:

@@ -82,3 +82,13 @@ def test_epochs_before_the_data_grew_had_fewer_steps() -> None:
         ],
     )
     assert summarise(record).epochs == 3.0
+
+
+def test_the_best_step_is_that_of_the_checkpoint_that_is_kept() -> None:
+    """Of equal metrics the lower loss is the best."""
+    steps = [window(2.0 * number, 2.0, 10 * number) for number in range(1, 4)]
+    found = [Evaluation(10 * number, 0, loss, {"top1": 0.9}) for number, loss in enumerate((0.5, 0.4, 0.45), 1)]
+    summary = summarise(
+        RunRecord("run", [Start(t=0.0), *(each for pair in zip(steps, found, strict=True) for each in pair)])
+    )
+    assert (summary.best, summary.best_step) == (0.9, 20)
