@@ -61,6 +61,7 @@ def test_a_machine_goes_away_and_comes_back_and_a_stop_on_one_machine_stops_the_
         third.process.terminate()
         assert [first.end(), third.end()] == [143, 143], first.text() + third.text()
         assert _sizes(first)[-3:] == [2, 1, 2]
+        assert len({start["launched_t"] for start in first.records("start")}) == 1, "the first machine's command"
         assert first.events("worker_died")
         reached = max(first.losses()) + 20
         on_one = ["--nodes", "1", "--workers", "1", "--max-steps", str(reached)]

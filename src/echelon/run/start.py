@@ -98,7 +98,7 @@ def start(
         run = check(request, user_objects)  # before anything is in the folder: what is refused leaves nothing behind
         config = replace(settled(run, plan, user_objects), run=named.run)
         parcel = _parcel(user_objects)
-        with folders.claimed(config, given_t) as config:
+        with folders.claimed(config, given_t, leads=_is_first(plan)) as config:
             path, request = Path(config.run), replace(request, config=config)
             opening.runs_in(path)
             with around(path), _lock(path, request.nodes):
@@ -172,7 +172,7 @@ def start_again(
             if rescan:
                 take_new_samples(path, run, user_objects is not None and user_objects.source is not None)
             config = settled(run, plan, user_objects)
-            folders.prepare(path, config, given_t)
+            folders.prepare(path, config, given_t, _is_first(plan))
             opening.runs_in(path)
             return _run_here(resolve(config), plan_of(request, path, parcel), path, place, opening, user_objects)
 
@@ -337,6 +337,8 @@ def _is_first(plan: LaunchPlan) -> bool:
         return True
     from echelon.launch.meeting import is_own, own_address
 
+    if plan.node_rank is not None:
+        return plan.node_rank.number == 0
     return is_own(plan.rendezvous.host, own_address(plan.rendezvous))
 
 

@@ -71,6 +71,12 @@ def has_checkpoint(folder: Path) -> bool:
     return any((folder / CHECKPOINTS_FOLDER).glob("step-*"))
 
 
+def _goes_on(folder: Path, config: RunConfig) -> bool:
+    """Whether a folder says that a run with the same rendezvous, or none, was started and has not ended."""
+    launch = read_launch(folder)
+    return launch.launched_t is not None and launch.rendezvous == config.launch.rendezvous and not launch.ended
+
+
 def never_began(folder: Path) -> bool:
     """Whether a folder's run ended before its first step, as one that was refused: nothing in it is worth keeping."""
     if not read_launch(folder).ended or any((folder / CHECKPOINTS_FOLDER).glob("*")):
@@ -78,12 +84,15 @@ def never_began(folder: Path) -> bool:
     return next(newest(folder, Steps), None) is None
 
 
-def claim(config: RunConfig, root: Path = Path("runs"), given_t: float | None = None, model: str = "") -> RunConfig:
+def claim(
+    config: RunConfig, root: Path = Path("runs"), given_t: float | None = None, model: str = "", leads: bool = True
+) -> RunConfig:
     """Make a new run's folder, and return the description that names it.
 
     Args:
         model: as for `default_folder`.
         given_t: when the command was given, in unix seconds; None: as this process knows.
+        leads: whether this machine is the one whose command is the run's.
 
     Where the user names none it is the next free one of `default_folder`. It appears with the launch in it, in one
     step: commands that start at the same moment each get their own, and machines that share a rendezvous get the same.
@@ -93,7 +102,7 @@ def claim(config: RunConfig, root: Path = Path("runs"), given_t: float | None = 
     """
     folder = Path(config.run) if config.run else _claim_next(config, root, model)
     config = replace(config, run=str(folder))
-    create(folder, config, given_t)
+    create(folder, config, given_t, leads)
     return config
 
 
@@ -129,14 +138,16 @@ def _is_reserved(folder: Path) -> bool:
 
 
 @contextmanager
-def claimed(config: RunConfig, given_t: float, model: str = "", root: Path = Path("runs")) -> Iterator[RunConfig]:
+def claimed(
+    config: RunConfig, given_t: float, model: str = "", root: Path = Path("runs"), leads: bool = True
+) -> Iterator[RunConfig]:
     """Make a new run's folder as `claim` does; gives the description that names it.
 
     Where the block refuses the run before its first step the folder goes again, unless it was there before or other
     machines are in it.
     """
     is_new = not config.run or not Path(config.run).exists() or _is_reserved(Path(config.run))
-    in_root, config = not config.run, claim(config, root, given_t, model)
+    in_root, config = not config.run, claim(config, root, given_t, model, leads)
     try:
         yield config
     except UserError:
@@ -170,7 +181,7 @@ def _claim_next(config: RunConfig, root: Path, model: str) -> Path:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def create(folder: Path, config: RunConfig, given_t: float | None = None) -> None:
+def create(folder: Path, config: RunConfig, given_t: float | None = None, leads: bool = True) -> None:
     """Make a new run's folder with its description.
 
     Raises:
@@ -181,7 +192,7 @@ def create(folder: Path, config: RunConfig, given_t: float | None = None) -> Non
             (folder / name).unlink(missing_ok=True)
     else:
         _check_free(folder, config)
-    prepare(folder, config, given_t)
+    prepare(folder, config, given_t, leads)
 
 
 def check_new(folder: Path, config: RunConfig) -> None:
@@ -210,15 +221,20 @@ def _not_writable(folder: Path, error: OSError) -> UserError:
     return UserError(f"--run {folder} cannot be written ({error.strerror}): name a folder that can be, or a new one")
 
 
-def prepare(folder: Path, config: RunConfig, given_t: float | None = None) -> None:
+def prepare(folder: Path, config: RunConfig, given_t: float | None = None, leads: bool = True) -> None:
     """Write the description and how the run was started.
+
+    Args:
+        leads: whether this machine is the one whose command is the run's; another one, which may share the folder and
+            join late, leaves what that one wrote.
 
     Raises:
         UserError: the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_launch(folder, config, given_t)
+        if leads or not _goes_on(folder, config):
+            _write_launch(folder, config, given_t)
         write_atomic(folder / CONFIG_FILE, to_yaml(config))  # last: who sees it can tell whose it is
     except OSError as error:
         raise _not_writable(folder, error) from None

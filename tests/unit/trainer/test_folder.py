@@ -13,6 +13,7 @@ import pytest
 
 from echelon.config import LaunchConfig, RunConfig, load_run_config
 from echelon.core.errors import UserError
+from echelon.records.going import read_launch
 from echelon.trainer.folder import CONFIG_FILE, claim, claimed, default_folder, locked, mark_ended, reserved
 
 MANY = 10
@@ -59,6 +60,18 @@ def test_machines_of_one_run_get_the_same_folder_and_a_later_run_another(tmp_pat
     assert folders == {str(tmp_path / "digits-auto-1")}
     mark_ended(tmp_path / "digits-auto-1")
     assert claim(config, tmp_path).run == str(tmp_path / "digits-auto-2")
+
+
+def test_a_machine_that_joins_late_leaves_the_first_ones_command_as_the_runs(tmp_path: Path) -> None:
+    config = replace(RunConfig(), run=str(tmp_path / "run"), launch=LaunchConfig(nodes="2", rendezvous="here:1"))
+    claim(config, given_t=100.0)
+    claim(config, given_t=130.0, leads=False)
+    assert read_launch(tmp_path / "run").launched_t == 100.0
+    claim(config, given_t=150.0)  # the first machine is back
+    assert read_launch(tmp_path / "run").launched_t == 150.0
+    own_disk = replace(config, run=str(tmp_path / "own"))
+    claim(own_disk, given_t=130.0, leads=False)
+    assert read_launch(tmp_path / "own").launched_t == 130.0
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from echelon.records.events import Event
 from echelon.records.kinds import CommandEnd, End, Evaluation, Record, Start, Steps
@@ -12,11 +12,16 @@ from echelon.reporting.report.records import RunRecord
 
 @dataclass(frozen=True)
 class Sitting:
-    """One uninterrupted stretch in unix seconds: from the command (or the resume) to its end."""
+    """One uninterrupted stretch in unix seconds: from the command (or the resume) to its end.
+
+    Attributes:
+        launched_t: when its command was given, as its first start says.
+    """
 
     begin: float
     end: float
     recorded_s: float | None
+    launched_t: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -26,7 +31,7 @@ class Sitting:
     def closed(self, command: CommandEnd) -> Sitting:
         """Return it with the time of its command, which ends later than training, and began even where that did not."""
         begin = min(self.begin, command.t - command.seconds)
-        return Sitting(begin, max(self.end, command.t), command.seconds)
+        return replace(self, begin=begin, end=max(self.end, command.t), recorded_s=command.seconds)
 
 
 def sittings(record: RunRecord) -> list[Sitting]:
@@ -46,26 +51,34 @@ def sittings(record: RunRecord) -> list[Sitting]:
         elif isinstance(line, Steps | Evaluation) or not (lines or isinstance(line, Start | Event)):
             continue
         elif isinstance(line, End):
-            stretches.append(_stretch([*lines, line], stretches))
+            _add(stretches, _stretch([*lines, line], stretches))
             lines = []
         else:
             if isinstance(line, Start) and _is_of_another_command(line, lines):
                 before = [earlier for earlier in lines if earlier.t < (line.launched_t or line.t)]
                 lines = lines[len(before) :]
-                stretches.append(_stretch(before, stretches, _last_t(record, line.launched_t)))
+                _add(stretches, _stretch(before, stretches, _last_t(record, line.launched_t)))
             lines.append(line)
     if lines:
-        stretches.append(_stretch(lines, stretches, record.last_t))
+        _add(stretches, _stretch(lines, stretches, record.last_t))
     return stretches
+
+
+def _add(stretches: list[Sitting], later: Sitting) -> None:
+    """Append a stretch, or prolong the last one: where a machine joins, ranks end and start again under one command."""
+    if stretches and later.launched_t is not None and stretches[-1].launched_t == later.launched_t:
+        later = replace(later, begin=stretches.pop().begin)
+    stretches.append(later)
 
 
 def _stretch(lines: Sequence[Record], earlier: Sequence[Sitting], last_t: float | None = None) -> Sitting:
     """Return a stretch from its lines; `last_t`: the last moment of one without an end."""
     start, last = next((line for line in lines if isinstance(line, Start)), None), lines[-1]
+    launched_t = None if start is None else start.launched_t
     begin = lines[0].t if start is None else _launched(start, lines[0].t, earlier[-1].end if earlier else None)
     if isinstance(last, End):
-        return Sitting(begin, max(begin, last.t), last.seconds)
-    return Sitting(begin, max(begin, last.t, last_t or begin), None)
+        return Sitting(begin, max(begin, last.t), last.seconds, launched_t)
+    return Sitting(begin, max(begin, last.t, last_t or begin), None, launched_t)
 
 
 def _is_of_another_command(start: Start, lines: Sequence[Record]) -> bool:

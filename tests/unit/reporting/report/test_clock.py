@@ -75,3 +75,14 @@ def test_a_restart_by_the_same_command_is_no_command_of_its_own(tmp_path: Path) 
     summary, _ = report(tmp_path, lines)
     assert summary.wall_s == pytest.approx(lines[-1]["t"] - T0, abs=0.01)
     assert summary.waterfall is not None and summary.waterfall.parts["restart"][0] > 2
+
+
+def test_ranks_that_end_and_start_again_for_a_machine_that_joins_are_of_one_command(tmp_path: Path) -> None:
+    whole = tell(STORY)
+    whole[0]["launched_t"] = T0
+    later = resumed_at(whole, whole[-1]["t"] - T0 + 3.0, 100)
+    later[0]["launched_t"] = T0
+    later[-1]["seconds"] = later[-1]["t"] - T0
+    summary, words = report(tmp_path, [*whole, *later])
+    assert summary.wall_s == pytest.approx(later[-1]["t"] - T0, abs=0.01) and summary.commands == 1
+    assert "count twice" not in words
