@@ -96,9 +96,10 @@ def lose_a_peer(rank: Rank) -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
-@pytest.mark.parametrize("world_size", [2, 3])  # by the backend, and by a schedule
-def test_a_lost_peer_ends_the_wait_in_words(how: str, world_size: int) -> None:
+@pytest.mark.parametrize(  # of two by the backend, of three by a schedule
+    ("world_size", "how"), [(2, "kill"), pytest.param(2, "stop", marks=pytest.mark.slow), (3, "kill"), (3, "stop")]
+)
+def test_a_lost_peer_ends_the_wait_in_words(world_size: int, how: str) -> None:
     ended = run_ranks(lose_a_peer, world_size, faults=[fail_at(0, 1, how)])  # type: ignore[arg-type]
     gone, survivor = ended[:2]
     assert gone == Struck(how)

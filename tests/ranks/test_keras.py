@@ -176,6 +176,7 @@ def test_losses_that_layers_add_are_not_dropped() -> None:
         keras_module(model, "model")(torch.randn(2, 4))
 
 
+@pytest.mark.long
 def test_another_backend_is_told_what_to_set() -> None:
     script = (
         "import keras\n"

@@ -18,7 +18,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way == "local" else pytest.mark.long) for way in WAYS])
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
 def test_groups_add_up_to_all_bytes(tmp_path: Path, way: str) -> None:
     settings, groups = WAYS[way]
     with Runs(tmp_path) as runs:

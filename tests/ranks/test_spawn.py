@@ -55,7 +55,7 @@ def test_a_traceback_is_shown() -> None:
 
 def test_the_time_ends_a_hanging_rank_and_shows_where_it_stood() -> None:
     with pytest.raises(RanksFailed, match=r"(?s)rank 1 was still at.*in hang"):
-        run_ranks(hang, 2, timeout_s=12, backend=None)
+        run_ranks(hang, 2, timeout_s=6, backend=None)
 
 
 def test_a_process_left_behind_is_found() -> None:

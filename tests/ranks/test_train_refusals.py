@@ -100,6 +100,7 @@ def test_a_choice_that_only_its_own_file_can_refuse_leaves_nothing(tmp_path: Pat
     assert not left
 
 
+@pytest.mark.long
 def test_a_resume_that_is_refused_leaves_the_run_as_it_is(tmp_path: Path) -> None:
     mlp = ["train", "digits", *QUICK, "--workers", "1", "--model", "mlp", "--run", "run"]
     (done,) = run_many(tmp_path, [mlp])
@@ -198,6 +199,7 @@ def test_a_run_is_never_lost_to_another_one(tmp_path: Path) -> None:
     assert (tmp_path / "done" / "record.jsonl").read_bytes() == before
 
 
+@pytest.mark.long
 def test_an_image_that_is_none_stops_the_run_by_name_or_is_skipped_and_listed(tmp_path: Path) -> None:
     data = _pictures(tmp_path / "data", 8)
     (data / "train" / "dog" / "3.jpg").write_text("this is no picture")

@@ -214,7 +214,8 @@ class OtherMachine:
         first, silent_s = f"the first machine at {self._rendezvous}", now - self._heard
         if not self._known and now - self._begun > self._terms.arrival_s:
             waited = format_seconds(self._terms.arrival_s)
-            raise UserError(f"--rendezvous {self._rendezvous}: {self._reason} (waited {waited}: --timeout)")
+            reason = self._reason or why_silent(self._rendezvous, self._secret)
+            raise UserError(f"--rendezvous {self._rendezvous}: {reason} (waited {waited}: --timeout)")
         if self._known and silent_s > self._terms.return_s:
             return Over("failed", f"{first} gave no answer for {silent_s:.0f} s (--machine-patience)")
         if self._known and silent_s > LOST_S:

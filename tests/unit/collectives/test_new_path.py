@@ -66,6 +66,7 @@ def test_a_new_file_is_a_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     sys.modules.pop("echelon.collectives.paths.star")
 
 
+@pytest.mark.long
 def test_a_new_path_is_tried_by_the_laws_and_breaks_no_test(folder: Path) -> None:
     code = f"{RUN_TESTS} sys.exit(pytest.main(['-rA', '-k', 'not 400003', '-p', 'no:cacheprovider', *{TESTS!r}]))"
     command = [sys.executable, "-c", code, str(folder)]

@@ -133,9 +133,9 @@ def test_a_service_of_others_at_the_rendezvous_is_told_in_time(
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # of no concern to a meeting
     with _service(talk) as rendezvous:
-        other = OtherMachine(rendezvous, SecretSource(tmp_path, True), ARRIVAL, replace(TERMS, arrival_s=4.0))
+        other = OtherMachine(rendezvous, SecretSource(tmp_path, True), ARRIVAL, replace(TERMS, arrival_s=2.0))
         began_s = time.monotonic()
-        with pytest.raises(UserError, match=r"another service, no run: .* \(waited 4"):
+        with pytest.raises(UserError, match=r"another service, no run: .* \(waited 2"):
             _wait(lambda: other.order(Ready()), Go)
         assert (
             time.monotonic() - began_s < 20
