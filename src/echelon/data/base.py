@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config import DataConfig
-from echelon.data.roster import Growth, Roster
+from echelon.data.sample_index import Growth, SampleIndex
 from echelon.tasks.base import Batch, Encoding, SentenceMarks, TextDecoder, TightSample
 from echelon.tasks.nest import Nest, TensorSpec
 
@@ -122,7 +122,7 @@ class Source:
         evaluation: by which checkpoints are compared.
         notes: what a user has to know of where the data comes from.
         test: that no choice is made by: it is evaluated whenever a checkpoint is the best so far; None: there is none.
-        roster: the training samples by name, where the source can tell new ones from those that a run knows.
+        sample_index: the training samples by name, where the source can tell new ones from those that a run knows.
     """
 
     train: Dataset[Any]
@@ -130,7 +130,7 @@ class Source:
     info: DataInfo
     notes: tuple[str, ...] = ()
     test: Dataset[Any] | None = None
-    roster: Roster | None = None
+    sample_index: SampleIndex | None = None
 
 
 @dataclass(frozen=True)

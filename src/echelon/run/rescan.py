@@ -32,25 +32,25 @@ def take_new_samples(path: Path, run: ResolvedRun, from_python: bool) -> None:
     if config.data.sample_weights != UNWEIGHTED:
         raise UserError("--rescan: --sample-weights are of the samples that the run began with: use none")
     source = None if from_python else run.source.open()
-    if source is None or source.roster is None:
+    if source is None or source.sample_index is None:
         raise UserError(
             "--rescan is for folders of images or sounds, tar shards, tables and parallel text, of which new samples "
             f"can be told from those that the run began with: not for {config.data.source}"
         )
-    roster = source.roster
-    if not roster.is_kept:
+    sample_index = source.sample_index
+    if not sample_index.is_kept:
         raise UserError(f"--rescan: {path} does not hold which samples the run began with: it was made before that was")
-    if not roster.added:
+    if not sample_index.added:
         say(f"no sample of {config.data.source} is new")
         return
     epoch = _next_epoch(path)
-    grown = roster.grown(epoch)
+    grown = sample_index.grown(epoch)
     grown.keep(path)
-    said = f"{roster.added} samples are new, such as {roster.example}: trained on from epoch {epoch + 1} on"
+    said = f"{sample_index.added} samples are new, such as {sample_index.example}: trained on from epoch {epoch + 1} on"
     if epoch >= config.training.epochs:
         said += f", which --epochs {config.training.epochs} does not reach"
     with closing(Recorder(path, patience_s=run.io_patience_s)) as record:
-        record.write(DataGrew(said, epoch, roster.added, grown.count))
+        record.write(DataGrew(said, epoch, sample_index.added, grown.count))
     say(said)
 
 

@@ -132,16 +132,16 @@ def train_rank(
     with full_disk_in_words(path), join_world(resolved, secret, notes, membership) as world:
         set_numerics(resolved.config.training)
         record = Recorder(path if world.leads else None, patience_s=resolved.io_patience_s)
-        run, cursor, assembly = assemble(resolved, path, world, record, objects, membership)
+        run, cursor, rebuilder = assemble(resolved, path, world, record, objects, membership)
         run.count = count or run.count
         try:
-            with run.progress.display as display, closing(assembly):
+            with run.progress.display as display, closing(rebuilder):
                 display.watch("checkpoint: writing", run.saver.is_writing)
                 batches = EpochOrder(run, cursor, stop)
                 if membership is None:
                     status = fit(run, batches)
                 else:
-                    status, batches = ElasticLoop(assembly, membership, stop).fit(run, batches)
+                    status, batches = ElasticLoop(rebuilder, membership, stop).fit(run, batches)
                 with run.progress.display.bar("end: what is left to write"):
                     _close(run, path)
         except Exception as error:

@@ -232,8 +232,8 @@ def _groundwork(
     config, seed = resolved.config, resolved.config.training.seed
     seed_everything(seed)
     source = user_objects.source or resolved.source.open()
-    if source.roster is not None:
-        source.roster.check(path)
+    if source.sample_index is not None:
+        source.sample_index.check(path)
     check_enough(source.info, data_ranks)
     if rank == 0:
         keep_info(path, source.info)
@@ -285,7 +285,7 @@ def build_listeners(config: RunConfig, path: Path, record: Recorder, user_object
     return Listeners((TensorBoard(path, record.patience), *services), callbacks)
 
 
-class Assembly:
+class Rebuilder:
     """Builds anew, of a run that goes on, what depends on its ranks.
 
     Attributes:
@@ -372,7 +372,7 @@ def assemble(
     record: Recorder,
     user_objects: UserObjects,
     membership: Membership | None = None,
-) -> tuple[TrainingRun, Cursor, Assembly]:
+) -> tuple[TrainingRun, Cursor, Rebuilder]:
     """Build the parts of a run from its description, and restore the newest checkpoint.
 
     Args:
@@ -405,7 +405,7 @@ def assemble(
     )
     restored = None if is_newcomer else saver.restore()
     if world.leads:
-        keep_roster(ground.source, path)
+        keep_sample_index(ground.source, path)
     if restored is None:
         seed_everything(rank_seed(config.training.seed, world.data_rank))
     cursor = restored or Cursor()
@@ -423,7 +423,7 @@ def assemble(
     if world.leads:
         progress.restored(None if restored is None else cursor.step, path, saver.passed_over)
     run.survives = membership is not None
-    return run, cursor, Assembly(ground, path, membership)
+    return run, cursor, Rebuilder(ground, path, membership)
 
 
 def _model_notes(resolved: ResolvedRun, run_parts: RunParts, world: World) -> list[str]:
@@ -522,10 +522,10 @@ def _record_weights(work: Work, progress: RunProgress, resumes: bool) -> None:
             progress.record.write(WeightsLoaded(str(loaded), *details))
 
 
-def keep_roster(source: Source, path: Path) -> None:
+def keep_sample_index(source: Source, path: Path) -> None:
     """Write which samples a run begins with to its folder, where the source can tell and nothing is there."""
-    if source.roster is not None and not source.roster.is_kept:
-        source.roster.keep(path)
+    if source.sample_index is not None and not source.sample_index.is_kept:
+        source.sample_index.keep(path)
 
 
 def workers_at_start(process: WorkerRank, nodes: Nodes) -> int:

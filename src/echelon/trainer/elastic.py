@@ -23,7 +23,7 @@ from echelon.core.stop import StopFlag
 from echelon.core.task import BestResult
 from echelon.data.base import Batch
 from echelon.records.decode import decode
-from echelon.trainer.assemble import Assembly, rank_seed
+from echelon.trainer.assemble import Rebuilder, rank_seed
 from echelon.trainer.batches import EpochOrder, Resumption
 from echelon.trainer.commit import Commit, Draws, replica_state, take_replica_state
 from echelon.trainer.loop import Batches, TrainingRun, fit, regroupable
@@ -92,8 +92,8 @@ class _UntilTermEnds:
 class ElasticLoop:
     """Takes one process through the terms of its run."""
 
-    def __init__(self, assembly: Assembly, membership: Membership, stop: StopFlag) -> None:
-        self._assembly, self._membership, self._stop = assembly, membership, stop
+    def __init__(self, rebuilder: Rebuilder, membership: Membership, stop: StopFlag) -> None:
+        self._rebuilder, self._membership, self._stop = rebuilder, membership, stop
 
     def fit(self, run: TrainingRun, batches: EpochOrder) -> tuple[str, EpochOrder]:
         """Train until there are no more batches, whoever comes or goes; returns how it ended, and the last batches.
@@ -134,7 +134,7 @@ class ElasticLoop:
             self._leave(run)
             term = self._membership.next_term()
             try:
-                world = enter_term(self._assembly.resolved, self._membership, term, run.world)
+                world = enter_term(self._rebuilder.resolved, self._membership, term, run.world)
                 batches = self._agree(run, batches, world)
             except Exception as error:
                 if not self._membership.concerns(error):
@@ -148,7 +148,7 @@ class ElasticLoop:
     def _leave(self, run: TrainingRun) -> None:
         """Leave the groups: whoever waits for this process in one of them gets an error."""
         self._membership.leave()
-        self._assembly.leave(run)
+        self._rebuilder.leave(run)
         for parameter in run.parts.model.parameters():
             parameter.grad = None
         gc.collect()  # what wrapped the model takes its hooks along
@@ -170,7 +170,7 @@ class ElasticLoop:
         if lacks:  # not earlier: if those who have made it die before, it is done again
             sync.settle_step(made=True)
         if own is None:
-            seed_everything(rank_seed(self._assembly.seed, world.size * (self._membership.term + 1) + world.rank))
+            seed_everything(rank_seed(self._rebuilder.seed, world.size * (self._membership.term + 1) + world.rank))
         commit = agreed.commit
         commit = replace(commit, draws=Draws.of(run) if commit.between else None)
         batches.commit = commit  # from here on this rank is where the others are, whatever follows
@@ -179,8 +179,8 @@ class ElasticLoop:
         results = _completed(_since(batches, agreed.recorded, commit.step, world), world)
         cursor = commit.cursor()
         dead = max(0, run.world.size - survivors)
-        self._assembly.enter(run, world, cursor, sent)
-        self._assembly.tell(run, cursor, time.monotonic() - began, dead)
+        self._rebuilder.enter(run, world, cursor, sent)
+        self._rebuilder.tell(run, cursor, time.monotonic() - began, dead)
         recorded = max(agreed.recorded, commit.step - len(results))  # of a round that is trained again, too
         resumption = Resumption(commit, recorded, results, batches.saved_s)
         return EpochOrder(run, cursor, self._stop, resumption)
@@ -188,7 +188,7 @@ class ElasticLoop:
     def _told(self, run: TrainingRun, batches: EpochOrder) -> _Member:
         leads = run.world.leads
         commit = replace(batches.commit, draws=None) if batches.commit is not None else None  # draws are of one rank
-        return _Member(batches.recorded if leads else self._assembly.recorded(), leads, commit)
+        return _Member(batches.recorded if leads else self._rebuilder.recorded(), leads, commit)
 
     def _bring_up(self, run: TrainingRun, commit: Commit | None, agreed: _Agreed, world: World) -> int:
         """Give what all replicas share to those that lack it; returns the bytes that this rank sent."""
@@ -197,7 +197,7 @@ class ElasticLoop:
             mine = {**replica_state(run.parts), "sync": regroupable(run).shared_memory()}
         state, sent = broadcast_state(mine, agreed.source, world.group)
         if commit is None or commit.step < agreed.commit.step:
-            averages = not self._assembly.resolved.sync.sums_in_backward  # buffers too
+            averages = not self._rebuilder.resolved.sync.sums_in_backward  # buffers too
             take_replica_state(run.parts, state, with_buffers=commit is None or averages)
             regroupable(run).take_shared_memory(state["sync"])
         return sent

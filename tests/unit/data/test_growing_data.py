@@ -127,20 +127,20 @@ def test_new_samples_come_once_each_from_the_next_epoch_on(write: Writer, tmp_pa
     run.mkdir()
     settings = write(data, BEGUN)
     before = opened(settings, run)
-    assert before.roster is not None and not before.roster.is_kept
-    before.roster.keep(run)
+    assert before.sample_index is not None and not before.sample_index.is_kept
+    before.sample_index.keep(run)
     as_begun = batches(before, settings, 1, Shard(0, 1))
     write(data, BEGUN + NEW)
     grown = opened(settings, run)
-    assert grown.roster is not None and grown.roster.added == NEW
+    assert grown.sample_index is not None and grown.sample_index.added == NEW
     assert (grown.info.train_size, grown.info.eval_size) == (before.info.train_size, before.info.eval_size)
     with pytest.raises(
         UserError, match=r"6 samples are new since the run began, such as .* `echelon resume .* --rescan`"
     ):
-        grown.roster.check(run)
-    grown.roster.grown(epoch=2).keep(run)
+        grown.sample_index.check(run)
+    grown.sample_index.grown(epoch=2).keep(run)
     after = opened(settings, run)
-    assert after.roster is not None and not after.roster.added
+    assert after.sample_index is not None and not after.sample_index.added
     assert after.info.train_size == before.info.train_size + NEW and after.info.eval_size == before.info.eval_size
     assert [(stage.epoch, stage.count) for stage in after.info.stages] == [
         (0, before.info.train_size),
@@ -160,9 +160,9 @@ def test_rows_that_are_gone_or_changed_are_refused(write: Writer, tmp_path: Path
     data, run = tmp_path / "data", tmp_path / "run"
     run.mkdir()
     settings = write(data, BEGUN)
-    roster = opened(settings, run).roster
-    assert roster is not None
-    roster.keep(run)
+    sample_index = opened(settings, run).sample_index
+    assert sample_index is not None
+    sample_index.keep(run)
     write(data, BEGUN - 2)
     with pytest.raises(UserError, match="2 of the run's 20 rows are gone: put them back"):
         opened(settings, run)
@@ -181,9 +181,9 @@ def test_whole_numbers_that_are_floats_by_new_rows_are_the_rows_that_they_were(t
     rows = [f"{i * 3},,{i / 7}" for i in range(BEGUN)]
     file.write_text("\n".join(["a,b,y", *rows]) + "\n")
     settings["input"] = "a"
-    roster = opened(settings, run).roster
-    assert roster is not None
-    roster.keep(run)
+    sample_index = opened(settings, run).sample_index
+    assert sample_index is not None
+    sample_index.keep(run)
     file.write_text("\n".join(["a,b,y", *rows, "1.5,,2"]) + "\n")
-    grown = opened(settings, run).roster
+    grown = opened(settings, run).sample_index
     assert grown is not None and grown.added == 1

@@ -15,7 +15,7 @@ from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.decode import CannotDecode
 from echelon.data.images import ImageArray, ImageFiles, ImageItems, ImageRanges, Images
 from echelon.data.order import Indices, split
-from echelon.data.roster import Roster
+from echelon.data.sample_index import SampleIndex
 from echelon.data.statistics import IMAGENET_MEAN, IMAGENET_STD, SMALL_IMAGE, measure
 from echelon.records.file import newest
 from echelon.records.kinds import Start
@@ -106,10 +106,10 @@ def held_out(request: DataRequest, count: int, has_test: bool, noun: str = "samp
     return HeldOut(train, held, (note,))
 
 
-def held_out_of_begun(request: DataRequest, roster: Roster, has_test: bool, noun: str = "sample") -> HeldOut:
+def held_out_of_begun(request: DataRequest, sample_index: SampleIndex, has_test: bool, noun: str = "sample") -> HeldOut:
     """Divide the samples that a run began with as `held_out` does; those that came later are trained on."""
-    divided = held_out(request, roster.begun, has_test, noun)
-    return replace(divided, train=np.append(divided.train, np.arange(roster.begun, roster.count)))
+    divided = held_out(request, sample_index.begun, has_test, noun)
+    return replace(divided, train=np.append(divided.train, np.arange(sample_index.begun, sample_index.count)))
 
 
 def began_with_all(request: DataRequest, count: int) -> bool:
@@ -119,15 +119,15 @@ def began_with_all(request: DataRequest, count: int) -> bool:
 
 
 def grown_images(
-    request: DataRequest, train: GrownImages, evaluation: Images, classes: tuple[str, ...], roster: Roster
+    request: DataRequest, train: GrownImages, evaluation: Images, classes: tuple[str, ...], sample_index: SampleIndex
 ) -> Source:
     """Return images as `image_source`, with what was measured of those that the run began with, whatever came later."""
-    later = roster.count - roster.begun
+    later = sample_index.count - sample_index.begun
     source = image_source(request.config, train.subset(np.arange(len(train) - later)), evaluation, classes)
     if not later:
         return source
     counts = tuple(np.bincount(train.labels, minlength=len(classes)).tolist())
-    stages = roster.trained_stages(len(train))
+    stages = sample_index.trained_stages(len(train))
     info = replace(source.info, train_size=len(train), class_counts=counts, stages=stages)
     return replace(source, train=train, info=info)
 

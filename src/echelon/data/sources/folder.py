@@ -10,7 +10,7 @@ from echelon.core.errors import UserError
 from echelon.data.base import DataRequest, Source
 from echelon.data.class_folders import FolderLinks, scan_classes, scan_like
 from echelon.data.images import ImageFiles
-from echelon.data.roster import NamedRoster
+from echelon.data.sample_index import NamedSampleIndex
 from echelon.data.sources.base import SourceKind, began_with_all, grown_images, held_out_of_begun
 
 _VALIDATION_FOLDERS, _TEST_FOLDER = ("val", "valid", "validation"), "test"
@@ -73,11 +73,11 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
         raise UserError(f"data {path}: there is {parts[0]}/ but no train/ beside it")
     files, classes = scan_classes(path, "train" if "train" in folders else "", links)
     names = [files.names[i] for i in range(len(files))]
-    roster = NamedRoster.of(request.folder, request.config.source, classes, names)
+    sample_index = NamedSampleIndex.of(request.folder, request.config.source, classes, names)
     notes: tuple[str, ...] = ()
     train, test = ImageFiles.of(files), None
-    if roster.is_kept:
-        train = train.subset(roster.order(names))
+    if sample_index.is_kept:
+        train = train.subset(sample_index.order(names))
     if "train" not in folders:
         parts = []
     validation = next((name for name in parts if name != _TEST_FOLDER), "")
@@ -86,15 +86,15 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
             test = ImageFiles.of(scan_like(path, _TEST_FOLDER, links, classes))
         except UserError as error:  # images without classes, as those of competitions are
             notes += (f"{_TEST_FOLDER}/ is not used: {str(error).removeprefix('data ')}",)
-    elif _TEST_FOLDER in parts and began_with_all(request, roster.begun):
+    elif _TEST_FOLDER in parts and began_with_all(request, sample_index.begun):
         validation = _TEST_FOLDER
     elif _TEST_FOLDER in parts:
         test = ImageFiles.of(scan_like(path, _TEST_FOLDER, links, classes))
     if validation:
         evaluation = ImageFiles.of(scan_like(path, validation, links, classes))
     else:
-        divided = held_out_of_begun(request, roster, test is not None, "image")
+        divided = held_out_of_begun(request, sample_index, test is not None, "image")
         train, evaluation = train.subset(divided.train), train.subset(divided.evaluation)
         notes += divided.notes
-    source = grown_images(request, train, evaluation, classes, roster)
-    return replace(source, notes=(*links.notes, *notes), test=test, roster=roster)
+    source = grown_images(request, train, evaluation, classes, sample_index)
+    return replace(source, notes=(*links.notes, *notes), test=test, sample_index=sample_index)

@@ -22,7 +22,7 @@ from echelon.data.columns import IDS, MASK
 from echelon.data.images import TensorArray
 from echelon.data.order import Indices
 from echelon.data.ragged import RaggedArray
-from echelon.data.roster import Roster, RowRoster
+from echelon.data.sample_index import RowSampleIndex, SampleIndex
 from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.data.tokenisers import Tokeniser, tokeniser_for
 from echelon.tasks.base import NO_TARGET, Encoding, SentenceMarks
@@ -91,14 +91,14 @@ class ParallelText(SourceKind):
             if empty:
                 notes.append(f"{stem}: {empty} pairs are left out, for a side of them is empty")
         train = parts["train"]
-        roster = RowRoster.of(request.folder, request.config.source, len(train), train.digest)
-        parts["train"] = train.take(np.arange(roster.count))
+        sample_index = RowSampleIndex.of(request.folder, request.config.source, len(train), train.digest)
+        parts["train"] = train.take(np.arange(sample_index.count))
         if "val" not in parts:
-            notes.append(_hold_out(parts, request, roster))
+            notes.append(_hold_out(parts, request, sample_index))
         tests = _test_stems(folder, languages)
         if len(tests) > 1:
             notes.append(f"the test set is {stems['test']}, the first by name of {', '.join(tests)}")
-        return _source(request, parts, notes, roster)
+        return _source(request, parts, notes, sample_index)
 
 
 SOURCE = ParallelText
@@ -180,19 +180,19 @@ def _lines(file: Path) -> list[str]:
     return [line.strip() for line in text.removesuffix("\n").split("\n")]
 
 
-def _hold_out(by_part: dict[str, Pairs], request: DataRequest, roster: Roster) -> str:
+def _hold_out(by_part: dict[str, Pairs], request: DataRequest, sample_index: SampleIndex) -> str:
     """Move some training pairs to a part `val`, in place; returns what a user is told."""
     train = by_part["train"]
-    divided = held_out_of_begun(request, roster, "test" in by_part, "pair")
+    divided = held_out_of_begun(request, sample_index, "test" in by_part, "pair")
     by_part["train"], by_part["val"] = train.take(divided.train), train.take(divided.evaluation)
     return (
-        f"{len(divided.evaluation)} of {roster.begun} training pairs are held out to choose the best checkpoint by: "
-        f"there is no val.{request.config.input}"
+        f"{len(divided.evaluation)} of {sample_index.begun} training pairs are held out to choose the best checkpoint "
+        f"by: there is no val.{request.config.input}"
     )
 
 
-def _source(request: DataRequest, by_part: dict[str, Pairs], notes: list[str], roster: Roster) -> Source:
-    train, later = by_part["train"], roster.count - roster.begun
+def _source(request: DataRequest, by_part: dict[str, Pairs], notes: list[str], sample_index: SampleIndex) -> Source:
+    train, later = by_part["train"], sample_index.count - sample_index.begun
     tokeniser = tokeniser_for(request, [*train.source, *train.target])
     marks, vocabulary = marks_of(tokeniser)
     encoded, cut = {}, 0
@@ -215,10 +215,10 @@ def _source(request: DataRequest, by_part: dict[str, Pairs], notes: list[str], r
             DECODER_IDS: TensorSpec((target_length,), "int64", vocabulary, ragged=True),
         },
         targets=TensorSpec((target_length,), "int64", vocabulary, ragged=True),
-        task=TRANSLATION, tokeniser=tokeniser, marks=marks, stages=roster.trained_stages(len(train)),
+        task=TRANSLATION, tokeniser=tokeniser, marks=marks, stages=sample_index.trained_stages(len(train)),
     )  # fmt: skip
     notes.insert(0, f"{len(train):,} pairs to train on, of a common vocabulary of {vocabulary:,} tokens")
-    return Source(encoded["train"], encoded["val"], info, tuple(notes), encoded.get("test"), roster)
+    return Source(encoded["train"], encoded["val"], info, tuple(notes), encoded.get("test"), sample_index)
 
 
 def marks_of(tokeniser: Tokeniser) -> tuple[SentenceMarks, int]:

@@ -22,7 +22,7 @@ from echelon.core.errors import UserError
 from echelon.data.base import DataRequest, Source
 from echelon.data.class_folders import FolderLinks
 from echelon.data.images import FileNames, ImageRanges, OpenFiles
-from echelon.data.roster import NamedRoster
+from echelon.data.sample_index import NamedSampleIndex
 from echelon.data.sources.base import SourceKind, grown_images, held_out_of_begun
 from echelon.data.sources.table import SUFFIXES
 from echelon.data.tar_index import TAR, MemberChoice, ShardIndex, compressed_shard, index_shards
@@ -131,14 +131,16 @@ def _source(request: DataRequest, indexes: Mapping[str, ShardIndex]) -> Source:
     train, validation, test = parts["train"], parts.get("val"), parts.get("test")
     names = tuple(str(name) for name in classes)
     members = [f"{Path(train.files.paths[train.file[i]]).name}: {train.names[i]}" for i in range(len(train))]
-    roster = NamedRoster.of(request.folder, path, names, members)
-    if roster.is_kept:
-        train = train.subset(roster.order(members))
+    sample_index = NamedSampleIndex.of(request.folder, path, names, members)
+    if sample_index.is_kept:
+        train = train.subset(sample_index.order(members))
     notes: tuple[str, ...] = ()
     if validation is None:
-        divided = held_out_of_begun(request, roster, test is not None)
+        divided = held_out_of_begun(request, sample_index, test is not None)
         train, validation, notes = train.subset(divided.train), train.subset(divided.evaluation), divided.notes
-    return replace(grown_images(request, train, validation, names, roster), test=test, notes=notes, roster=roster)
+    return replace(
+        grown_images(request, train, validation, names, sample_index), test=test, notes=notes, sample_index=sample_index
+    )
 
 
 def _classes(path: str, index: ShardIndex) -> Sequence[str]:

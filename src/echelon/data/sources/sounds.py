@@ -12,7 +12,7 @@ import numpy as np
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES, FolderLinks, scan_classes, scan_like
-from echelon.data.roster import NamedRoster
+from echelon.data.sample_index import NamedSampleIndex
 from echelon.data.sounds import SoundFiles, measured, sound_specs
 from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.tasks.base import Encoding
@@ -89,8 +89,8 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     has = {each.name for each in path.iterdir() if each.is_dir()}
     files, classes = scan_classes(path, "train" if "train" in has else "", links)
     names = [files.names[i] for i in range(len(files))]
-    roster = NamedRoster.of(request.folder, request.config.source, classes, names)
-    sounds = measured(files.subset(roster.order(names)))
+    sample_index = NamedSampleIndex.of(request.folder, request.config.source, classes, names)
+    sounds = measured(files.subset(sample_index.order(names)))
     parts = {
         part: measured(scan_like(path, part, links, classes), sounds.rate)
         for part in ("val", "test")
@@ -99,11 +99,13 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     notes: tuple[str, ...] = ()
     validation, test = parts.get("val"), parts.get("test")
     if validation is None:
-        divided = held_out_of_begun(request, roster, test is not None, "sound")
+        divided = held_out_of_begun(request, sample_index, test is not None, "sound")
         sounds, validation, notes = sounds.subset(divided.train), sounds.subset(divided.evaluation), divided.notes
     longest = max(int(each.frames.max()) for each in (sounds, validation, test) if each is not None)
-    info = replace(_info(request, sounds, len(validation), classes, longest), stages=roster.trained_stages(len(sounds)))
-    return Source(sounds, validation, info, notes, test, roster)
+    info = replace(
+        _info(request, sounds, len(validation), classes, longest), stages=sample_index.trained_stages(len(sounds))
+    )
+    return Source(sounds, validation, info, notes, test, sample_index)
 
 
 def _info(request: DataRequest, sounds: SoundFiles, eval_size: int, classes: tuple[str, ...], longest: int) -> DataInfo:

@@ -51,7 +51,7 @@ from echelon.data.columns import (
 from echelon.data.images import TensorArray
 from echelon.data.interactions import InteractionColumns, interactions_source, time_among
 from echelon.data.ragged import RaggedArray
-from echelon.data.roster import RowRoster
+from echelon.data.sample_index import RowSampleIndex
 from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.data.sources.transcripts import Recordings, plain_text, transcribed
 from echelon.tasks.base import Encoding
@@ -148,8 +148,8 @@ def _outline(request: DataRequest, files: _Files) -> DataOutline:
     if request.encoding is not Encoding.AUTO:
         return DataOutline(_TASKS[request.encoding], specs)
     table = files.read((*(inputs if len(inputs) == 1 else ()), *targets))
-    roster = RowRoster.of(None, request.config.source, len(table), lambda _: "")
-    rows = _Rows(table, 0, 0, inputs, targets, MeasuredColumns(None), files, np.arange(len(table)), roster)
+    sample_index = RowSampleIndex.of(None, request.config.source, len(table), lambda _: "")
+    rows = _Rows(table, 0, 0, inputs, targets, MeasuredColumns(None), files, np.arange(len(table)), sample_index)
     return DataOutline(_TASKS[rows.encoding(request)], specs)
 
 
@@ -216,7 +216,7 @@ class _Rows:
         measured: what was measured of columns.
         origin: place of each row in the file of its part.
         files: that the rows are of.
-        roster: of the rows of the training part.
+        sample_index: of the rows of the training part.
         notes: how the rows were divided.
     """
 
@@ -228,7 +228,7 @@ class _Rows:
     measured: MeasuredColumns
     files: _Files
     origin: NDArray[np.int64]
-    roster: RowRoster
+    sample_index: RowSampleIndex
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -241,20 +241,20 @@ class _Rows:
         inputs, targets = files.columns(request)
         tables = files.each((*inputs, *targets))
         first = tables[0]
-        roster = RowRoster.of(
+        sample_index = RowSampleIndex.of(
             request.folder, request.config.source, len(first), lambda count: table_digest(first.slice(0, count))
         )
-        tables[0] = first.slice(0, roster.count)
+        tables[0] = first.slice(0, sample_index.count)
         table = files.joined(tables)
         measured = MeasuredColumns(request.folder)
         held = len(tables[1]) if files.has_validation else 0
         origin = np.concatenate([np.arange(len(part)) for part in tables])
-        rows = cls(table, roster.count, held, inputs, targets, measured, files, origin, roster)
+        rows = cls(table, sample_index.count, held, inputs, targets, measured, files, origin, sample_index)
         return rows if held else rows._divided(request, files.has_test)
 
     def _divided(self, request: DataRequest, has_test: bool) -> _Rows:
         """Return the rows with some of the training part held out."""
-        divided = held_out_of_begun(request, self.roster, has_test, "row")
+        divided = held_out_of_begun(request, self.sample_index, has_test, "row")
         train, held = divided.train, divided.evaluation
         order = np.concatenate([train, held, np.arange(self.train, len(self.table))])
         table, origin = self.table.take(pa.array(order)), self.origin[order]
@@ -404,7 +404,9 @@ class _Rows:
         if len(self.inputs) > 1 or not is_string(self.table[self.inputs[0]]):
             raise UserError("--task text-classification reads one column of strings: name it with --input")
         texts = [text or "" for text in self.table[self.inputs[0]].to_pylist()]
-        column = encode_texts(request, texts, self.train, self.train - (self.roster.count - self.roster.begun))
+        column = encode_texts(
+            request, texts, self.train, self.train - (self.sample_index.count - self.sample_index.begun)
+        )
         targets, facts = self._targets(Encoding.CLASSES)
         info = replace(
             facts,
@@ -449,7 +451,7 @@ class _Rows:
     def _cut(self, inputs: Nest, targets: NDArray[np.generic], info: DataInfo, notes: Sequence[str]) -> Source:
         end = self.train + self.evaluation
         rows = np.arange(len(self.table))
-        info = replace(info, stages=self.roster.trained_stages(self.train))
+        info = replace(info, stages=self.sample_index.trained_stages(self.train))
 
         def samples(part: NDArray[np.int64]) -> TensorArray:
             """Return the samples of some rows."""
@@ -457,7 +459,7 @@ class _Rows:
             return TensorArray(values, wanted, self.origin[part])
 
         train, held, test = (samples(part) for part in (rows[: self.train], rows[self.train : end], rows[end:]))
-        return Source(train, held, info, (*self.notes, *notes), test if len(test) else None, self.roster)
+        return Source(train, held, info, (*self.notes, *notes), test if len(test) else None, self.sample_index)
 
     def _numbers_and_categories(
         self, forms: InputForms

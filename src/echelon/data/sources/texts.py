@@ -25,7 +25,7 @@ from echelon.data.class_folders import (
 )
 from echelon.data.columns import encode_texts
 from echelon.data.images import TensorArray
-from echelon.data.roster import NamedRoster
+from echelon.data.sample_index import NamedSampleIndex
 from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.data.sources.text_file import SUFFIXES, TextParts, is_for_one_text, outline_of_text, read_text, text_source
 from echelon.tasks.base import Encoding
@@ -113,19 +113,19 @@ def _classified(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     part, validation, test = _parts(path)
     train, classes = scan_classes(path, part, links)
     names = [train.names[i] for i in range(len(train))]
-    roster = NamedRoster.of(request.folder, request.config.source, classes, names)
-    train = train.subset(roster.order(names))
+    sample_index = NamedSampleIndex.of(request.folder, request.config.source, classes, names)
+    train = train.subset(sample_index.order(names))
     notes: tuple[str, ...] = ()
     if validation:
         held = scan_like(path, validation, links, classes)
     else:
-        divided = held_out_of_begun(request, roster, bool(test), "text")
+        divided = held_out_of_begun(request, sample_index, bool(test), "text")
         train, held, notes = train.subset(divided.train), train.subset(divided.evaluation), divided.notes
     parts = [train, held, *([scan_like(path, test, links, classes)] if test else [])]
     texts = [read_text(Path(files.path(i))) for files in parts for i in range(len(files))]
     if not any(text.strip() for text in texts[: len(train)]):
         raise UserError(f"data {path}: all texts to train on are empty")
-    column = encode_texts(request, texts, len(train), len(train) - (roster.count - roster.begun))
+    column = encode_texts(request, texts, len(train), len(train) - (sample_index.count - sample_index.begun))
     ends = np.cumsum([0, *map(len, parts)])
     samples = [
         TensorArray({name: ids.subset(np.arange(a, b)) for name, ids in column.inputs.items()}, files.labels)
@@ -135,10 +135,10 @@ def _classified(path: Path, request: DataRequest, links: FolderLinks) -> Source:
         request.config.source, classes, 1, 1, len(train), len(held),
         tuple(np.bincount(train.labels, minlength=len(classes)).tolist()),
         several=column.specs, targets=CLASS_NUMBER, task=TEXT_CLASSIFICATION, tokeniser=column.tokeniser,
-        stages=roster.trained_stages(len(train)),
+        stages=sample_index.trained_stages(len(train)),
     )  # fmt: skip
     note = f"texts are cut into tokens, of a vocabulary of {column.tokeniser.count:,}"
-    return Source(samples[0], samples[1], info, (*notes, note), samples[2] if test else None, roster)
+    return Source(samples[0], samples[1], info, (*notes, note), samples[2] if test else None, sample_index)
 
 
 def _one_text(path: Path, request: DataRequest, links: FolderLinks) -> Source:

@@ -23,7 +23,7 @@ from echelon.data.class_folders import SOUND_FILES, FileKind, FolderLinks, files
 from echelon.data.images import FileNames, LabelledFiles
 from echelon.data.order import Indices
 from echelon.data.ragged import RaggedArray
-from echelon.data.roster import NamedRoster, Roster
+from echelon.data.sample_index import NamedSampleIndex, SampleIndex
 from echelon.data.sounds import SoundFiles, measured, sound_specs, transcript_spec
 from echelon.data.sources.base import SourceKind, held_out, held_out_of_begun
 from echelon.data.sources.sounds import Sounds, has_transcripts
@@ -73,9 +73,9 @@ class Transcripts(SourceKind):
             links.check()
             raise UserError(f"data {error.filename}: {error.strerror}") from None
         train = parts["train"]
-        roster = NamedRoster.of(request.folder, request.config.source, (), train.names)
-        train = train.some(roster.order(train.names))
-        source = transcribed(request, train, parts.get("val"), parts.get("test"), roster)
+        sample_index = NamedSampleIndex.of(request.folder, request.config.source, (), train.names)
+        train = train.some(sample_index.order(train.names))
+        source = transcribed(request, train, parts.get("val"), parts.get("test"), sample_index)
         return replace(source, notes=(*links.notes, *source.notes))
 
 
@@ -131,13 +131,13 @@ def transcribed(
     train: Recordings,
     validation: Recordings | None,
     test: Recordings | None,
-    roster: Roster | None = None,
+    sample_index: SampleIndex | None = None,
 ) -> Source:
     """Return recordings as sounds with token ids: of characters, unless `--tokeniser` says otherwise.
 
     Args:
         validation: None: some of `train` are held out by the seed.
-        roster: of `train`, where new ones can be told from those that a run knows.
+        sample_index: of `train`, where new ones can be told from those that a run knows.
 
     Raises:
         UserError: there is one recording alone, a file is no sound, or no text is written.
@@ -147,8 +147,8 @@ def transcribed(
         has_test = test is not None
         divided = (
             held_out(request, len(train.names), has_test, "sound")
-            if roster is None
-            else held_out_of_begun(request, roster, has_test, "sound")
+            if sample_index is None
+            else held_out_of_begun(request, sample_index, has_test, "sound")
         )
         train, validation, notes = train.some(divided.train), train.some(divided.evaluation), divided.notes
     if not any(train.texts):
@@ -162,10 +162,10 @@ def transcribed(
         sounds.append(replace(plain, transcripts=rows))
         rate = plain.rate
     info = _info(request, sounds, tokeniser)
-    if roster is not None:
-        info = replace(info, stages=roster.trained_stages(len(sounds[0])))
+    if sample_index is not None:
+        info = replace(info, stages=sample_index.trained_stages(len(sounds[0])))
     notes = (*notes, *_notes(parts, tokeniser))
-    return Source(sounds[0], sounds[1], info, notes, sounds[2] if test is not None else None, roster)
+    return Source(sounds[0], sounds[1], info, notes, sounds[2] if test is not None else None, sample_index)
 
 
 def plain_text(text: str) -> str:

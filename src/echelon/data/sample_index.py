@@ -31,7 +31,7 @@ class Growth:
 
 
 @dataclass(frozen=True)
-class Roster(ABC):
+class SampleIndex(ABC):
     """The samples of a run.
 
     Attributes:
@@ -62,7 +62,7 @@ class Roster(ABC):
         """What the first of these is called."""
 
     @abstractmethod
-    def grown(self, epoch: int) -> Roster:
+    def grown(self, epoch: int) -> SampleIndex:
         """Return the samples with the new ones from an epoch on."""
 
     def check(self, folder: Path) -> None:
@@ -92,7 +92,7 @@ class Roster(ABC):
 
 
 @dataclass(frozen=True)
-class NamedRoster(Roster):
+class NamedSampleIndex(SampleIndex):
     """Samples that are known by their names, wherever new ones sort among them.
 
     Attributes:
@@ -106,7 +106,7 @@ class NamedRoster(Roster):
     new: Sequence[str] = ()
 
     @classmethod
-    def of(cls, folder: Path | None, source: str, classes: tuple[str, ...], names: Sequence[str]) -> NamedRoster:
+    def of(cls, folder: Path | None, source: str, classes: tuple[str, ...], names: Sequence[str]) -> NamedSampleIndex:
         """Return the samples that a run's folder keeps, of those that are there now; else all of these.
 
         Raises:
@@ -145,18 +145,18 @@ class NamedRoster(Roster):
         places = {name: i for i, name in enumerate(names)}
         return np.array([places[name] for name in self.names], dtype=np.int64)
 
-    def grown(self, epoch: int) -> NamedRoster:
+    def grown(self, epoch: int) -> NamedSampleIndex:
         """Return the samples with the new ones from an epoch on."""
         names = [*self.names, *self.new]
         return replace(self, names=names, new=(), stages=self._stages_with(epoch, len(names)))
 
     def keep(self, folder: Path) -> None:
         """Write it to the folder of a run."""
-        super(NamedRoster, replace(self, names=list(self.names), new=[])).keep(folder)
+        super(NamedSampleIndex, replace(self, names=list(self.names), new=[])).keep(folder)
 
 
 @dataclass(frozen=True)
-class RowRoster(Roster):
+class RowSampleIndex(SampleIndex):
     """Samples that are known by their place, as rows of a table are: new ones stand behind those that a run knows.
 
     Attributes:
@@ -170,7 +170,7 @@ class RowRoster(Roster):
     digest: str = ""
 
     @classmethod
-    def of(cls, folder: Path | None, source: str, there: int, digest_of: Callable[[int], str]) -> RowRoster:
+    def of(cls, folder: Path | None, source: str, there: int, digest_of: Callable[[int], str]) -> RowSampleIndex:
         """Return the rows that a run's folder keeps; else all that are there.
 
         Args:
@@ -208,13 +208,13 @@ class RowRoster(Roster):
         """Return what the first new row is called."""
         return f"row {self.count + 1}"
 
-    def grown(self, epoch: int) -> RowRoster:
+    def grown(self, epoch: int) -> RowSampleIndex:
         """Return the samples with the new ones from an epoch on."""
         return replace(self, stages=self._stages_with(epoch, self.there), digests=(*self.digests, self.digest))
 
 
 @dataclass(frozen=True)
-class _RosterFile:
+class _IndexFile:
     """What a run's folder keeps: `names`, or `digests`, by the way in which samples are known."""
 
     source: str
@@ -225,7 +225,7 @@ class _RosterFile:
     digests: Sequence[str] | None = None
 
 
-def _read(folder: Path | None, source: str) -> _RosterFile | None:
+def _read(folder: Path | None, source: str) -> _IndexFile | None:
     """Return what a run's folder keeps of this data; None: nothing, or it is of other data.
 
     Raises:
@@ -235,7 +235,7 @@ def _read(folder: Path | None, source: str) -> _RosterFile | None:
     if path is None or not path.is_file():
         return None
     try:
-        file = decode(_RosterFile, json.loads(path.read_text(encoding="utf-8")))
+        file = decode(_IndexFile, json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read ({error}): which samples the run has is lost") from error
     return file if file.source == source else None

@@ -35,9 +35,9 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     """A folder of 20 images, and a run's folder that knows them."""
     data, run = make_folder(tmp_path / "data", per_class=10, side=16), tmp_path / "run"
     run.mkdir()
-    roster = opened(data, run).roster
-    assert roster is not None and not roster.is_kept
-    roster.keep(run)
+    sample_index = opened(data, run).sample_index
+    assert sample_index is not None and not sample_index.is_kept
+    sample_index.keep(run)
     return data, run
 
 
@@ -52,12 +52,12 @@ def test_every_sample_comes_once_in_each_epoch_and_new_ones_after_the_one_in_pro
     for i in range(6):  # some names sort before all others, some behind them
         make_image(data / ("cat" if i % 2 else "dog") / f"{'0' if i < 3 else 'z'}{i}.jpg", (16, 16), seed=70 + i)
     grown = opened(data, run)
-    assert grown.roster is not None and len(grown.roster.new) == 6 and grown.info.train_size == 16
+    assert grown.sample_index is not None and len(grown.sample_index.new) == 6 and grown.info.train_size == 16
     with pytest.raises(UserError, match=r"6 samples are new .* `echelon resume .* --rescan`"):
-        grown.roster.check(run)
-    grown.roster.grown(epoch=2).keep(run)
+        grown.sample_index.check(run)
+    grown.sample_index.grown(epoch=2).keep(run)
     after = opened(data, run)
-    assert after.roster is not None and not after.roster.new
+    assert after.sample_index is not None and not after.sample_index.new
     assert (after.info.train_size, after.info.eval_size, after.info.mean) == (22, 4, before.info.mean)
     assert [after.evaluation.path(i) for i in range(4)] == held  # type: ignore[attr-defined]
     assert batches(after, 1, Shard(0, 1)) == as_begun and batches(after, 1, Shard(0, 1), 2) == as_begun[2:]
@@ -65,7 +65,7 @@ def test_every_sample_comes_once_in_each_epoch_and_new_ones_after_the_one_in_pro
     there = {str(path) for path in data.rglob("*.jpg")} - set(held)
     assert len(seen) == 22 and set(seen) == there
     make_image(data / "cat" / "again.jpg", (16, 16))
-    again = opened(data, run).roster
+    again = opened(data, run).sample_index
     assert again is not None
     again.grown(epoch=3).keep(run)
     last = opened(data, run)
