@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.nn.functional import cross_entropy
@@ -58,6 +60,13 @@ class Hears:
         self.on_start = self.on_step = self.on_evaluation = self.on_checkpoint = self.on_end = self.heard.append
 
 
+class Chatters:
+    """Logs more than there is room for."""
+
+    def on_step(self, step: StepInfo) -> None:
+        logging.warning("step %d %s", step.step, "x" * 1000)
+
+
 class Lines(LoggerSettings):
     """A service of one's own: a file of steps for each identifier."""
 
@@ -102,10 +111,12 @@ def test_loss_metrics_and_a_logger_are_objects_at_the_start_and_the_resume(tmp_p
     assert [line.partition(" ")[0] for line in evaluated] == ["6", "12"] and lines.count("completed") == 2
 
 
-def test_objects_hear_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    hears = Hears()
-    echelon.train("mlp", "digits", epochs=2, batch_size=256, workers=1, device="cpu", threads=1, callbacks=[hears])
+def test_objects_hear_in_this_process_and_its_log_is_kept_short(tmp_path: Path) -> None:
+    hears, run = Hears(), tmp_path / "run"
+    small: dict[str, Any] = {"epochs": 2, "batch_size": 256, "workers": 1, "device": "cpu", "threads": 1}
+    echelon.train("mlp", "digits", run, **small, log_limit="10kb", callbacks=[hears, Chatters()])
+    assert (run / "logs/rank0.log").stat().st_size <= 10_000
+    assert (run / "logs/rank0.log.1").read_text().count("step 12 ") == 1, "the newest lines stay"
     assert [type(info) for info in hears.heard if isinstance(info, RunInfo | EndInfo)] == [RunInfo, EndInfo]
     assert [info.step for info in hears.heard if isinstance(info, StepInfo)] == list(range(1, 13))
     assert [info.step for info in hears.heard if isinstance(info, EvaluationInfo)] == [6, 12]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOOK_S = 10.0
@@ -44,6 +46,26 @@ class LogLimit:
                     shorten(path, self._limit // 2)
         except OSError as error:  # training does not end for want of room for a log, or of a disk that answers
             logging.warning("%s cannot be shortened: %s", path, error)
+
+
+@contextmanager
+def kept_short(folder: Path, limit_bytes: int) -> Iterator[None]:
+    """Shorten the files of a folder while this process itself writes them, where no launcher looks after it."""
+    over = threading.Event()
+
+    def look_again() -> None:
+        limit = LogLimit(folder, limit_bytes)
+        while not over.wait(LOOK_S):
+            limit.look()
+
+    thread = threading.Thread(target=look_again, name="log limit", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        LogLimit(folder, limit_bytes).look()  # what was written since
 
 
 def shorten(path: Path, keep_bytes: int) -> None:

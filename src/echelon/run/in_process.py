@@ -17,7 +17,7 @@ from echelon.core.errors import UserError
 from echelon.core.files import full_disk_in_words
 from echelon.core.stop import StopFlag, stop_on_signals
 from echelon.data.images import random_state_kept
-from echelon.launch.logs import prepare_logs
+from echelon.launch.logs import kept_short, prepare_logs
 from echelon.launch.plan import LaunchPlan, is_worker
 from echelon.models.trial import own_copy
 from echelon.observe.environment import command_given_t
@@ -87,7 +87,7 @@ def _train(run: ResolvedRun, plan: LaunchPlan, objects: UserObjects) -> Outcome:
     with folders.locked(path, shared=False), full_disk_in_words(path), stop_on_signals() as stop, opened as record:
         prepare_logs(plan.log_dir, Path(log_dir) / path.absolute().name if log_dir else None)
         try:
-            with _process_kept(plan.threads):
+            with kept_short(plan.log_dir, run.log_limit), _process_kept(plan.threads):
                 status = _attempts(run, path, stop, objects, record)
         except UserError as error:
             record.write(End("refused", str(error)))
