@@ -37,7 +37,8 @@ def sent_frame(tensor: Tensor) -> Any:
 
 def copied_frame(tensor: Tensor) -> zmq.Frame:
     """Return a copy of a contiguous CPU tensor, in memory that ZeroMQ frees by itself: no thread of Python's wakes."""
-    return zmq.Frame(as_frame(tensor), copy=True)
+    with as_frame(tensor) as view:  # a frame holds what it copied for as long as it lives, unless that is released
+        return zmq.Frame(view, copy=True)
 
 
 def pack_state(state: StateTree) -> tuple[bytes, list[Any]]:
