@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -33,6 +34,9 @@ _LOCK = ".lock"
 _SUM = ".sha256"
 _SHA256 = re.compile("[0-9a-f]{64}")
 _POLL_S = 0.05
+_QUICK_BYTES = 1 << 30  # are compared in a second or two
+READ_ERRORS_OF_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+"""Errors of reading that say something about a checkpoint; others (too many open files, no permission) do not."""
 
 
 class DamagedError(Exception):
@@ -76,6 +80,91 @@ def entries(folder: Path) -> list[CheckpointEntry]:
         return []
     found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
     return sorted(CheckpointEntry(int(match[1]), int(match[2] or 1), path) for match, path in found if match)
+
+
+def chosen(folder: Path, checkpoint: str) -> list[CheckpointEntry]:
+    """Return the checkpoints in `folder` that may be meant, from old to new: all for the best, else one.
+
+    Args:
+        checkpoint: `best`, `newest`, or the number of a step.
+
+    Raises:
+        UserError: there is none.
+    """
+    known = {str(entry.step): entry for entry in entries(folder)}
+    if checkpoint == "best":
+        if not known:
+            raise UserError(f"{folder.parent} holds no whole checkpoint to evaluate")
+        return entries(folder)
+    if not known or checkpoint not in ("newest", *known):
+        names = ", ".join(["best", "newest", *known])
+        raise UserError(f"--checkpoint {checkpoint}: {folder.parent} has {names if known else 'no checkpoint'}")
+    return [known[next(reversed(known)) if checkpoint == "newest" else checkpoint]]
+
+
+def check_whole(folder: Path, checkpoint: str) -> None:
+    """Refuse damaged checkpoints before anything is started for them: the one that is meant, or all of which one is.
+
+    Of large ones names, sizes and manifests alone are looked at: whoever loads them compares every byte.
+
+    Args:
+        checkpoint: as of `chosen`.
+
+    Raises:
+        UserError: there is none, or none that is whole.
+    """
+    candidates = chosen(folder, checkpoint)
+    for entry in reversed(candidates):
+        if (damage := _damage(entry)) is None:
+            return
+        if checkpoint != "best":
+            raise damaged(entry.path, damage)
+    raise none_whole(folder, len(candidates))
+
+
+def _damage(entry: CheckpointEntry) -> DamagedError | None:
+    try:
+        manifest = verify(entry, _QUICK_BYTES)
+    except DamagedError as error:
+        return error
+    except OSError as error:
+        return DamagedError(f"it cannot be read: {error}") if error.errno in READ_ERRORS_OF_DAMAGE else None
+    if manifest.base:
+        base = base_entry(entry.path.parent, manifest.base)
+        try:
+            check_base(base, manifest.base)
+            verify(base, _QUICK_BYTES)
+        except (DamagedError, FileNotFoundError, NotADirectoryError) as error:
+            raise without_base(entry, base, error) from error
+    return None
+
+
+def none_whole(folder: Path, tried: int) -> UserError:
+    """Return the refusal of a folder whose checkpoints are all damaged."""
+    return UserError(
+        f"{folder}: no checkpoint here is whole ({tried} tried): "
+        f"move the folder away to start over, or put a good copy in its place"
+    )
+
+
+def damaged(path: Path, reason: Exception) -> UserError:
+    """Return the refusal of a damaged checkpoint that was asked for by its name."""
+    return UserError(f"the checkpoint {path} is damaged: {reason}; use the one before it")
+
+
+def without_base(entry: CheckpointEntry, base: CheckpointEntry, reason: Exception) -> UserError:
+    """Return the refusal of a checkpoint whose base cannot be read."""
+    what = "is damaged" if base.path.is_dir() else "is missing"
+    return UserError(
+        f"{base.path} {what} ({reason}): it holds what {entry.path.name} left out, for it stays as it is; put a "
+        "good copy in its place, or start over with --from-scratch"
+    )
+
+
+def check_base(base: CheckpointEntry, sha256: str) -> None:
+    """Compare the manifest of a base with what a checkpoint says of it. Raises DamagedError, OSError."""
+    if manifest_sum(base.path) != sha256:
+        raise DamagedError("its manifest is another one's")
 
 
 def free_entry(folder: Path, step: int) -> CheckpointEntry:
@@ -242,8 +331,12 @@ def write_durable(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def verify(entry: CheckpointEntry) -> Manifest:
-    """Compare every byte of a checkpoint with its checksums. Raises DamagedError, or OSError on a failing disk."""
+def verify(entry: CheckpointEntry, most_bytes: float = math.inf) -> Manifest:
+    """Compare every byte of a checkpoint with its checksums. Raises DamagedError, or OSError on a failing disk.
+
+    Args:
+        most_bytes: of a larger checkpoint the contents are not compared.
+    """
     manifest, files = _read_manifest(entry)
     present = {path.name for path in entry.path.iterdir()} - {MANIFEST, MANIFEST_SUM}
     if present != files.keys():
@@ -254,7 +347,7 @@ def verify(entry: CheckpointEntry) -> Manifest:
         size = path.stat().st_size
         if not path.is_file() or size != expected.bytes:
             raise DamagedError(f"{name} has {size} bytes, not {expected.bytes}: it was cut or overwritten")
-        if _sha256(path) != expected.sha256:
+        if manifest.n_bytes <= most_bytes and _sha256(path) != expected.sha256:
             raise DamagedError(f"the checksum of {name} does not match: its contents changed after it was written")
     return manifest
 

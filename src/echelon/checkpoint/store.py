@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
@@ -39,7 +38,6 @@ WRITING = "checkpoint"
 
 _TREE = "tree.json"
 _LOCK_DEADLINE_S = 10.0
-_READ_ERRORS_OF_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 R = TypeVar("R")
 
@@ -331,7 +329,7 @@ class CheckpointStore:
         try:
             return self._read(entry, rank)
         except DamagedError as error:
-            raise UserError(f"the checkpoint {path} is damaged: {error}; use the one before it") from error
+            raise files.damaged(path, error) from error
 
     def _first_whole(self, candidates: list[CheckpointEntry], rank: int | None) -> tuple[int, StateView] | None:
         for entry in candidates:
@@ -340,10 +338,7 @@ class CheckpointStore:
             except DamagedError as error:
                 self._reject(entry, str(error))
         if candidates:
-            raise UserError(
-                f"{self.folder}: no checkpoint here is whole ({len(candidates)} tried): "
-                f"move the folder away to start over, or put a good copy in its place"
-            )
+            raise files.none_whole(self.folder, len(candidates))
         return None
 
     def _read(self, entry: CheckpointEntry, rank: int | None) -> StateView:
@@ -352,15 +347,10 @@ class CheckpointStore:
             return state
         base = files.base_entry(self.folder, self._base)
         try:
-            if files.manifest_sum(base.path) != self._base:
-                raise DamagedError("its manifest is another one's")
+            files.check_base(base, self._base)
             held, _ = _read(base, None)
         except (DamagedError, FileNotFoundError, NotADirectoryError) as error:
-            what = "is damaged" if base.path.is_dir() else "is missing"
-            raise UserError(
-                f"{base.path} {what} ({error}): it holds what {entry.path.name} left out, for it stays as it is; put a "
-                "good copy in its place, or start over with --from-scratch"
-            ) from error
+            raise files.without_base(entry, base, error) from error
         self._left_out = _inner_names(held) - _inner_names(state)
         return _overlaid(held, state)
 
@@ -519,8 +509,7 @@ def _read(entry: CheckpointEntry, rank: int | None) -> tuple[StateView, str]:
             tree = _only_rank(tree, rank)
         state = unflatten(tree, read_tensors(entry.path, slots(tree)))
     except OSError as error:
-        # Any other error (too many open files, no permission) says nothing about the checkpoint.
-        if error.errno not in _READ_ERRORS_OF_DAMAGE:
+        if error.errno not in files.READ_ERRORS_OF_DAMAGE:
             raise
         raise DamagedError(f"it cannot be read: {error}") from error
     if not isinstance(state, Mapping):

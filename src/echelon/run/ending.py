@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from echelon.checkpoint.files import check_whole
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
 from echelon.core.task import TaskFacts
@@ -12,6 +13,7 @@ from echelon.records.events import StartedOver
 from echelon.records.file import newest
 from echelon.records.kinds import EARLY_STOP, MAX_TIME, Checkpoint, End, Start
 from echelon.run.machine import say
+from echelon.trainer.folder import CHECKPOINTS_FOLDER, has_checkpoint
 
 
 def why_ended(reason: str, task: TaskFacts, stagnant: int, config: RunConfig) -> str:
@@ -29,17 +31,17 @@ def why_ended(reason: str, task: TaskFacts, stagnant: int, config: RunConfig) ->
 
 
 def check_checkpoints(path: Path) -> None:
-    """Refuse a run of one machine whose checkpoints are all gone, before any process is started for it.
+    """Refuse a run of one machine whose checkpoints are all gone or damaged, before any process is started for it.
 
     Raises:
-        UserError: the record says that there was one.
+        UserError: the record says that there was one, or there are some and none is whole.
     """
-    from echelon.checkpoint.files import entries
-    from echelon.trainer.folder import CHECKPOINTS_FOLDER
-    from echelon.trainer.saving import check_not_behind
+    if has_checkpoint(path):
+        check_whole(path / CHECKPOINTS_FOLDER, "best")
+        return
+    from echelon.trainer.saving import check_not_behind  # with torch, which would hold up what a resume says first
 
-    if not entries(path / CHECKPOINTS_FOLDER):
-        check_not_behind(path, None)
+    check_not_behind(path, None)
 
 
 def nothing_left(path: Path, config: RunConfig) -> bool:

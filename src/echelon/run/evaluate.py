@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
+from echelon.checkpoint.files import check_whole
 from echelon.config import RunConfig, StrategyConfig
 from echelon.config.validate import Nodes
 from echelon.core.errors import UserError
@@ -20,6 +21,7 @@ from echelon.launch.supervisor import Death, JobFailed, Refused, Watch, supervis
 from echelon.observe.screen import Screen
 from echelon.run.job import EVALUATOR, EvaluationFiles
 from echelon.run.machine import ranks_here
+from echelon.trainer.folder import CHECKPOINTS_FOLDER
 
 _PRELOAD = ("torch", "echelon.tasks.metrics_import", "echelon.run.evaluator")
 _USUAL = 2  # processes of a run that does not say, without GPUs
@@ -52,6 +54,7 @@ def rescore(folder: Path, config: RunConfig, checkpoint: str = "best", workers: 
 
 def _on_workers(folder: Path, config: RunConfig, checkpoint: str, workers: int) -> Mapping[str, float | None]:
     start_import_server(_PRELOAD)
+    check_whole(folder / CHECKPOINTS_FOLDER, checkpoint)
     with scratch_folder() as results, closing(Local()) as place, Screen(to_stderr=True) as screen:
         files = EvaluationFiles(results)
         plan = LaunchPlan(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 
+from echelon.checkpoint.files import check_whole
 from echelon.config import RunConfig, load_run_config
 from echelon.config.build import SettingValue
 from echelon.core.errors import UserError
@@ -13,7 +14,7 @@ from echelon.core.tokeniser import RUN_FILE
 from echelon.records.file import newest
 from echelon.records.kinds import Start
 from echelon.run.trust import check_settings
-from echelon.trainer.folder import CONFIG_FILE
+from echelon.trainer.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, has_checkpoint
 
 OF_THE_RUN = (
     *("model.channels_last", "data.image_size", "data.context", "data.transform", "data.eval_transform"),
@@ -30,13 +31,14 @@ def tuned_from(folder: Path, overrides: Mapping[str, SettingValue], trust: bool 
         trust: import code that the run's description names.
 
     Raises:
-        UserError: the folder holds no run with a checkpoint, or names code that is not trusted.
+        UserError: the folder holds no run with a checkpoint that is whole, or names code that is not trusted.
     """
     file = folder / CONFIG_FILE
     if not file.exists():
         raise UserError(f"{folder} holds no run: there is no {CONFIG_FILE} in it")
-    if not any((folder / "checkpoints").glob("*")):
+    if not has_checkpoint(folder):
         raise UserError(f"{folder} holds no checkpoint to tune: let it train first, or name weights with --weights")
+    check_whole(folder / CHECKPOINTS_FOLDER, "best")
     config = load_run_config(file)
     default = RunConfig()
     known: dict[str, SettingValue] = {

@@ -162,13 +162,13 @@ def start_again(
             return outcome_of(path, "completed")
         if config.checkpoint.mirror:
             mend(path, config.checkpoint.mirror, say)
+        if request.nodes.most == 1:
+            check_checkpoints(path)
         plan, told = plan_of(request, path), told_by_record(path, config)
         with Opening(config, plan, told, resumes=True) as opening, closing(request.place.build()) as place:
             _begin_imports(plan)
             run = check(request, user_objects)  # before its description is replaced: what is refused changes nothing
             parcel = _parcel(user_objects)
-            if request.nodes.most == 1:
-                check_checkpoints(path)
             if rescan:
                 take_new_samples(path, run, user_objects is not None and user_objects.source is not None)
             config = settled(run, plan, user_objects)

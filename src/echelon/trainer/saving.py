@@ -35,7 +35,7 @@ from echelon.checkpoint import (
     take_parts,
     whole,
 )
-from echelon.checkpoint.files import entries
+from echelon.checkpoint.files import chosen
 from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
 from echelon.core.files import write_atomic
@@ -689,12 +689,8 @@ def state_of(folder: Path, checkpoint: str) -> StateView:
     """
     if checkpoint == "best":
         return best_state(folder)
-    by_step = {str(entry.step): entry.path for entry in entries(folder / CHECKPOINTS_FOLDER)}  # from old to new
-    if not by_step or checkpoint not in ("newest", *by_step):
-        known = ", ".join(["best", "newest", *by_step])
-        raise UserError(f"--checkpoint {checkpoint}: {folder} has {known if by_step else 'no checkpoint'}")
-    path = by_step[next(reversed(by_step)) if checkpoint == "newest" else checkpoint]
-    state: StateView = whole(CheckpointStore(path.parent, keep=1).load(path))
+    (entry,) = chosen(folder / CHECKPOINTS_FOLDER, checkpoint)
+    state: StateView = whole(CheckpointStore(entry.path.parent, keep=1).load(entry.path))
     return state
 
 

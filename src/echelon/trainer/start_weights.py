@@ -7,13 +7,14 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from echelon.checkpoint.files import check_whole
 from echelon.config import load_run_config
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
 from echelon.core.tuning import read_tuning
 from echelon.models import LoadedWeights, load_state, load_weights, locate_weights
 from echelon.models.tuning.plan import tuning_plan
-from echelon.trainer.folder import CONFIG_FILE
+from echelon.trainer.folder import CHECKPOINTS_FOLDER, CONFIG_FILE
 from echelon.trainer.saving import state_of
 from echelon.trainer.state import SINCE, averaged
 
@@ -74,6 +75,8 @@ def bring_weights(config: ModelConfig) -> None:
     path = locate_weights(config.weights, config.name, brings=True)
     if not path.exists():
         raise UserError(f"--weights {config.weights}: no such file; name a file of weights, or a run's folder")
+    if _is_run(path):
+        check_whole(path / CHECKPOINTS_FOLDER, "best")
     is_of_rebuilt(config)
 
 
@@ -97,7 +100,7 @@ def is_of_rebuilt(config: ModelConfig) -> bool:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / CONFIG_FILE).exists() and (path / "checkpoints").is_dir()
+    return (path / CONFIG_FILE).exists() and (path / CHECKPOINTS_FOLDER).is_dir()
 
 
 def start_from(model: nn.Module, config: ModelConfig) -> LoadedWeights | None:

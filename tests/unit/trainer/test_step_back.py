@@ -5,17 +5,25 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from echelon.checkpoint import CheckpointStore
+from echelon.checkpoint import CheckpointStore, files
+from echelon.config import RunConfig, to_yaml
 from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
 from echelon.core.state_tree import StateView
 from echelon.records.file import Recorder
 from echelon.records.kinds import Checkpoint
+from echelon.run import evaluate
+from echelon.run.ending import check_checkpoints
+from echelon.run.finetune import tuned_from
+from echelon.trainer.folder import CONFIG_FILE
 from echelon.trainer.saving import Captured, Saver, WriterState, best_state, last_saved, start_over
+from echelon.trainer.start_weights import bring_weights
 from echelon.trainer.state import Cursor, Fingerprint
 
 
@@ -98,6 +106,36 @@ def test_who_asks_for_the_best_is_told_of_one_that_was_passed_over(
     with pytest.raises(UserError, match="no checkpoint here is whole"):
         best_state(run)
     assert not capsys.readouterr().err  # the refusal is one line
+
+
+@pytest.mark.parametrize("size", [1 << 30, 0])  # as it is; as if the checkpoints were too large to be read twice
+def test_who_would_start_processes_is_refused_before(run: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    config = RunConfig()
+    write_atomic(run / CONFIG_FILE, to_yaml(config))
+    tuned = replace(config.model, weights=str(run))
+    monkeypatch.setattr(files, "_QUICK_BYTES", size)
+    monkeypatch.setattr(evaluate, "start_import_server", lambda _: None)
+    monkeypatch.setattr(evaluate, "ranks_here", _never)
+    (run / "checkpoints/step-00000030/tree.json").unlink()
+    check_checkpoints(run)  # the other is whole
+    bring_weights(tuned)
+    (run / "checkpoints/step-00000020/tree.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no checkpoint here is whole \(2 tried\)"):
+        check_checkpoints(run)
+    with pytest.raises(UserError, match="no checkpoint here is whole"):
+        bring_weights(tuned)
+    with pytest.raises(UserError, match="no checkpoint here is whole"):
+        tuned_from(run, {})
+    for checkpoint, message in {
+        "best": "no checkpoint here is whole", "newest": "step-00000030 is damaged: missing files",
+        "20": "step-00000020 is damaged: tree.json has 2 bytes", "7": "--checkpoint 7: .* has best, newest, 20, 30",
+    }.items():  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            evaluate.rescore(run, config, checkpoint, workers=2)
+
+
+def _never(*_: object) -> NoReturn:
+    raise AssertionError("processes are started")
 
 
 def test_starting_over_puts_the_checkpoints_aside(run: Path) -> None:
