@@ -170,7 +170,7 @@ def _started(resolved: Resolved, objects: UserObjects | None) -> Outcome:
 
         request = launch_request(config)
         if runs_in_process(request):
-            return replace(start_in_process(request, objects), objects=objects)
+            return _ended(start_in_process(request, objects), objects)
     return _ended(start(config, objects), objects)
 
 
@@ -252,7 +252,14 @@ def _ended(outcome: Outcome, objects: UserObjects | None) -> Outcome:
     outcome = replace(outcome, objects=objects)
     if outcome.status == "failed":
         raise RunFailed(outcome)
+    _tell_end(outcome)
     return outcome
+
+
+def _tell_end(outcome: Outcome) -> None:
+    """Say in a line how a run ended, as the command does in several."""
+    for words in outcome.words[:1]:
+        say(f"{words} Report: {outcome.folder / 'report.html'}")
 
 
 def evaluate(

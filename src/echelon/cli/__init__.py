@@ -75,13 +75,21 @@ def _run() -> int:
         _say(str(error))
         code = USER_ERROR_EXIT_CODE
     except usage_error as error:
-        _say(" ".join(error.format_message().split()) + _hint(getattr(error, "option_name", None)))
+        _say(_usage(error))
         code = USER_ERROR_EXIT_CODE
     except typer.Abort:
         raise KeyboardInterrupt from None
     if code == stopped_exit_code(signal.SIGINT):  # what typer makes of Ctrl-C, without a word
         raise KeyboardInterrupt
     return int(code or 0)
+
+
+def _usage(error: Any) -> str:
+    """Return what is wrong with a command in one line, with what may have been meant."""
+    option, possible = getattr(error, "option_name", None), getattr(error, "possibilities", None)
+    if option and possible:
+        return f"there is no option {option}: did you mean {' or '.join(sorted(possible, key=len))}?"
+    return " ".join(error.format_message().split()) + _hint(option)
 
 
 def _hint(option: str | None) -> str:

@@ -125,7 +125,7 @@ def _checked(name: str, value: SettingValue, known: tuple[Field[Any], Any], orig
     try:
         checked: SettingValue = TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"]
+        reason = error.errors()[0]["msg"].partition(", unable")[0].replace("Input should be", "it must be")
         hint = nearest(str(value), [str(a) for a in getattr(kind, "__args__", ())])
         raise UserError(f"{where} is {shown(repr(value))}: {hint}{reason[0].lower()}{reason[1:]}") from None
     if not isinstance(checked, int | float):

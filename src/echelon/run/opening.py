@@ -117,12 +117,13 @@ def describe_untold(config: RunConfig, workers: int, machines: int) -> str:
 
 
 def _ways(config: RunConfig, workers: int, machines: int) -> str:
-    """Return workers, sync, and a layout and a codec that somebody chose."""
+    """Return workers, layout and sync, and a codec that somebody chose."""
     strategy = config.strategy
     ways = [strategy.sync, *([strategy.compression] if strategy.compression != "none" else [])]
     where = f" on each of {machines} machines" if machines > 1 else ""
-    layout = f" ({strategy.parallel})" if strategy.parallel != RunConfig().strategy.parallel else ""
-    return f"{_many(workers, 'worker')}{where}{layout}, {', '.join(ways)}"
+    is_default = strategy.parallel == RunConfig().strategy.parallel
+    layout = f"dp={workers * machines}" if is_default else strategy.parallel
+    return f"{_many(workers, 'worker')}{where} ({layout}), {', '.join(ways)}"
 
 
 def _many(number: int, what: str) -> str:

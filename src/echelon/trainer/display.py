@@ -96,18 +96,30 @@ class Display(Screen):
             if report.test is not None:
                 shown |= {f"test {primary.title}": report.test.metrics.get(primary.name)}
             result = "".join(f"  {name} {value:.4f}" for name, value in shown.items() if value is not None)
-        self.say(f"epoch {epoch + 1}/{self._length.epochs}{result}  {self._numbers(totals)}")
+        numbers = self._numbers(totals) if totals.steps else "[its steps were done before: its evaluation was left]"
+        self.say(f"epoch {epoch + 1}/{self._length.epochs}{result}  {numbers}")
 
     def _numbers(self, totals: EpochTotals) -> str:
         """Write the means over some steps; shares are of their time, the mean over the ranks."""
-        shares = {phase: phase_share(totals.phases[phase.value], totals.seconds) for phase in PHASES}
-        shown = " ".join(
-            f"{_NAMES.get(phase, phase.value)} {share:.0%}" for phase, share in shares.items() if share >= 0.01
-        )
-        idle = 1 - sum(shares.values())
-        shown += f" idle {idle:.0%}" if idle >= 0.01 else ""  # such as a worker without a lease
+        shown = " ".join(f"{name} {percent}%" for name, percent in _percents(totals).items())
         label = self.task.score_label
         score = f"  train {label} {(totals.correct or 0) / max(1, totals.samples):.3f}" if label else ""
         unit, speed = self.task.speed(totals.samples / max(totals.seconds, 1e-9))
         loss = totals.loss_sum / max(1, totals.steps)
         return f"train loss {loss:.4f}{score}  {speed:,.0f} {unit}  [of step time: {shown}]"
+
+
+def _percents(totals: EpochTotals) -> dict[str, int]:
+    """Return the percentages of step time by phase; together 100.
+
+    `other` has what takes less than 1%, and what no phase has, such as a server's worker that waits for a lease.
+    """
+    shares = {phase: phase_share(totals.phases[phase.value], totals.seconds) for phase in PHASES}
+    told = {phase: share for phase, share in shares.items() if share >= 0.01 and phase != Phase.OTHER}
+    rest = max(0.0, 1 - sum(told.values()))
+    named = {_NAMES.get(phase, phase.value): share for phase, share in told.items()} | {Phase.OTHER.value: rest}
+    whole = {name: int(100 * share) for name, share in named.items()}
+    by_remainder = sorted(named, key=lambda name: whole[name] - 100 * named[name])
+    for name in by_remainder[: 100 - sum(whole.values())]:
+        whole[name] += 1
+    return {name: percent for name, percent in whole.items() if percent}

@@ -121,9 +121,10 @@ class RunProgress:
         self.listeners.deliver()
 
     def epoch_ended(self, epoch: int, report: EvaluationReport | None) -> None:
-        """Print a line for an epoch's end, where it had steps since this process began."""
-        if (totals := self._epochs.get(epoch)) is not None:
-            self.display.epoch(epoch, totals, report)
+        """Print a line for an epoch's end, where it had steps or an evaluation since this process began."""
+        totals = self._epochs.get(epoch)
+        if totals is not None or report is not None:
+            self.display.epoch(epoch, totals or EpochTotals(), report)
         self._epochs = {later: totals for later, totals in self._epochs.items() if later > epoch}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -53,9 +54,22 @@ def test_the_line_of_an_epoch_is_of_its_steps(capsys: pytest.CaptureFixture[str]
     progress.epoch_ended(0, EvaluationReport(0.25, 100, 1.0, EvaluationResult({"top1": 0.5})))
     progress.epoch_ended(1, None)
     progress.epoch_ended(1, None)
-    first, second = capsys.readouterr().out.splitlines()
+    progress.epoch_ended(1, EvaluationReport(0.25, 100, 1.0, EvaluationResult({"top1": 0.75})))
+    first, second, third = capsys.readouterr().out.splitlines()
     assert "epoch 1/2" in first and "test top-1 0.5000" in first and "test loss 0.2500" in first
     assert "train loss 2.0000" in first and "20 samples/s" in first and "communication 20%" in first
     assert (
         "epoch 2/2" in second and "40 samples/s" in second and "of step time: backward 50% communication 50%" in second
     )
+    assert "top-1 0.7500" in third and "its steps were done before" in third and "samples/s" not in third
+
+
+def test_shares_of_a_step_add_up_to_100(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(RunLength(16, 2), BEFORE_TASKS, visible=True)
+    progress = RunProgress(Recorder(None), Listeners(), display)
+    phases = [[0.005, 0.243, 0.284, 0.416, 0.003, 0.029]] * 2  # of 1 s: 0.02 s are in no phase
+    progress.window(Steps(4, [1.0] * 4, 1.0, samples=40, phase_names=PHASE_NAMES, phases=phases), [])
+    progress.epoch_ended(0, None)
+    shown = capsys.readouterr().out.partition("of step time: ")[2]
+    assert sum(int(share) for share in re.findall(r"(\d+)%", shown)) == 100, shown
+    assert "data" not in shown and "idle" not in shown and "other 6%" in shown

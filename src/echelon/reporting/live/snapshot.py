@@ -78,23 +78,30 @@ def look(run: LiveRun, now: float | None = None) -> RunView:
     """Summarise a run as it was last refreshed, at a unix time (default: the present)."""
     state, now = run.state, time.time() if now is None else now
     status, message, over = _status(run, now)
-    windows = list(state.windows)
+    windows, of_epoch = _steady(state), [w for w in state.windows if w.epoch == state.windows[-1].epoch]
     seconds, steps = sum(w.seconds for w in windows), sum(w.count for w in windows)
     samples, step_s = sum(w.samples for w in windows), seconds / steps if steps and seconds else None
-    correct = [w.correct for w in windows if w.correct is not None]
+    correct = [w.correct for w in of_epoch if w.correct is not None]
     quiet_s = None if over or state.last_t is None else max(0.0, now - state.last_t)
     return RunView(
         name=run.folder.resolve().name, what=_what(state), status=status, message=message, over=over, quiet_s=quiet_s,
         elapsed_s=_elapsed_s(run, now, over), eta_s=None if over else _eta_s(state, step_s),
         epoch=state.epoch + 1 if state.step else 0, epochs=state.start.epochs if state.start else 0, step=state.step,
-        total_steps=state.total_steps, loss=_mean([x for w in windows for x in w.losses]),
+        total_steps=state.total_steps, loss=_mean([x for w in of_epoch for x in w.losses]),
         metric=state.task.primary.title, score_label=state.task.score_label,
-        train_score=sum(correct) / samples if correct and samples else None, value=state.value, best=state.best,
+        train_score=sum(correct) / max(1, sum(w.samples for w in of_epoch)) if correct else None, value=state.value,
+        best=state.best,
         samples_per_s=samples / seconds if seconds else None, step_s=step_s, communication=_communication(windows),
         wire_bytes_per_step=sum(w.wire_bytes for w in windows) / steps if steps else None,
         attempts=state.attempts, checkpoints=state.checkpoints, torn=run.torn, ranks=_ranks(state, windows),
         events=list(state.events),
     )  # fmt: skip
+
+
+def _steady(state: LiveState) -> list[Steps]:
+    """Return the windows of the last seconds; an attempt's first one, which has its warm-up, only where it is alone."""
+    begun = state.start.start_step if state.start else 0
+    return [w for w in state.windows if w.step - w.count > begun] or list(state.windows)
 
 
 def to_json(run: LiveRun, snapshot: RunView) -> JsonObject:

@@ -86,7 +86,7 @@ def _numbers(s: RunView) -> Text:
 def _shown(s: RunView) -> list[tuple[str, str]]:
     best = f" (best {s.best:.4f})" if s.best is not None and s.best != s.value else ""
     found = {
-        "train loss": _format(s.loss, ".4f") + " (last 10 s)" * (s.loss is not None),
+        "train loss": _format(s.loss, ".4f") + " (this epoch, last 10 s)" * (s.loss is not None),
         f"train {s.score_label}": _format(s.train_score, ".3f"),
         f"test {s.metric}": _format(s.value, ".4f") + best,
         "samples/s": _format(s.samples_per_s, ",.0f"),

@@ -116,9 +116,8 @@ def _about_steps(record: RunRecord, timing: Timing, predictions: Sequence[WayPre
     if shares["input"] >= _WORTH_SAYING:
         found.append(_input(record, shares["input"]))
     if shares["communication"] >= _WORTH_SAYING:
-        found.append(
-            _predicted(predictions, shares["communication"]) or _communication(record, shares["communication"])
-        )
+        share = shares["communication"]
+        found.append(_predicted(predictions, share) if predictions else _communication(record, share))
     if (slow := held_up_by(timing)) is not None:
         text = f"Make rank {slow.rank} as fast as the next slowest (it loses its time in {slow.phase})"
         found.append(Advice(text, _gain(shares["slow rank"])))
@@ -136,11 +135,12 @@ def _input(record: RunRecord, share: float) -> Advice:
     return Advice(f"The input takes {share:.0%} of a step; more --loaders{now}, where cores are free", _gain(share))
 
 
-def _predicted(predictions: Sequence[WayPrediction], share: float) -> Advice | None:
+def _predicted(predictions: Sequence[WayPrediction], share: float) -> Advice:
     """Say what other ways to communicate would save of the whole run, where the run recorded what they cost."""
     better = [p for p in predictions if p.gain >= SAYS_SO]
     if not better:
-        return None
+        text = f"Communication takes {share:.0%} of a step, and no other way that was computed from the record would "
+        return Advice(f"{text}save time; a larger --batch-size communicates less often", _gain(share))
     first, *others = pick_ways(better)
     more = "".join(f", {p.label} {p.run_saves:.0%}" for p in others)
     text = (
@@ -161,8 +161,8 @@ def _communication(record: RunRecord, share: float) -> Advice:
     compression = record.setting("strategy", "compression")
     if compression in (None, "none"):
         text = (
-            f"Communication takes {share:.0%} of a step; --compression sends less "
-            f"(half the bytes, as bf16, about {_gain(share / 2):.2f}x)"
+            f"Communication takes {share:.0%} of a step; --compression sends less, and takes time to encode, which "
+            "this run did not measure"
         )
     else:
         text = (

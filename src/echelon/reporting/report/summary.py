@@ -48,6 +48,7 @@ class Summary:
     best: float | None
     best_step: int | None
     eval_samples: int
+    eval_step: int | None
     seconds: float
     wall_s: float
     commands: int
@@ -119,6 +120,7 @@ def summarise(record: RunRecord) -> Summary:
         best=best.value if best else None,
         best_step=best_step,
         eval_samples=_eval_samples(evaluations),
+        eval_step=evaluations[-1].step if evaluations else None,
         seconds=seconds,
         wall_s=seconds,
         commands=len(stretches),

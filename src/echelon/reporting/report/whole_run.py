@@ -65,11 +65,11 @@ def whole_run_of(record: RunRecord) -> WholeRun | None:
 
 
 def _spans(record: RunRecord) -> Iterator[tuple[float, float]]:
-    """Yield first and last moments of the attempts that took a step."""
+    """Yield first and last moments of the attempts that took a step, or evaluated what an earlier one had trained."""
     first = record.windows[0]
     starts = [start.t for start in record.of(Start)] or [first.t - first.seconds]
     ends = sorted(line.t for kind in (Steps, Evaluation, Pause, Checkpoint) for line in record.of(kind))
-    steps = [w.t for w in record.windows]
+    steps = [line.t for line in (*record.windows, *record.of(Evaluation))]
     for begin, later in pairwise([*starts, float("inf")]):
         if any(begin <= t < later for t in steps):
             yield begin, max(t for t in ends if begin <= t < later)
@@ -77,7 +77,9 @@ def _spans(record: RunRecord) -> Iterator[tuple[float, float]]:
 
 def _firsts(record: RunRecord, spans: Sequence[tuple[float, float]]) -> Iterator[tuple[tuple[float, float], Steps]]:
     for span in spans:
-        yield span, next(w for w in record.windows if span[0] <= w.t <= span[1])
+        first = next((w for w in record.windows if span[0] <= w.t <= span[1]), None)
+        if first is not None:
+            yield span, first
 
 
 def _length_s(window: Steps, record: RunRecord) -> float:
@@ -103,7 +105,7 @@ def _paused(record: RunRecord, spans: Sequence[tuple[float, float]], told: Mappi
         return {**told, _EVALUATION: evaluated_s, _CHECKPOINT: sum(c.blocked_s for c in record.of(Checkpoint))}
     sums = dict(told)
     for begin, end in spans:
-        last = max(w.t for w in record.windows if begin <= w.t <= end)
+        last = max((w.t for w in record.windows if begin <= w.t <= end), default=begin)
         for pause in record.of(Pause):
             if last < pause.t <= end:
                 sums[pause.name] = sums.get(pause.name, 0.0) + pause.seconds

@@ -98,6 +98,8 @@ def _accuracy(s: Summary) -> list[str]:
     if s.eval_samples and primary.percent:
         low, high = wilson_interval(value, s.eval_samples)
         said += f" (95% interval {low:.4f} to {high:.4f})"
+    if s.eval_step is not None and s.eval_step < s.steps:
+        said += f", after step {s.eval_step}: no later one was evaluated"
     words.append(f"{said}.")
     chosen_by = s.validation.get(primary.name)
     if s.tested and chosen_by is not None:

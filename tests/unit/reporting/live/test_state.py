@@ -76,6 +76,12 @@ def test_a_run_that_goes_is_summed_up_over_its_last_seconds(tmp_path: Path) -> N
     assert [r.host for r in s.ranks] == ["a", "a"] and [r.memory_bytes for r in s.ranks] == [1e8, 2e8]
 
 
+def test_warm_up_and_earlier_epochs_are_not_what_training_is_now(tmp_path: Path) -> None:
+    append(tmp_path, start(), {**steps(5, 104.0, loss=9.0), "seconds": 4.0}, steps(15, 105.0, loss=2.0))
+    s = look(watched(tmp_path), now=105.5)
+    assert s.loss == 2.0 and s.step_s == pytest.approx(0.1)
+
+
 def test_what_a_restart_undoes_is_forgotten(tmp_path: Path) -> None:
     append(tmp_path, start(), steps(10, 101.0), steps(20, 102.0, loss=9.0))
     append(tmp_path, {"t": 103.0, "kind": "event", "name": "worker_died", "message": "rank 1 died"})

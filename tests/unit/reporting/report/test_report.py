@@ -143,7 +143,7 @@ def test_communication_bound_run_is_told_what_sending_less_saves(tmp_path: Path)
     summary, words = report(tmp_path, phases_s=ranks)
     assert summary.bound.kind == "communication"
     assert summary.advice[0].gain == pytest.approx(2.5, rel=0.03)
-    assert "--compression sends less" in words and "1.43x" in words
+    assert "--compression sends less, and takes time to encode, which this run did not measure" in words
     _, said = report(tmp_path, phases_s=ranks, compression="topk(0.01)")
     assert "in spite of topk(0.01)" in said
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from echelon.records.events import DataGrew
-from echelon.records.kinds import Checkpoint, Evaluation, Pause, Record, Start, Steps
+from echelon.records.kinds import Checkpoint, End, Evaluation, Pause, Record, Start, Steps
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.summary import summarise
 from echelon.reporting.report.whole_run import WholeRun, whole_run_of
-from echelon.reporting.report.words import whole_run_words
+from echelon.reporting.report.words import closing_words, whole_run_words
 
 
 def window(t: float, seconds: float, step: int, **more: Any) -> Steps:
@@ -54,6 +54,14 @@ def test_an_outage_is_left_out_and_what_a_restart_undid_is_not() -> None:
     assert whole.at(51.0) == 3.0
 
 
+def test_a_resume_that_had_only_an_evaluation_left_counts_it() -> None:
+    whole = of(
+        *(Start(t=0.0), window(2.0, 2.0, 10), Start(t=50.0, start_step=10), Evaluation(10, seconds=0.9, t=51.0)),
+        Pause("evaluation", 0.9, 10, t=51.0),
+    )
+    assert (whole.seconds, whole.steps_s) == (3.0, 2.0) and whole.pauses["evaluation"] == 0.9
+
+
 def test_records_of_before_pauses_were_told_have_their_evaluations_and_checkpoints() -> None:
     whole = of(
         Start(t=0.0), window(2.0, 2.0, 10), Evaluation(10, seconds=1.0, t=3.0), Checkpoint(10, blocked_s=0.5, t=3.5)
@@ -92,3 +100,11 @@ def test_the_best_step_is_that_of_the_checkpoint_that_is_kept() -> None:
         RunRecord("run", [Start(t=0.0), *(each for pair in zip(steps, found, strict=True) for each in pair)])
     )
     assert (summary.best, summary.best_step) == (0.9, 20)
+
+
+def test_a_metric_says_after_which_step_where_later_ones_were_not_evaluated() -> None:
+    begun = [Start(t=0.0), window(2.0, 2.0, 10), Evaluation(10, metrics={"top1": 0.5}, samples=100, t=2.5)]
+    said = closing_words(summarise(RunRecord("run", [*begun, window(5.0, 2.0, 20), End("stopped", t=5.1)])))
+    assert any("Top-1 0.5000" in words and "after step 10: no later one was evaluated" in words for words in said), said
+    said = closing_words(summarise(RunRecord("run", [*begun, End("stopped", t=5.1)])))
+    assert not any("no later one" in words for words in said), said
