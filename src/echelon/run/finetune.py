@@ -38,7 +38,6 @@ def tuned_from(folder: Path, overrides: Mapping[str, SettingValue], trust: bool 
         raise UserError(f"{folder} holds no run: there is no {CONFIG_FILE} in it")
     if not has_checkpoint(folder):
         raise UserError(f"{folder} holds no checkpoint to tune: let it train first, or name weights with --weights")
-    check_whole(folder / CHECKPOINTS_FOLDER, "best")
     config = load_run_config(file)
     default = RunConfig()
     known: dict[str, SettingValue] = {
@@ -50,6 +49,7 @@ def tuned_from(folder: Path, overrides: Mapping[str, SettingValue], trust: bool 
     taken = {name: value for name, value in known.items() if name not in overrides}
     code = {name: str(value) for name, value in taken.items() if ":" in str(value) and name != "model.weights"}
     check_settings(code, dict.fromkeys(code, str(file)), trust)
+    check_whole(folder / CHECKPOINTS_FOLDER, "best")
     return {**taken, **overrides}
 
 

@@ -88,10 +88,17 @@ def foreign_code(folder: Path) -> str:
         _assert_one_line(_echelon(folder, *command), "theirs:build", str(folder.resolve() / "theirs.py"), "--trust")
     for command in (("report", "run-model"), ("export", "run-model", "weights.safetensors"), ("runs", ".")):
         assert "Traceback" not in _echelon(folder, *command).err  # neither needs the code
+    flow = {"steps": {"e": {"evaluate": "run-model"}, "f": {"finetune": ["run-model", "digits"]}}}
+    (folder / "flow.yaml").write_text(yaml.safe_dump(flow))
+    done = _echelon(folder, "flow", "flow.yaml")  # a script, but what it reads is another's
+    assert done.code == 1 and (done.out + done.err).count("theirs:build would import") == 2, done.out + done.err
     assert not (folder / "imported").exists(), "it was imported"
     said = _echelon(folder, "evaluate", "run-model", "--trust").err.splitlines()
     assert "importing" in said[0] and "theirs.py" in said[0], said
-    return f"{len(commands)} commands refused in one line, report and export import nothing, --trust says what it does"
+    return (
+        f"{len(commands)} commands and two steps of a flow refused in one line, report and export import nothing, "
+        "--trust says what it does"
+    )
 
 
 def own_code(folder: Path) -> str:
