@@ -402,6 +402,7 @@ class Coordinator:
         if member is None:
             return
         if member.is_worker:
+            self._window.resume(name, now_s)
             self._worker_gone(name, how)
         else:
             self._server_gone(name, how)
@@ -509,6 +510,7 @@ class Coordinator:
         evaluation = self._evaluations.task_for(member, self.members.workers, now_s)
         if evaluation is not None:
             self._leases.pause(member.name, True)
+            self._window.pause(member.name, "evaluation" if evaluation.evaluate else "checkpoint", now_s)
             return evaluation
         if self.stopping or not self._servers_ready():
             return None
@@ -625,6 +627,7 @@ class Coordinator:
         if self._leases is None:
             return
         self._leases.pause(member.name, False)
+        self._window.resume(member.name, now_s)
         job = self._evaluations.present
         answers = self._evaluations.answered(member.name)  # one that was late has no say any more
         if job is None or not answers or not self._evaluations.is_present(result.task):

@@ -225,16 +225,32 @@ def test_the_setup_waits_for_the_workers_that_a_run_begins_with_but_not_for_long
     assert [join.pid for join in began.workers] == [2, 10]
 
 
-def test_a_pause_of_one_worker_is_its_share_of_the_windows_time() -> None:
+def test_a_pause_of_one_worker_is_its_own_and_told_with_the_windows_that_it_lasts_over() -> None:
     run = Run()
     run.begin("a", "b")
-    for worker, seconds in (("a", 0.0), ("b", 1.5)):
-        report = replace(REPORT, phases=[0.5], pauses={"evaluation": seconds} if seconds else {})
-        run.say(worker, TaskDone(run.ask(worker).task, False, report, NOTHING))
-    run.tick(1.0)
-    (window,) = (effect.steps for effect in run.effects if isinstance(effect, WindowClosed))
-    assert window.phase_names[-1] == "evaluation" and [row[-1] for row in window.phases] == [0.0, 1.5]
-    assert all(len(row) == len(window.phase_names) for row in window.phases)
+    for _ in range(STEPS // 2):
+        run.done("b", run.ask("b").task)
+    (copy,) = run.sent("server0", KeepCopy)
+    assert isinstance(copy, KeepCopy)
+    run.say("server0", CopyKept(copy.tag, 0))
+    run.say("a", AskTask())
+    (evaluation,) = run.sent("a", EvaluateTask)
+    assert isinstance(evaluation, EvaluateTask)
+    for _ in range(2):
+        task = run.ask("b").task
+        run.now_s += 0.6
+        run.done("b", task)
+        run.tick()
+    run.say("a", EvaluationDone(evaluation.task))
+    task = run.ask("b").task
+    run.now_s += 1.0
+    run.done("b", task)
+    run.tick()
+    windows = [effect.steps for effect in run.effects if isinstance(effect, WindowClosed)][-3:]
+    assert [dict(zip(w.pause_names, zip(*w.pauses, strict=True), strict=True))["evaluation"] for w in windows] == [
+        pytest.approx((0.6, 0.0)), pytest.approx((0.6, 0.0)), (0.0, 0.0),
+    ]  # fmt: skip
+    assert [window.seconds for window in windows] == pytest.approx([0.3, 0.3, 1.0])
 
 
 def test_a_window_ends_with_its_epoch() -> None:

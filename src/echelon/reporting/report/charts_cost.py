@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from echelon.core.figure import Chart, Json, axis, color, line, pick, safe
 from echelon.core.ticks import byte_axis, count_axis, time_axis
@@ -23,7 +24,8 @@ def time_charts(record: RunRecord, timing: Timing | None) -> list[Chart]:
 def traffic_charts(record: RunRecord) -> list[Chart]:
     """Bytes sent: over the run, and by group of parameters; what share of elements a sparse codec sent."""
     windows = record.kept_windows()
-    return [c for c in (_bytes(windows), _groups(windows), _density(windows)) if c]
+    served = record.has_servers
+    return [c for c in (_bytes(windows, served), _groups(windows, served), _density(windows)) if c]
 
 
 def phase_order(names: list[str]) -> list[str]:
@@ -32,11 +34,8 @@ def phase_order(names: list[str]) -> list[str]:
     return known + [n for n in names if n not in known]
 
 
-_PAUSE_TOKENS = {"evaluation": "eval", "checkpoint": "wait"}  # runs with servers tell of them among the phases
-
-
 def _token(phase: str) -> str:
-    return phase if phase in list(Phase) else _PAUSE_TOKENS.get(phase, "other")
+    return phase if phase in list(Phase) else "other"
 
 
 def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
@@ -59,7 +58,7 @@ def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
                 "textposition": "inside",
                 "textangle": 0,
                 "insidetextanchor": "middle",
-                "insidetextfont": {"color": color("paper")},
+                "insidetextfont": {"color": color("paper"), "size": 12},
                 "marker": {"color": color(_token(phase)), "line": {"color": color("paper"), "width": 1}},
                 "hovertext": [format_seconds(s) for s in seconds],
                 "hovertemplate": f"{safe(phase)}: %{{hovertext}}<extra>%{{y}}</extra>",
@@ -68,13 +67,16 @@ def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
     parts = ", ".join(f"{p} {timing.share(p):.0%}" for p in timing.phases)
     layout = {
         "barmode": "stack",
+        "uniformtext": {"minsize": 10, "mode": "hide"},
         "xaxis": time_axis("mean time of a step", [timing.step_s]),
         "yaxis": {"tickvals": list(ranks), "ticktext": labels, "autorange": "reversed", "showgrid": False},
         "hovermode": "closest",
         "legend": {"traceorder": "normal"},
     }
+    skipped = timing.skipped_windows
+    warm_up = f" ({skipped} warm-up window{'s' * (skipped > 1)} left out)" if skipped else ""
     caption = (
-        f"Mean over {timing.steps} steps ({timing.skipped_windows} warm-up windows left out); shares are of step time. "
+        f"Mean over {timing.steps} steps{warm_up}; shares are of step time. "
         "Communication is what is not hidden behind backward; a rank that waits for a slower one waits there."
     )
     height = min(900, 130 + 38 * len(labels))
@@ -85,27 +87,29 @@ def _over_steps(all_windows: Sequence[Steps]) -> Chart | None:
     windows = pick([w for w in all_windows if w.phases], 400)
     if len(windows) < 2:
         return None
+    steps = [float(w.step) for w in windows]
+    repeats = any(a >= b for a, b in pairwise(steps))
+    places = [float(i) for i in range(len(windows))] if repeats else steps
     names = phase_order(list(dict.fromkeys(n for w in windows for n in w.phase_names)))
     traces = []
     for name in names:
         seconds = [_mean_phase(w, name) / w.count for w in windows]
-        trace = line(name, range(len(windows)), seconds, _token(name), width=0.5, stackgroup="one")
+        trace = line(name, places, seconds, _token(name), width=0.5, stackgroup="one")
         trace["fillcolor"] = color(_token(name))
         trace["hovertext"] = [format_seconds(s) for s in seconds]
         trace["hovertemplate"] = "%{hovertext}"
         traces.append(trace)
     ticks = pick(list(range(len(windows))), 6)
+    in_order = axis("step", tickvals=ticks, ticktext=[str(windows[i].step) for i in ticks])
     layout = {
-        "xaxis": axis("step", tickvals=ticks, ticktext=[str(windows[i].step) for i in ticks]),
+        "xaxis": in_order if repeats else count_axis("step", steps[-1]),
         "yaxis": time_axis("time of a step", [w.seconds / w.count for w in windows]),
         "legend": {"traceorder": "normal"},
     }
     drawn_s = [sum(_mean_phase(w, name) for name in names) / w.count for w in windows]  # as high as the areas are
     slowest = max(range(len(windows)), key=drawn_s.__getitem__)
-    said = (
-        f"The slowest window ends at step {windows[slowest].step}: {format_seconds(drawn_s[slowest])} per step. "
-        "In the order recorded, with steps that a restart repeated."
-    )
+    said = f"The slowest window ends at step {windows[slowest].step}: {format_seconds(drawn_s[slowest])} per step."
+    said += " In the order recorded, with steps that a restart repeated." if repeats else ""
     return Chart("steptime", "Step time over the run", said, said, traces, layout, 280, True)
 
 
@@ -116,15 +120,16 @@ def _mean_phase(window: Steps, name: str) -> float:
     return sum(rank[column] for rank in window.phases) / len(window.phases)
 
 
-def _bytes(windows: list[Steps]) -> Chart | None:
+def _bytes(windows: list[Steps], served: bool) -> Chart | None:
     if not any(w.wire_bytes for w in windows):
         return None
-    total, points = 0.0, []
+    total, points = 0.0, [(float(windows[0].step - windows[0].count), 0.0)]
     for w in windows:
         total += w.wire_bytes
         points.append((float(w.step), total))
     kept = pick(points, _MOST_POINTS)
-    said = f"{format_bytes(total)} sent by all ranks together over {windows[-1].step} steps."
+    senders = "workers and servers" if served else "all ranks together"
+    said = f"{format_bytes(total)} sent by {senders} over {windows[-1].step} steps."
     layout = {"xaxis": count_axis("step", windows[-1].step), "yaxis": byte_axis("sent since the start", [total])}
     trace = line("bytes", [s for s, _ in kept], [b for _, b in kept], "communicate", fill="tozeroy")
     trace["fillcolor"] = color("wash")
@@ -145,7 +150,7 @@ def _density(windows: list[Steps]) -> Chart | None:
     return Chart("density", "Density of what is sent", said, said, [trace], layout, 260)
 
 
-def _groups(windows: list[Steps]) -> Chart | None:
+def _groups(windows: list[Steps], served: bool) -> Chart | None:
     sums: dict[str, float] = {}
     for w in windows:
         for name, n_bytes in w.wire_bytes_by_group.items():
@@ -169,5 +174,8 @@ def _groups(windows: list[Steps]) -> Chart | None:
     ticks = {"tickvals": list(range(len(top))), "ticktext": [safe(n) for n, _ in top]}
     layout = {"xaxis": axis(visible=False), "yaxis": {**ticks, "autorange": "reversed", "showgrid": False}}
     said = "Most bytes: " + ", ".join(f"{safe(n)} {format_bytes(b / steps)} per step" for n, b in top[:3]) + "."
-    caption = "Per step, all ranks together."
-    return Chart("groups", "Bytes by parameter group", caption, said, [trace], layout, max(200, 110 + 28 * len(top)))
+    title, caption = "Bytes by parameter group", "Per step, all ranks together."
+    if served:
+        title = "Bytes pushed and pulled"
+        caption = "Per step: gradients that workers push, parameters that servers send to those that pull them."
+    return Chart("groups", title, caption, said, [trace], layout, max(200, 110 + 28 * len(top)))

@@ -8,12 +8,12 @@ from echelon.core.figure import Chart, Choice, Json, color, safe
 from echelon.core.ticks import time_axis
 from echelon.core.units import format_seconds
 from echelon.observe.phases import Phase
-from echelon.reporting.report.waterfall import END, MISSING, RESTART, START, Waterfall
+from echelon.reporting.report.waterfall import END, MISSING, PREPARING, RESTART, START, Waterfall
 
 WAITING = "waiting for servers"
 _SAID = {
     "data": "input", "communicate": "communication", "other": "other (in no phase)", START: "start of the run",
-    RESTART: "restarts", END: "end (report, last files)",
+    RESTART: "restarts", PREPARING: "preparing the first step", END: "closing (report, last files)",
 }  # fmt: skip
 _MOST_RANKS = 64
 _WIDE = 0.5  # a bar of this share of the wall time has room for its text inside, also on a phone

@@ -19,7 +19,7 @@ class Communication:
         waited_s: for slower ranks, the mean over the ranks.
         timed: whether what is hidden was timed; it is not on a GPU, nor where replicas agree outside of backward.
         critical: share of steps (of windows, where steps were not recorded one by one) in which the others waited for
-            this rank, by rank.
+            this rank, by rank; empty where no rank waits for another.
         by_step: whether that is of steps.
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,10 +18,11 @@ from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
 from echelon.core.rate_search import LR_FIND
 from echelon.core.task import BEFORE_TASKS, TaskFacts
+from echelon.observe.phases import PAUSES
 from echelon.records.decode import decode
 from echelon.records.events import Event
 from echelon.records.file import Detail, RecordReader
-from echelon.records.kinds import End, Evaluation, Record, ServerWindow, Start, Steps
+from echelon.records.kinds import End, Evaluation, Record, ServerWindow, Start, Steps, WorkerWindow
 from echelon.records.segments import RECORD_FILE, segments_of
 from echelon.tasks.classification_report import class_sections
 
@@ -136,11 +137,20 @@ class RunRecord:
         return [evaluation for attempt in self.attempts for evaluation in attempt.kept_evaluations()]
 
     @property
+    def has_servers(self) -> bool:
+        """Whether servers hold the parameters: the ranks are workers."""
+        return bool(self.of(ServerWindow)) or any(start.served for start in self.of(Start))
+
+    @property
     def served(self) -> bool:
         """Whether all that workers wait for is servers: they hold the parameters, and each worker has a whole model."""
-        starts = self.of(Start)
-        served = bool(self.of(ServerWindow)) or any(start.served for start in starts)
-        return served and not any(start.splits_model for start in starts)
+        return self.has_servers and not any(start.splits_model for start in self.of(Start))
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether each step needs all ranks; servers' workers then have the same clock whenever it is told."""
+        clocks = [set(window.clocks.values()) for window in self.of(WorkerWindow)]
+        return not self.has_servers or all(len(of_workers) < 2 for of_workers in clocks)
 
     @property
     def one_replica(self) -> bool:
@@ -193,7 +203,56 @@ def _read_all(run: Path, notes: list[str]) -> list[Record]:
     if reader.unreadable_rows:
         rows = f"{reader.unreadable_rows} row{'s' * (reader.unreadable_rows > 1)} within entries of {RECORD_FILE}"
         notes.append(f"{rows} not what they should be: left out.")
-    return records
+    return with_pauses_apart(records)
+
+
+def with_pauses_apart(records: Sequence[Record]) -> list[Record]:
+    """Return records in which no window tells of pauses among its phases, as earlier runs with servers did.
+
+    A worker told of a pause with its next step, and the seconds of the windows that it had lasted over held it: they
+    become the seconds of steps that a worker had, the mean of the workers, as later runs write them.
+    """
+    found, before = list(records), list[int]()  # places of windows of the same workers
+    for place, line in enumerate(records):
+        if isinstance(line, Start):
+            before = []
+        if not isinstance(line, Steps) or not line.phases:
+            continue
+        if before and len(_steps(records[before[-1]]).phases) != len(line.phases):
+            before = []
+        before.append(place)
+        paused = [i for i, name in enumerate(line.phase_names) if name in PAUSES]
+        if not paused:
+            continue
+        kept = [i for i in range(len(line.phase_names)) if i not in paused]
+        found[place] = replace(
+            line,
+            phase_names=[line.phase_names[i] for i in kept],
+            phases=[[row[i] for i in kept] for row in line.phases],
+            pause_names=[line.phase_names[i] for i in paused],
+            pauses=[[row[i] for i in paused] for row in line.phases],
+        )
+        for rank, row in enumerate(line.phases):
+            _take_out(found, before, rank, sum(row[i] for i in paused))
+    return found
+
+
+def _take_out(found: list[Record], places: Sequence[int], rank: int, paused_s: float) -> None:
+    """Take a pause of a worker out of the latest windows in which it was not busy, and what is left out of any."""
+    for busy in (True, False):
+        for place in reversed(places):
+            if paused_s <= 1e-9:
+                return
+            window = _steps(found[place])
+            room_s = window.seconds - (sum(window.phases[rank]) if busy else 0.0)
+            taken_s = min(paused_s, max(0.0, room_s))
+            found[place] = replace(window, seconds=window.seconds - taken_s / len(window.phases))
+            paused_s -= taken_s
+
+
+def _steps(record: Record) -> Steps:
+    assert isinstance(record, Steps)
+    return record
 
 
 def _read_text(path: Path, notes: list[str]) -> str:

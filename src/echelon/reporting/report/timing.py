@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from echelon.observe.phases import Phase, phase_share
@@ -105,6 +105,11 @@ def measure(record: RunRecord) -> Timing | None:
     steps = sum(w.count for w in windows)
     seconds = sum(w.seconds for w in windows)
     by_rank = tuple(_rank_means(windows, rank, steps) for rank in range(n_ranks))
+    if record.has_servers:
+        by_rank = tuple(_filling(phases, seconds / steps) for phases in by_rank)
+    communication = communication_of(windows, n_ranks)
+    if communication is not None and not record.waits_for_all:
+        communication = replace(communication, waited_s=0.0, critical=())
     per_step = [seconds for w in windows for seconds in w.step_times()]
     slow_s = _OUTLIER * median(per_step)
     return Timing(
@@ -117,10 +122,10 @@ def measure(record: RunRecord) -> Timing | None:
         phases=_mean_over_ranks(by_rank),
         by_rank=by_rank,
         exposed_s=min((r.get(Phase.COMMUNICATE, 0.0) for r in by_rank), default=0.0),
-        slow=_slow_rank(by_rank, windows),
+        slow=_slow_rank(by_rank, windows) if record.waits_for_all else None,
         outlier_windows=sum(s > slow_s for s in per_step),
         memory_bytes=_peak_memory(record.windows, n_ranks),
-        communication=communication_of(windows, n_ranks),
+        communication=communication,
         gc_s=_by_rank([w.gc_s for w in windows], steps),
     )
 
@@ -142,6 +147,16 @@ def _rank_means(windows: list[Steps], rank: int, steps: int) -> dict[str, float]
         for name, seconds in zip(window.phase_names, window.phases[rank], strict=True):
             sums[name] = sums.get(name, 0.0) + seconds
     return {name: seconds / steps for name, seconds in sums.items()}
+
+
+def _filling(phases: dict[str, float], step_s: float) -> dict[str, float]:
+    """Return a worker's phases per step of the run, as its own time of steps was divided among them.
+
+    Workers of servers pause one at a time, and their batches end at other moments than windows do: what they say of
+    a few windows is more or less than these last.
+    """
+    whole_s = sum(phases.values())
+    return {name: seconds * step_s / whole_s for name, seconds in phases.items()} if whole_s else phases
 
 
 def _mean_over_ranks(by_rank: Sequence[dict[str, float]]) -> dict[str, float]:

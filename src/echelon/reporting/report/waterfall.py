@@ -14,8 +14,9 @@ from echelon.observe.phases import PAUSES, PHASES
 from echelon.records.kinds import Checkpoint, Evaluation, Pause, Start, Steps
 from echelon.reporting.report.clock import Sitting, sittings
 from echelon.reporting.report.records import RunRecord
+from echelon.reporting.report.whole_run import before_steps
 
-START, RESTART, END, MISSING = "start", "restart", "end", "not accounted for"
+START, RESTART, PREPARING, END, MISSING = "start", "restart", "preparing", "end", "not accounted for"
 TOLERANCE = 0.02
 _SAVED = "checkpoint"
 _EVALUATED = "evaluation"
@@ -55,6 +56,7 @@ def waterfall_of(record: RunRecord) -> Waterfall | None:
     moments = sorted(w.t for w in record.windows) + [e.t for e in record.of(Evaluation)]
     moments += [p.t for p in record.of(Pause)]
     parts = {START: (_starting(record, stretches),) * n, RESTART: (_restarting(record, stretches, moments),) * n}
+    parts[PREPARING] = (before_steps(record),) * n
     parts |= _phases(windows, n)
     parts |= _pauses(record, windows, n)
     parts[END] = (sum(_ending(s, moments) for s in stretches),) * n
@@ -103,7 +105,6 @@ def _ending(stretch: Sitting, moments: Sequence[float]) -> float:
 def _phases(windows: Sequence[Steps], n: int) -> dict[str, tuple[float, ...]]:
     names = list(dict.fromkeys(name for w in windows for name in w.phase_names))
     known = [str(p) for p in PHASES if str(p) in names]
-    names = [name for name in names if name not in PAUSES]
     return {
         name: tuple(
             sum(w.phases[r][w.phase_names.index(name)] for w in windows if name in w.phase_names) for r in range(n)
@@ -114,23 +115,21 @@ def _phases(windows: Sequence[Steps], n: int) -> dict[str, tuple[float, ...]]:
 
 def _pauses(record: RunRecord, windows: Sequence[Steps], n: int) -> dict[str, tuple[float, ...]]:
     """Pauses that ranks told with their windows; what came after an attempt's last one, rank 0 alone recorded."""
-    told = [w for w in windows if w.pauses or set(w.phase_names) & set(PAUSES)]
-    if not told:
+    if not any(w.pauses for w in windows):
         evaluated = sum(e.seconds for e in record.of(Evaluation))
         saved = sum(c.blocked_s for c in record.of(Checkpoint))
         return {_EVALUATED: (evaluated,) * n, _SAVED: (saved,) * n}
     sums = {name: [0.0] * n for name in PAUSES}
-    for window in told:
-        for names, rows in ((window.pause_names, window.pauses), (window.phase_names, window.phases)):
-            for r, row in enumerate(rows):
-                for name, seconds in zip(names, row, strict=True):
-                    if name in sums:
-                        sums[name][r] += seconds
+    for window in windows:
+        for r, row in enumerate(window.pauses):
+            for name, seconds in zip(window.pause_names, row, strict=True):
+                if name in sums:
+                    sums[name][r] += seconds
     starts = [start.t for start in record.of(Start)] + [float("inf")]
     for begin, end in pairwise(starts):
-        last = max((w.t for w in told if begin <= w.t < end), default=end)
+        last = max((w.t for w in windows if begin <= w.t < end), default=begin)
         for pause in record.of(Pause):
             if last <= pause.t < end:
                 column = sums.setdefault(pause.name, [0.0] * n)
-                column[:] = [seconds + pause.seconds for seconds in column]
+                column[:] = [seconds + min(pause.seconds, pause.t - last) for seconds in column]
     return {name: tuple(column) for name, column in sums.items()}

@@ -26,9 +26,9 @@ class WholeRun:
 
     Attributes:
         spans: of each attempt, its first and last moment in unix seconds; what lies between two is the outage.
-        steps_s: seconds of steps, those that a restart undid included.
+        steps_s: seconds of steps, those that a restart undid included; with `pauses` they are all of its seconds.
         pauses: seconds without steps by reason, the mean over the ranks: `start` (from ready to the first step), those
-            of `PAUSES`, and `other`, which none of them accounts for.
+            of `PAUSES`, and `other`, which none of them accounts for (negative: counted twice).
     """
 
     spans: Sequence[tuple[float, float]]
@@ -55,13 +55,15 @@ def whole_run_of(record: RunRecord) -> WholeRun | None:
     if not record.windows:
         return None
     spans = list(_spans(record))
-    before_s = sum(max(0.0, first.t - _length_s(first, record) - begin) for (begin, _), first in _firsts(record, spans))
-    told = _told(record.windows)
-    pauses = {BEFORE_STEPS: before_s, **_paused(record, spans, told)}
-    in_windows = sum(told.values()) if record.served else 0.0  # there one worker's pause does not stop the others
-    steps_s = sum(w.seconds for w in record.windows) - in_windows
+    pauses = {BEFORE_STEPS: before_steps(record), **_paused(record, spans)}
+    steps_s = sum(w.seconds for w in record.windows)
     rest_s = sum(end - begin for begin, end in spans) - steps_s - sum(pauses.values())
-    return WholeRun(spans, steps_s, {**pauses, OTHER: max(0.0, rest_s)})
+    return WholeRun(spans, steps_s, {**pauses, OTHER: rest_s})
+
+
+def before_steps(record: RunRecord) -> float:
+    """Return the seconds from where ranks were ready to the first step, of all attempts that took one."""
+    return sum(first.t - _length_s(first) - begin for (begin, _), first in _firsts(record, list(_spans(record))))
 
 
 def _spans(record: RunRecord) -> Iterator[tuple[float, float]]:
@@ -71,8 +73,11 @@ def _spans(record: RunRecord) -> Iterator[tuple[float, float]]:
     ends = sorted(line.t for kind in (Steps, Evaluation, Pause, Checkpoint) for line in record.of(kind))
     steps = [line.t for line in (*record.windows, *record.of(Evaluation))]
     for begin, later in pairwise([*starts, float("inf")]):
-        if any(begin <= t < later for t in steps):
-            yield begin, max(t for t in ends if begin <= t < later)
+        if not any(begin <= t < later for t in steps):
+            continue
+        window = next((w for w in record.windows if begin <= w.t < later), None)
+        first_t = begin if window is None else window.t - _length_s(window)  # servers begin before the start is written
+        yield min(begin, first_t), max(t for t in ends if begin <= t < later)
 
 
 def _firsts(record: RunRecord, spans: Sequence[tuple[float, float]]) -> Iterator[tuple[tuple[float, float], Steps]]:
@@ -82,25 +87,25 @@ def _firsts(record: RunRecord, spans: Sequence[tuple[float, float]]) -> Iterator
             yield span, first
 
 
-def _length_s(window: Steps, record: RunRecord) -> float:
+def _length_s(window: Steps) -> float:
     """Return the seconds between a window's begin and its line, pauses included."""
-    return window.seconds + (0.0 if record.served else sum(_told([window]).values()))
+    return window.seconds + sum(_told([window]).values())
 
 
 def _told(windows: Sequence[Steps]) -> dict[str, float]:
-    """Add up the pauses that windows tell of, the mean over the ranks; servers' runs tell of them among the phases."""
+    """Add up the pauses that windows tell of, the mean over the ranks."""
     sums = dict.fromkeys(PAUSES, 0.0)
     for window in windows:
-        for names, rows in ((window.pause_names, window.pauses), (window.phase_names, window.phases)):
-            for name, column in zip(names, zip(*rows, strict=True), strict=False):
-                if name in sums:
-                    sums[name] += fmean(column)
+        for name, column in zip(window.pause_names, zip(*window.pauses, strict=True), strict=False):
+            if name in sums:
+                sums[name] += fmean(column)
     return sums
 
 
-def _paused(record: RunRecord, spans: Sequence[tuple[float, float]], told: Mapping[str, float]) -> dict[str, float]:
+def _paused(record: RunRecord, spans: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Return all pauses by name: what windows tell, and what came after an attempt's last one."""
-    if not any(w.pauses or set(w.phase_names) & set(PAUSES) for w in record.windows):
+    told = _told(record.windows)
+    if not any(w.pauses for w in record.windows):
         evaluated_s = sum(e.seconds for e in record.of(Evaluation))
         return {**told, _EVALUATION: evaluated_s, _CHECKPOINT: sum(c.blocked_s for c in record.of(Checkpoint))}
     sums = dict(told)
@@ -108,5 +113,5 @@ def _paused(record: RunRecord, spans: Sequence[tuple[float, float]], told: Mappi
         last = max((w.t for w in record.windows if begin <= w.t <= end), default=begin)
         for pause in record.of(Pause):
             if last < pause.t <= end:
-                sums[pause.name] = sums.get(pause.name, 0.0) + pause.seconds
+                sums[pause.name] = sums.get(pause.name, 0.0) + min(pause.seconds, pause.t - last)
     return sums

@@ -18,7 +18,7 @@ def closing_words(summary: Summary) -> list[str]:
     if summary.searched:  # nothing was trained: its speed, its last loss and the like are nothing to conclude from
         return words
     words += _accuracy(summary)
-    words += whole_run_words(summary.whole)
+    words += whole_run_words(summary.whole, summary.served)
     words += _bound(summary) + list(summary.notes)
     words += [a.sentence() for a in summary.advice[:_MOST_ADVICE]]
     words += [i.sentence(summary.step_s) for i in summary.incidents]
@@ -31,17 +31,22 @@ def closing_words(summary: Summary) -> list[str]:
     return words
 
 
-def whole_run_words(whole_run: WholeRun | None) -> list[str]:
-    """Say how long a run took from its first step to its end, and which share of that each pause has."""
+def whole_run_words(whole_run: WholeRun | None, served: bool = False) -> list[str]:
+    """Say how long a run took from its first step to its last result, and which share steps and each pause have.
+
+    Args:
+        served: one worker pauses while the others go on.
+    """
     if whole_run is None or whole_run.seconds <= 0:
         return []
-    shares = ", ".join(f"{pause_name(name)} {share:.1%}" for name, share in whole_run.shares(_LEAST_PAUSE).items())
-    paused = (
-        f": steps {min(1.0, whole_run.steps_s / whole_run.seconds):.1%}, {shares}"
-        if shares
-        else ", nearly all in steps"
-    )
-    return [f"From the first step to the end: {format_seconds(whole_run.seconds)}{paused}."]
+    told = [f"{pause_name(name)} {share:.1%}" for name, share in whole_run.shares(_LEAST_PAUSE).items()]
+    twice = -whole_run.pauses.get(OTHER, 0.0) / whole_run.seconds
+    less = f", less {twice:.1%} that clocks count twice" if twice > _LEAST_PAUSE else ""
+    mean = " (means of the workers)" if served and told else ""
+    shares = f"{', '.join(told)}{mean}{less}".removeprefix(", ")
+    took = format_seconds(whole_run.seconds)
+    paused = f": steps {whole_run.steps_s / whole_run.seconds:.1%}, {shares}" if shares else ", nearly all in steps"
+    return [f"From the first step to the last evaluation or checkpoint: {took}{paused}."]
 
 
 def pause_name(name: str) -> str:

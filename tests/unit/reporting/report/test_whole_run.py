@@ -8,7 +8,7 @@ import pytest
 
 from echelon.records.events import DataGrew
 from echelon.records.kinds import Checkpoint, End, Evaluation, Pause, Record, Start, Steps
-from echelon.reporting.report.records import RunRecord
+from echelon.reporting.report.records import RunRecord, with_pauses_apart
 from echelon.reporting.report.summary import summarise
 from echelon.reporting.report.whole_run import WholeRun, whole_run_of
 from echelon.reporting.report.words import closing_words, whole_run_words
@@ -43,8 +43,8 @@ def test_what_is_no_step_is_told_by_reason() -> None:
     assert whole.at(105.0) == pytest.approx(5.0)
     assert list(whole.shares(0.01)) == ["evaluation", "checkpoint", "start", "other", "recording"]
     assert whole_run_words(whole) == [
-        "From the first step to the end: 9 s: steps 44.4%, evaluation 22.2%, checkpoint 14.4%, preparing the first "
-        "step 11.1%, not accounted for 6.7%, recording 1.1%."
+        "From the first step to the last evaluation or checkpoint: 9 s: steps 44.4%, evaluation 22.2%, checkpoint "
+        "14.4%, preparing the first step 11.1%, not accounted for 6.7%, recording 1.1%."
     ]
 
 
@@ -71,7 +71,7 @@ def test_records_of_before_pauses_were_told_have_their_evaluations_and_checkpoin
 
 def test_where_servers_are_a_pause_of_a_worker_lies_in_its_windows() -> None:
     names, rows = ["forward", "evaluation"], [[2.0, 1.0], [3.0, 0.0]]
-    whole = of(Start(t=0.0, served=True), window(3.0, 3.0, 10, phase_names=names, phases=rows))
+    whole = of(*with_pauses_apart([Start(t=0.0, served=True), window(3.0, 3.0, 10, phase_names=names, phases=rows)]))
     assert (whole.seconds, whole.steps_s, whole.pauses["evaluation"]) == (3.0, 2.5, 0.5)
 
 

@@ -1,0 +1,43 @@
+"""Windows of a run with servers: what workers do at the same time, and in other order than steps have."""
+
+from __future__ import annotations
+
+import pytest
+
+from echelon.coordinator.messages import TaskReport
+from echelon.coordinator.window import WindowAccumulator
+from echelon.observe.phases import PHASE_NAMES
+
+ROW = [0.1] * len(PHASE_NAMES)
+
+
+def report(lr: float = 0.1) -> TaskReport:
+    return TaskReport(1.0, None, 8, lr, ROW, 0)
+
+
+def test_a_pause_lies_in_the_windows_that_it_lasts_over() -> None:
+    """It is no phase, and a window has the seconds that a worker had for steps, the mean of the workers."""
+    window, found = WindowAccumulator(0.0), []
+    for end_s in (1.0, 2.0, 3.0):
+        if end_s == 1.0:
+            window.pause("a", "evaluation", 0.75)
+        if end_s == 3.0:
+            window.resume("a", 2.5)
+        window.add("b", int(end_s), report(), counted=True)
+        steps, window = window.close(0, int(end_s), ["a", "b"], end_s)
+        found.append(steps)
+    assert all(steps.phase_names == PHASE_NAMES for steps in found)
+    assert [[dict(zip(s.pause_names, row, strict=True))["evaluation"] for row in s.pauses] for s in found] == [
+        [0.25, 0.0], [1.0, 0.0], [0.5, 0.0],
+    ]  # fmt: skip
+    assert [steps.seconds for steps in found] == pytest.approx([0.875, 0.5, 0.75])
+
+
+def test_the_learning_rate_is_that_of_the_newest_step() -> None:
+    window, rates = WindowAccumulator(0.0), []
+    for place, done in enumerate(([3, 1, 5, 2], [4], [6]), 1):
+        for step in done:
+            window.add("a", step, report(lr=1.0 / step), counted=True)
+        steps, window = window.close(0, place, ["a"], float(place))
+        rates.append(steps.lr)
+    assert rates == [1 / 5, 1 / 5, 1 / 6]
