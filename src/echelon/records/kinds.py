@@ -693,21 +693,34 @@ class End(Record):
 
 @dataclass(frozen=True)
 class CommandEnd(Record):
-    """All processes of a run have ended, and its command does: so many seconds after it was given."""
+    """All processes of a run, or of a study, have ended, and its command does: so many seconds after it was given."""
 
     kind: ClassVar[str] = "command_end"
     seconds: float
 
 
 @dataclass(frozen=True)
+class StudyStart(Record):
+    """A study's own record: a command begins it, or goes on with it; `launched_t` is when that was given."""
+
+    kind: ClassVar[str] = "study_start"
+    launched_t: float
+
+
+@dataclass(frozen=True)
 class RunEnd(Record):
-    """A study's own record: how one of its runs ended, why, and how long its command took."""
+    """A study's own record: how one of its runs ended, why, and how long its command took.
+
+    Attributes:
+        waited_s: how long the study was occupied with it: its command, and what a process takes to start and to end.
+    """
 
     kind: ClassVar[str] = "run"
     run: str
     status: str = ""
     message: str = ""
     seconds: float = 0.0
+    waited_s: float = 0.0
 
 
 def _words(values: Any) -> dict[str, str]:

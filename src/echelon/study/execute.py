@@ -16,7 +16,7 @@ from echelon.config import RunConfig, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.stop import Stopped, signal_name, stop_on_signals
 from echelon.records.file import Recorder, newest
-from echelon.records.kinds import CommandEnd, End, RunEnd
+from echelon.records.kinds import CommandEnd, End, RunEnd, StudyStart
 from echelon.records.segments import RECORD_FILE
 from echelon.reporting.report import write_shared_script
 from echelon.study.base import COMPLETED, PlannedRun, Study
@@ -66,11 +66,14 @@ class StudyObserver(Protocol):
         """Receive how a run ended."""
 
 
-def run_study(path: Path, study: Study, observer: StudyObserver, retry: bool = False) -> None:
+def run_study(
+    path: Path, study: Study, observer: StudyObserver, retry: bool = False, given_t: float | None = None
+) -> None:
     """Start the runs that are missing, in their order; what is refused or fails stops no other.
 
     Args:
         retry: start refused and failed runs again, too.
+        given_t: when the command was given, in unix seconds; None: now.
 
     Raises:
         StudyStopped: a signal asked it to stop.
@@ -79,6 +82,7 @@ def run_study(path: Path, study: Study, observer: StudyObserver, retry: bool = F
     with locked(path):
         write_shared_script(path)
         record = Recorder(path)
+        record.write(StudyStart(time.time() if given_t is None else given_t))
         try:
             with stop_on_signals(raises=True):
                 for runs in _stages(path, study):
@@ -135,7 +139,7 @@ def _run(path: Path, run: PlannedRun, observer: StudyObserver) -> RunEnd:
     began = time.monotonic()
     code, error = _command(path, run, folder, observer)
     waited_s = time.monotonic() - began
-    return RunEnd(run.name, *_outcome(folder, code, error), command_seconds(folder, waited_s))
+    return RunEnd(run.name, *_outcome(folder, code, error), command_seconds(folder, waited_s), waited_s)
 
 
 def command_seconds(folder: Path, waited_s: float) -> float:

@@ -15,7 +15,7 @@ from echelon.core.units import format_seconds
 from echelon.observe.screen import QUIET_S
 from echelon.study.base import COMPLETED, PlannedRun
 from echelon.study.folder import RunEnd, run_folder
-from echelon.study.progress import CUT_SHORT, UNFINISHED, RunStatus, Tail, seconds_left
+from echelon.study.progress import CUT_SHORT, UNFINISHED, RunStatus, Tail, progress_at_end, seconds_left
 
 _STYLES = {
     COMPLETED: "green", "running": "bold", "refused": "red", "failed": "red", "stopped": "yellow", CUT_SHORT: "yellow",
@@ -48,8 +48,7 @@ class StudyDisplay:
             state = self._states[run.name] = RunStatus(run)
             if run.name in over:
                 end = ends.get(run.name, RunEnd(run.name, COMPLETED))
-                state.status, state.seconds, state.message = end.status, end.seconds, end.message
-                state.progress = Tail(run_folder(self._path, run.name)).read()
+                self._over(state, end)
         if over:
             self._print(f"{len(over)} of {len(runs)} runs are there already")
         if len(over) < len(runs):
@@ -92,10 +91,14 @@ class StudyDisplay:
         self.goes_on()
         self._current = None
         state = self._states[run.name]
-        state.status, state.seconds, state.message = end.status, end.seconds, end.message
+        self._over(state, end)
         if not self._console.is_terminal:
             states = list(self._states.values())
             self._print(_line(state, f"{_over(states)}/{len(states)}", seconds_left(states)))
+
+    def _over(self, state: RunStatus, end: RunEnd) -> None:
+        state.status, state.seconds, state.message, state.waited_s = end.status, end.seconds, end.message, end.waited_s
+        state.progress = progress_at_end(run_folder(self._path, state.run.name))
 
     def view(self) -> Group:
         """Return the table, as many rows as the terminal has room for, and a line with what is left."""

@@ -13,6 +13,7 @@ from echelon.config import build
 from echelon.core.errors import UserError
 from echelon.core.files import full_disk_in_words
 from echelon.core.stop import stop_on_signals
+from echelon.observe.environment import command_given_t
 from echelon.run.trust import check_settings, check_trust
 from echelon.study.base import COMPLETED, Study
 from echelon.study.execute import StudyStopped, run_study
@@ -87,24 +88,27 @@ def carry_out(path: Path, study: Study | None, retry: bool = False, serve: bool 
     Raises:
         UserError: the folder holds another study, or none, or cannot be written.
     """
-    study, signum = open_study(path, study), 0
+    given_t, study, signum = command_given_t(), open_study(path, study), 0
     try:
         with full_disk_in_words(path, _CONTINUE), live_page_of(path, serve), StudyDisplay(path) as display:
-            run_study(path, study, display, retry)
+            run_study(path, study, display, retry, given_t)
     except StudyStopped as stop:
         signum = stop.signum
     with stop_on_signals() if signum else nullcontext():  # another signal does not take the report away
-        return concluded(path, signum)
+        return concluded(path, signum, ends=True)
 
 
-def concluded(path: Path, signum: int = 0) -> StudyOutcome:
+def concluded(path: Path, signum: int = 0, ends: bool = False) -> StudyOutcome:
     """Write a study's tables and page from what its runs recorded.
+
+    Args:
+        ends: record, too, that the command which ran it ends with that.
 
     Raises:
         UserError: the folder holds no study.
     """
     with full_disk_in_words(path, _CONTINUE):
-        return StudyOutcome(path, write_study(path), signum)
+        return StudyOutcome(path, write_study(path, ends), signum)
 
 
 def check_study_trust(request: StudyRequest, folder: str, trust: bool) -> None:

@@ -17,7 +17,7 @@ from echelon.reporting.report import summarise
 from echelon.reporting.report.predictions import WayPrediction
 from echelon.reporting.report.records import load_run
 from echelon.run.resolve import canonical
-from echelon.study.base import COMPLETED, PlannedRun, Settings, Study
+from echelon.study.base import COMPLETED, Candidate, PlannedRun, Settings, Study
 from echelon.study.folder import run_folder
 from echelon.study.grid import planned_runs
 from echelon.study.intervals import ratio_interval
@@ -53,6 +53,15 @@ class PredictionCheck:
     def holds(self) -> bool:
         """Whether the error is within 15%."""
         return abs(self.off) <= CLOSE
+
+
+@dataclass(frozen=True)
+class NotPredicted:
+    """A candidate whose gain the baseline's record does not tell, and why."""
+
+    candidate: str
+    terms: str
+    reason: str
 
 
 def set_predictions(path: Path, study: Study, runs: Sequence[RunRow]) -> list[RunRow]:
@@ -113,6 +122,33 @@ def check_predictions(study: Study, runs: Sequence[RunRow]) -> list[PredictionCh
     return checked
 
 
+def not_predicted(study: Study, runs: Sequence[RunRow]) -> list[NotPredicted]:
+    """Return the measured candidates without a predicted gain, under terms where one could be expected."""
+    checked = {(c.candidate, c.terms) for c in check_predictions(study, runs)}
+    done = {(r.candidate, r.terms) for r in runs if r.status == COMPLETED}
+    base, found = study.baseline, []
+    for terms in (t.label for t in study.terms if (study.baseline.label, t.label) in done):
+        others = {
+            c.label: changed for c in study.candidates if (c.label, terms) in done and (changed := _changed(base, c))
+        }
+        if any((name, terms) in checked or changed <= set(_SPECS) for name, changed in others.items()):
+            missing = {name: changed for name, changed in others.items() if (name, terms) not in checked}
+            found += [NotPredicted(name, terms, _why_not(changed)) for name, changed in missing.items()]
+    return found
+
+
+def _changed(base: Candidate, other: Candidate) -> set[str]:
+    """Return the settings in which a candidate differs from the baseline; none: it repeats it."""
+    now, then = _plain(base.settings), _plain(other.settings)
+    return {name for name in {*now, *then} if now.get(name) != then.get(name)}
+
+
+def _why_not(changed: set[str]) -> str:
+    if beyond := sorted(name.rpartition(".")[2] for name in changed - set(_SPECS)):
+        return f"a record says nothing of another {' and '.join(beyond)}"
+    return "a record holds the costs of a few ways to communicate, and of no other"
+
+
 def _gains(rows: Sequence[tuple[float | None, float | None, float | None]]) -> tuple[float, float, int] | None:
     """Return gains as predicted and as measured of (now, predicted, measured) seconds, and of how many rows."""
     known = [(now, then, measured) for now, then, measured in rows if now and then and measured]
@@ -122,8 +158,21 @@ def _gains(rows: Sequence[tuple[float | None, float | None, float | None]]) -> t
     return ratio_interval(now_s, then_s).value, ratio_interval(now_s, measured_s).value, len(known)
 
 
-def prediction_words(checked: Sequence[PredictionCheck]) -> list[str]:
-    """Say how many of the predictions under one set of terms held, and each with what was measured."""
+def prediction_words(checked: Sequence[PredictionCheck], others: Sequence[NotPredicted] = ()) -> list[str]:
+    """Say how many predictions under one set of terms held, each with what was measured, and whose gain has none."""
+    return _checked_words(checked) + unpredicted_words(others)
+
+
+def unpredicted_words(others: Sequence[NotPredicted]) -> list[str]:
+    """Name the candidates whose gain has no prediction, a sentence for each reason."""
+    words = []
+    for reason in dict.fromkeys(other.reason for other in others):
+        names = ", ".join(other.candidate for other in others if other.reason == reason)
+        words.append(f"Without a predicted gain: {names} ({reason}).")
+    return words
+
+
+def _checked_words(checked: Sequence[PredictionCheck]) -> list[str]:
     if not checked:
         return []
     gains = ", ".join(f"{c.candidate} {c.predicted:.2f}x (measured {c.measured:.2f}x)" for c in checked)

@@ -10,6 +10,8 @@ from statistics import fmean
 from echelon.core.task import BEFORE_TASKS, Metric
 from echelon.records.file import Detail, RecordReader
 from echelon.records.kinds import Evaluation, Record, Start, Steps
+from echelon.reporting.report.records import load_run
+from echelon.reporting.report.timing import measure
 from echelon.study.base import COMPLETED, PlannedRun
 
 CUT_SHORT = "cut short"  # the study ended while this run went on: it is repeated from its start
@@ -29,13 +31,23 @@ class Progress:
 
 @dataclass
 class RunStatus:
-    """Status of one planned run, the seconds that it has taken, its progress, and why it ended."""
+    """Status of one planned run, the seconds that it has taken, its progress, and why it ended.
+
+    Attributes:
+        waited_s: how long the study was occupied with it, once it is over.
+    """
 
     run: PlannedRun
     status: str = "waiting"
     seconds: float = 0.0
     progress: Progress = field(default_factory=Progress)
     message: str = ""
+    waited_s: float = 0.0
+
+    @property
+    def occupied_s(self) -> float:
+        """How long another like it will occupy the study."""
+        return max(self.seconds, self.waited_s)
 
 
 class Tail:
@@ -53,6 +65,12 @@ class Tail:
         for record in records:
             self._progress = _after(self._progress, record)
         return self._progress
+
+
+def progress_at_end(folder: Path) -> Progress:
+    """Return how far a run that is over came; its rate is the report's: the mean of the steps after warm-up."""
+    timing = measure(load_run(folder)) if folder.is_dir() else None
+    return replace(Tail(folder).read(), samples_per_s=timing.samples_per_s if timing else None)
 
 
 def _after(progress: Progress, record: Record) -> Progress:
@@ -83,4 +101,4 @@ def _expected_s(state: RunStatus, states: Sequence[RunStatus]) -> float:
     same_terms = [s for s in done if s.run.terms == state.run.terms]
     same = [s for s in same_terms if s.run.candidate == state.run.candidate]
     known = same or same_terms or done
-    return fmean(s.seconds for s in known) if known else 0.0
+    return fmean(s.occupied_s for s in known) if known else 0.0

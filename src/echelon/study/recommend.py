@@ -49,8 +49,12 @@ def recommend(study: Study, group: ComparisonGroup, runs: Sequence[RunRow]) -> R
         return Recommendation(group.terms, None, f"Nothing is recommended: the baseline {base} {_was(how)}.", "", ())
     measured = [c for c in group.comparisons if c.candidate != base and c.verdict is not Verdict.NOT_MEASURED]
     if len(study.seeds) < FEWEST_SEEDS or (measured and all(c.verdict is Verdict.TOO_FEW_SEEDS for c in measured)):
-        nothing = f"with fewer than {FEWEST_SEEDS} seeds nothing can be concluded about {group.metric.label}"
-        says = f"Nothing is recommended: {nothing}; 3 or more would tell."
+        n = min(len(study.seeds), max((c.seeds for c in measured), default=0)) or len(study.seeds)
+        few = "one seed" if n == 1 else f"{n} seeds"
+        says = (
+            f"Nothing is recommended: from {few} nothing can be concluded about {group.metric.label}, and the times "
+            f"have no interval; {FEWEST_SEEDS} seeds or more give one."
+        )
         return Recommendation(group.terms, None, says, "", _rates(base, costs))
     better = [c for c in group.comparisons if c.verdict is Verdict.BETTER]
     if not better:

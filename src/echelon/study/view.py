@@ -14,6 +14,7 @@ from rich.text import Text
 from echelon.core.errors import UserError, nearest
 from echelon.core.units import format_seconds
 from echelon.reporting.live import snapshot, state, terminal
+from echelon.study.clock import study_time
 from echelon.study.file import is_study
 from echelon.study.live import study_table
 from echelon.study.watch import OVER, StudyWatch
@@ -69,7 +70,7 @@ class WatchedStudy:
     """A study's view."""
 
     def __init__(self, path: Path) -> None:
-        self._name = path.resolve().name
+        self._path, self._name = path, path.resolve().name
         self._watch = StudyWatch(path)
         self._now = self._watch.status()
 
@@ -86,6 +87,9 @@ class WatchedStudy:
         """Draw the study's status and its runs in about `height` rows."""
         style = terminal.STYLES.get(self._now.status, "")
         head = Text.assemble((self._name, "bold"), "  ", (self._status(), style))
+        took = study_time(self._path) if self._now.over else None
+        if took is not None:
+            head.append(f"  in {format_seconds(took.seconds)}")
         return Group(head, study_table(self._watch.states, height))
 
     def line(self) -> str:

@@ -11,7 +11,7 @@ from echelon.reporting.live.state import LiveRun
 from echelon.study.base import COMPLETED, PlannedRun
 from echelon.study.file import STUDY_FILE, load_study
 from echelon.study.folder import SETTLED, RunEnd, read_ends, run_folder
-from echelon.study.progress import CUT_SHORT, Progress, RunStatus, Tail, seconds_left
+from echelon.study.progress import CUT_SHORT, Progress, RunStatus, progress_at_end, seconds_left
 from echelon.study.stages import all_runs
 
 OVER = (COMPLETED, *SETTLED, "stopped")
@@ -132,7 +132,7 @@ class StudyWatch:
         if end is not None and is_held(folder) is not True:  # else it is tried again
             state = self._ended.get(run.name)
             if state is None or (state.status, state.seconds) != (end.status, end.seconds):
-                state = RunStatus(run, end.status, end.seconds, Tail(folder).read(), end.message)
+                state = RunStatus(run, end.status, end.seconds, progress_at_end(folder), end.message, end.waited_s)
                 self._ended[run.name] = state
             return state
         if not folder.is_dir():

@@ -12,7 +12,7 @@ from echelon.study.base import COMPLETED, Study
 from echelon.study.compare import SAME_SPEED, Comparison, ComparisonGroup, Verdict, metric_of
 from echelon.study.intervals import FEWEST_SEEDS, Interval, coverage_of
 from echelon.study.metric import PrimaryMetric
-from echelon.study.predictions import check_predictions, prediction_words
+from echelon.study.predictions import check_predictions, not_predicted, prediction_words
 from echelon.study.recommend import Recommendation
 from echelon.study.tables import PAUSE_REASONS, RunRow
 
@@ -30,12 +30,13 @@ def study_words(
 ) -> list[str]:
     """Return all sentences, the most important first. Plain text, unescaped."""
     words = opening_words(study, recommended, runs)
-    checked = check_predictions(study, runs)
+    checked, unpredicted = check_predictions(study, runs), not_predicted(study, runs)
     for group in groups:
         words += [_under(group.terms, text) for text in group_words(study, group)]
         words += [_under(group.terms, text) for text in whole_run_words(group, runs)]
         mine = [c for c in checked if c.terms == group.terms]
-        words += [_under(group.terms, text) for text in prediction_words(mine)]
+        others = [n for n in unpredicted if n.terms == group.terms]
+        words += [_under(group.terms, text) for text in prediction_words(mine, others)]
     return words + caveats(study, runs)
 
 
@@ -102,11 +103,10 @@ def sentence(c: Comparison, metric: PrimaryMetric) -> str:
         return f"did not converge: {c.reason.rstrip('.')}."
     speed = _speed(c)
     points = metric.gain_text(c.points) if c.points else f"its {metric.label} is not known"
-    if 1 < c.seeds < c.planned:
+    if 0 < c.seeds < c.planned:
         points += f", in {c.seeds} of {c.planned} seeds"
     if c.verdict is Verdict.TOO_FEW_SEEDS:
-        few = "one seed" if c.seeds == 1 else f"{c.seeds} seeds"
-        return f"nothing can be concluded from {few}: {speed}; {points}."
+        return f"{speed}; {points}."  # how few they are, and what follows from that, is said of the whole study
     if c.verdict is Verdict.FASTER_AT_A_LOSS and c.points is not None:
         return f"faster at a loss of {-c.points.value:.2f} {metric.unit}: {speed}; {points}."
     return f"{c.verdict}: {speed}; {points}."
@@ -164,13 +164,7 @@ def _equality(study: Study, terms: str, runs: Sequence[RunRow]) -> list[str]:
 def caveats(study: Study, runs: Sequence[RunRow]) -> list[str]:
     """Say how far the figures are to be trusted."""
     n, words, metric = len(study.seeds), [], metric_of(runs)
-    if n < FEWEST_SEEDS:
-        there = "is one seed" if n == 1 else f"are {n} seeds"
-        words.append(
-            f"There {there}: nothing can be concluded about {metric.label}, and the times have no interval; "
-            f"{FEWEST_SEEDS} seeds give one."
-        )
-    elif n < 6:
+    if FEWEST_SEEDS <= n < 6:
         words.append(
             f"Intervals are bootstrapped over {n} seeds: over so few they hold the truth in about "
             f"{coverage_of(n):.0%} of studies, not in 95%."

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from echelon.reporting.report import load_run, summarise
 from echelon.study import from_tries, planned_runs
 from echelon.study.folder import RunEnd, run_folder
 from echelon.study.live import StudyDisplay, study_table
@@ -87,6 +88,34 @@ def test_a_small_terminal_shows_the_rows_around_the_present_one(tmp_path: Path) 
     screen.began(planned_runs(study), {}, frozenset())
     console.print(screen.view())
     assert "34 runs not shown" in shown(console)
+
+
+def test_the_rate_of_a_run_that_is_over_is_the_one_of_its_report(tmp_path: Path) -> None:
+    study = from_tries({}, ["sync=allreduce"], "1")
+    folder = make_study(tmp_path / "s", study, {"sync=allreduce": Planted()})
+    run = planned_runs(study)[0]
+    record = run_folder(folder, run.name) / "record.jsonl"
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    last = [line for line in lines if line["kind"] == "steps"][-1]
+    last["seconds"] *= 2  # the last window is no measure of the run
+    record.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rate = summarise(load_run(run_folder(folder, run.name))).samples_per_s
+    screen, _ = display(folder)
+    screen.began([run], {run.name: RunEnd(run.name, "completed", "", 10.0)}, frozenset({run.name}))
+    ended = StudyWatch(folder).refresh()[0]
+    assert ended.progress.samples_per_s == rate != last["samples"] / last["seconds"]
+    cells = [state.progress.samples_per_s for state in screen._states.values()]
+    assert cells == [rate]
+
+
+def test_what_is_left_counts_what_is_spent_around_runs(tmp_path: Path) -> None:
+    study = from_tries({}, ["sync=allreduce", "lr=1"], "1")
+    runs = planned_runs(study)
+    screen, console = display(make_study(tmp_path / "s", study, {"sync=allreduce": Planted()}), terminal=False)
+    screen.began(runs, {}, frozenset())
+    screen.started(runs[0], run_folder(tmp_path / "s", runs[0].name))
+    screen.ended(runs[0], RunEnd(runs[0].name, "completed", "", 10.0, 12.0))
+    assert "completed in 10 s" in shown(console) and "about 12 s left" in shown(console)
 
 
 def test_without_a_terminal_each_run_is_a_line(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from echelon.study import Study
 from echelon.study.base import COMPLETED, Candidate
 from echelon.study.folder import run_folder
 from echelon.study.grid import planned_runs
-from echelon.study.predictions import check_predictions
+from echelon.study.predictions import check_predictions, not_predicted
 from echelon.study.report import StudyReport
 from echelon.study.tables import RunRow
 from echelon.study.write import write_study
@@ -79,7 +79,26 @@ def test_they_outlive_the_runs(folder: Path) -> None:
     assert checked(write_study(folder)) == before
 
 
+def test_whose_gain_is_not_predicted_is_told_with_the_reason(tmp_path: Path) -> None:
+    candidates = (
+        Candidate("sync=allreduce", {"strategy.sync": "allreduce"}),
+        Candidate("sync=local(period=4)", {"strategy.sync": "local(period=4)"}),
+        Candidate("lr=1", {"optimizer.lr": "1"}),
+        Candidate("again", {}),
+    )
+    study = Study({"data.source": "digits"}, candidates, seeds=(0, 1))
+    report = write_study(make_study(tmp_path, study, {c.label: Planted() for c in candidates}))
+    found = {p.candidate: p.reason for p in report.unpredicted}
+    assert found.keys() == {"sync=local(period=4)", "lr=1"}
+    assert "another lr" in found["lr=1"] and "few ways" in found["sync=local(period=4)"]
+    assert sum("predicted gain" in word for word in report.words) == 2
+    assert "Without a predicted gain: lr=1 (" in (tmp_path / "report.html").read_text()
+    assert len(json.loads((tmp_path / "summary.json").read_text())["not_predicted"]) == 2
+
+
 def test_without_predictions_nothing_is_said() -> None:
     study = Study({}, (Candidate("a", {}), Candidate("b", {"strategy.compression": "bf16"})), seeds=(0,))
     rows = [RunRow("r0", "a", "", 0, COMPLETED, "", step_s=0.1), RunRow("r1", "b", "", 0, COMPLETED, "", step_s=0.05)]
     assert check_predictions(study, rows) == []
+    rates = Study({}, (Candidate("a", {}), Candidate("b", {"optimizer.lr": "1"})), seeds=(0,))
+    assert not_predicted(rates, rows) == []  # nobody expects one of a study of learning rates

@@ -67,7 +67,7 @@ def _chart(id_: str, kind: CostAxis, places: list[CostAndValue], metric: Primary
     y = [value.mean for _, _, value in places]
     best = front(x, [metric.score(v) for v in y])
     logarithmic = min(x) > 0 and max(x) > LOG_FROM * min(x)
-    traces = [_front_line([x[i] for i in best], [y[i] for i in best])]
+    traces = [_front_line([x[i] for i in best], [y[i] for i in best])] if len(best) > 1 else []
     traces += [_marker(place, metric, kind, i in best) for i, place in enumerate(places)]
     names = ", ".join(places[i][0].label for i in best)
     layout = {
@@ -77,11 +77,22 @@ def _chart(id_: str, kind: CostAxis, places: list[CostAndValue], metric: Primary
         "showlegend": False,
         "margin": {"l": 8, "r": 20, "t": 16, "b": 8},
     }
-    caption = (
-        f"{'Up' if metric.direction == 'max' else 'Down'} and to the left is better. The line joins those that no "
-        "other beats in both; the bars span the seeds." + (" The axis is logarithmic." if logarithmic else "")
+    caption = f"{'Up' if metric.direction == 'max' else 'Down'} and to the left is better. " + _shapes(
+        len(places), len(best)
     )
+    if any(value.low < value.high for _, _, value in places):
+        caption += " The thin bars span the seeds."
+    if logarithmic:
+        caption += " The axis is logarithmic."
     return Chart(id_, title, caption, f"{title}. On the front, cheapest first: {names}.", traces, layout, 360)
+
+
+def _shapes(n: int, on_front: int) -> str:
+    """Say what circles, squares and the line between circles are, as far as they are drawn."""
+    if on_front == 1:
+        return "The circle beats or equals each of the others in both."
+    circles = "Circles, which the line joins, are those that no other beats in both"
+    return f"{circles}; squares are beaten." if on_front < n else f"{circles}."
 
 
 def _front_line(x: list[float], y: list[float]) -> Json:

@@ -15,6 +15,7 @@ from echelon.study.page.curves import curve_charts
 from echelon.study.page.fronts import front_charts
 from echelon.study.page.scene import CandidateStyle, Scene, styles_of
 from echelon.study.page.tables import failures, prediction_table, run_table, time_table, verdict_table
+from echelon.study.predictions import unpredicted_words
 from echelon.study.report import StudyReport
 from echelon.study.settings import label_of
 from echelon.study.stages import rate_words
@@ -31,6 +32,7 @@ class Section:
     words: list[str]
     verdicts: Table
     predictions: Table | None
+    unpredicted: list[str]
     times: Table | None
     styles: list[CandidateStyle]
     learning: list[Chart]
@@ -63,7 +65,7 @@ def render_study(report: StudyReport, description: str, with_page: Collection[st
         whole=done == len(report.all_runs),
         headlines=_headlines(report, done),
         words=[
-            *opening_words(report.study, report.recommended, report.runs),
+            *_opening(report),
             *time_words(report.study, report.times),
             *rate_words(report.study, report.apart),
             *caveats(report.study, report.runs),
@@ -93,6 +95,7 @@ def _section(report: StudyReport, place: int, group: ComparisonGroup, styles: di
         words=[*group_words(report.study, group), *whole_run_words(group, runs)],
         verdicts=verdict_table(group, scene),
         predictions=prediction_table([p for p in report.predictions if p.terms == group.terms]),
+        unpredicted=unpredicted_words([p for p in report.unpredicted if p.terms == group.terms]),
         times=next((time_table(t, scene) for t in report.times if t.terms == group.terms), None),
         styles=shown,
         learning=curve_charts(scene),
@@ -100,6 +103,11 @@ def _section(report: StudyReport, place: int, group: ComparisonGroup, styles: di
         targets=target_charts(scene),
         costs=cost_charts(scene),
     )
+
+
+def _opening(report: StudyReport) -> list[str]:
+    outcome, *others = opening_words(report.study, report.recommended, report.runs)
+    return [outcome, *([report.took.says] if report.took else []), *others]
 
 
 def _headlines(report: StudyReport, done: int) -> list[Headline]:
@@ -116,6 +124,9 @@ def _headlines(report: StudyReport, done: int) -> list[Headline]:
     ]
     if len(study.terms) > 1:
         headlines.append(Headline("sets of terms", str(len(study.terms))))
-    if spent:
+    if report.took is not None:
+        aside = f"{format_seconds(report.took.runs_s)} of it in runs"
+        headlines.append(Headline("time in all", format_seconds(report.took.seconds), aside))
+    elif spent:
         headlines.append(Headline("time of all runs", format_seconds(spent)))
     return headlines

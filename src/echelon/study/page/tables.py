@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from urllib.parse import quote
 
 from echelon.core.units import format_bytes, format_seconds, rounded
@@ -17,19 +17,20 @@ from echelon.study.metric import PrimaryMetric
 from echelon.study.page.scene import Scene, spread
 from echelon.study.predictions import CLOSE, PredictionCheck, gain_of
 from echelon.study.tables import RunRow
-from echelon.study.words import pause_shares
 
 NONE = "–"
-_PAUSES = "pauses"
 
 
 def verdict_table(group: ComparisonGroup, scene: Scene) -> Table:
-    """Return one row per candidate under the same terms: its verdict and the numbers behind it."""
+    """Return one row per candidate under the same terms: its verdict and the numbers behind it.
+
+    Which pauses there were, the words beside it say.
+    """
     numbers, metric = {style.label: style.number for style in scene.styles}, scene.metric
     columns = (("final", metric.text), *_COLUMNS)
     head = [
-        "candidate", "verdict", "times as fast to the end", "to target", f"{metric.unit} of {metric.label}",
-        f"final {metric.label}", "whole run", _PAUSES, "to target",
+        "candidate", "verdict", "times as fast to the end", "times as fast to target",
+        f"{metric.unit} of {metric.label}", f"final {metric.label}", "whole run", "pauses", "time to target",
         "sent to target", "a step", "sent a step", "memory",
     ]  # fmt: skip
     rows = []
@@ -47,7 +48,6 @@ def verdict_table(group: ComparisonGroup, scene: Scene) -> Table:
         f"Each candidate against the baseline, means over {_seeds(max(c.seeds for c in group.comparisons))}",
         head,
         rows,
-        worded=[_PAUSES],
     )
 
 
@@ -60,7 +60,7 @@ def _seeds(n: int) -> str:
 
 
 def prediction_table(checked: list[PredictionCheck]) -> Table | None:
-    """Return what the baseline's record predicted for each candidate's steps, beside what was measured."""
+    """Return what the baseline's record predicted for each candidate, beside what was measured."""
     if not checked:
         return None
     rows = [
@@ -95,25 +95,25 @@ def time_table(group: TimeGroup, scene: Scene) -> Table:
 
 
 def run_table(runs: list[RunRow], with_page: Collection[str]) -> Table:
-    """Return one row per run; those `with_page` lead to theirs."""
+    """Return one row per run, what matters most first; those `with_page` lead to theirs, which name the pauses."""
     head = [
-        "run", "seed", "status", "lr", metric_of(runs).label, "to target", "whole run", "steps", _PAUSES, "command",
-        "samples/s", "a step", "sent", "memory by rank",
+        "run", metric_of(runs).label, "whole run", "time to target", "status", "seed", "lr", "steps", "pauses",
+        "command", "samples/s", "a step", "sent", "memory by rank",
     ]  # fmt: skip
     rows = []
     for r in runs:
         rows.append(
             [
-                r.run, str(r.seed), r.status, _write(r.lr, "{:g}".format),
-                _write(r.final, r.primary.text), _write(r.target_s, format_seconds),
-                _write(r.end_s, format_seconds), _write(r.train_s, format_seconds), pause_shares([r]) or NONE,
+                r.run, _write(r.final, r.primary.text), _write(r.end_s, format_seconds),
+                _write(r.target_s, format_seconds), r.status, str(r.seed), _write(r.lr, "{:g}".format),
+                _write(r.train_s, format_seconds), _paused([r]),
                 _write(r.whole_s, format_seconds), _write(r.samples_per_s, _count),
                 _write(r.step_s, format_seconds), _write(r.wire_bytes, format_bytes),
                 _by_rank(r.memory_bytes_by_rank),
             ]
         )  # fmt: skip
     pages = [f"{RUNS_FOLDER}/{quote(r.run)}/{REPORT_FILE}" if r.run in with_page else "" for r in runs]
-    return Table("Every run", head, rows, pages, worded=[_PAUSES])
+    return Table("Every run", head, rows, pages)
 
 
 def failures(runs: list[RunRow]) -> list[str]:
@@ -155,7 +155,13 @@ def _write(value: float | None, write: Callable[[float], str]) -> str:
 
 
 def _pauses(scene: Scene, candidate: str) -> str:
-    return pause_shares([r for r in scene.runs if r.candidate == candidate and r.status == COMPLETED]) or NONE
+    return _paused([r for r in scene.runs if r.candidate == candidate and r.status == COMPLETED])
+
+
+def _paused(runs: Sequence[RunRow]) -> str:
+    """Write the share of runs, from the first step to the end, in which no step went on."""
+    whole_s = sum(r.run_s or 0.0 for r in runs)
+    return f"{sum(sum(r.pauses.values()) for r in runs) / whole_s:.1%}" if whole_s else NONE
 
 
 def _by_rank(memory: str | None) -> str:
