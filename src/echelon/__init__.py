@@ -23,11 +23,13 @@ if TYPE_CHECKING:
         train,
     )
     from echelon.collectives.ddp import ddp_hook
+    from echelon.core.errors import UserError
     from echelon.sync.own_loop import wrap
 
 __all__ = [
     "Outcome",
     "RunFailed",
+    "UserError",
     "compare",
     "ddp_hook",
     "evaluate",
@@ -48,11 +50,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'echelon' has no attribute {name!r}")
     import importlib
 
-    from echelon.core.errors import UserError
+    from echelon.core import errors
     from echelon.core.system import why_unsupported
 
+    if name == "UserError":
+        return errors.UserError
     if reason := why_unsupported():
-        raise UserError(reason)
+        raise errors.UserError(reason)
     homes = {"ddp_hook": "echelon.collectives.ddp", "wrap": "echelon.sync.own_loop"}
     return getattr(importlib.import_module(homes.get(name, "echelon.api")), name)
 

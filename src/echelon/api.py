@@ -105,7 +105,7 @@ def train(
     overrides["optimizer.loss"] = loss if isinstance(loss, str) else of_object(loss)
     overrides["training.metrics"] = metrics if isinstance(metrics, str) else of_object(metrics)
     overrides["tracking.callbacks"] = callbacks if isinstance(callbacks, str) else ""
-    resolved = build(None, overrides)
+    resolved = build(None, overrides, in_python=True)
     check_trust(resolved, trust=False)  # all of it is the caller's own: remembered, for what resumes or evaluates it
     resolved = with_task_defaults(resolved, None if isinstance(task, str) else task, isinstance(data, str))
     given = {"model": module, "data": data, "task": task, "loss": loss, "metrics": metrics, "callbacks": callbacks}

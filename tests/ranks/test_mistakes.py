@@ -45,7 +45,7 @@ def loss(outputs, targets): return outputs.sum()
 AT_ONCE = [
     (["trian"], "did you mean train?"),
     (["tain", "digits"], "did you mean train?"),
-    (["train", "digits", "--epoch", "3"], "--epochs"),
+    (["train", "digits", "--epoch", "3"], "did you mean --epochs"),
     (["train", "digits", "--epochs"], "--epochs"),
     (["train", "digits", "extra"], "extra"),
     (["train", "digits", "--epochs", "0"], "at least 1"),

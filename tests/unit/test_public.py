@@ -44,5 +44,12 @@ def test_a_study_that_cannot_be_is_refused_in_one_line(call: dict, message: str)
 
 
 def test_the_api_is_what_is_promised() -> None:
-    promised = "train finetune resume evaluate predict report export compare flow plan ddp_hook wrap Outcome RunFailed"
-    assert sorted(promised.split()) == dir(echelon)
+    promised = "train finetune resume evaluate predict report export compare flow plan ddp_hook wrap"
+    assert sorted([*promised.split(), "Outcome", "RunFailed", "UserError"]) == dir(echelon)
+
+
+def test_from_python_a_setting_is_called_by_its_keyword() -> None:
+    with pytest.raises(echelon.UserError, match=r"^epochs \(training.epochs\) is 0"):
+        echelon.train("mlp", "digits", epochs=0)
+    with pytest.raises(echelon.UserError, match=r"^batch_size \(data.batch_size\) is 'many': it must be"):
+        echelon.train("mlp", "digits", batch_size="many")

@@ -72,8 +72,13 @@ def hint_for(name: str) -> str:
     return f"did you mean {by_leaf[closest]}? " if closest else ""
 
 
-def build(file: Path | None = None, overrides: Mapping[str, SettingValue] | None = None) -> Resolved:
+def build(
+    file: Path | None = None, overrides: Mapping[str, SettingValue] | None = None, in_python: bool = False
+) -> Resolved:
     """Merge defaults, a YAML file and overrides by dotted name, then check the whole.
+
+    Args:
+        in_python: overrides are keywords, and are called so where one is refused.
 
     Raises:
         UserError: an unknown key, a wrong type, a value out of bounds, or settings that contradict each other.
@@ -87,7 +92,11 @@ def build(file: Path | None = None, overrides: Mapping[str, SettingValue] | None
     for name, value in values.items():
         if name not in known:
             raise UserError(f"{origins[name]}: unknown setting {name!r}: {hint_for(name)}".rstrip(": "))
-        _place(tree, name, _checked(name, value, known[name], origins[name]))
+        where = f"{origins[name]}: {name}"
+        if origins[name] == COMMAND_LINE:
+            flag = flag_of(name, known[name][0])
+            where = f"{flag.lstrip('-').replace('-', '_') if in_python else flag} ({name})"
+        _place(tree, name, _checked(value, known[name], where))
     config = TypeAdapter(RunConfig).validate_python(tree)
     check(config)
     return Resolved(config, {name: origins.get(name, DEFAULT) for name in known})
@@ -116,12 +125,10 @@ def _place(tree: SettingTree, name: str, value: SettingValue) -> None:
     tree[leaf] = value
 
 
-def _checked(name: str, value: SettingValue, known: tuple[Field[Any], Any], origin: str) -> SettingValue:
+def _checked(value: SettingValue, known: tuple[Field[Any], Any], where: str) -> SettingValue:
     item, kind = known
-    flag = flag_of(name, item)
     if isinstance(value, str):
         value = traits_of(item).renamed.get(value, value)
-    where = f"{flag} ({name})" if origin == COMMAND_LINE else f"{origin}: {name}"
     try:
         checked: SettingValue = TypeAdapter(kind).validate_python(value)
     except ValidationError as error:

@@ -288,8 +288,8 @@ class StrategyConfig:
         "dp=2,tp=2; -1: what is left; options zero1, sequence, schedule=1f1b, microbatches=N; auto: the fastest that "
         "fits memory",
     )
-    sync: str = setting("allreduce", "how and when replicas agree")
-    compression: str = setting("none", "what travels instead of a tensor")
+    sync: str = setting("allreduce", "how and when replicas agree, such as local(period=16) or ps(mode=async)")
+    compression: str = setting("none", "what travels instead of a tensor, such as int8 or topk(0.01)")
     collective: str = setting(
         "backend", "along which path it travels; backend: as NCCL or gloo chooses; auto: tried at the start"
     )

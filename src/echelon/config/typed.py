@@ -187,8 +187,8 @@ class TrainSettings(ResumeSettings, total=False):
     deterministic: bool
     """deterministic GPU kernels (slower) [default: False]"""
     sync: str
-    """how and when replicas agree [default: 'allreduce']"""
+    """how and when replicas agree, such as local(period=16) or ps(mode=async) [default: 'allreduce']"""
     compression: str
-    """what travels instead of a tensor [default: 'none']"""
+    """what travels instead of a tensor, such as int8 or topk(0.01) [default: 'none']"""
     collective: str
     """along which path it travels; backend: as NCCL or gloo chooses; auto: tried at the start [default: 'backend']"""

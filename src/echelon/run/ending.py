@@ -39,6 +39,8 @@ def check_checkpoints(path: Path) -> None:
     if has_checkpoint(path):
         check_whole(path / CHECKPOINTS_FOLDER, "best")
         return
+    if next(newest(path, Checkpoint), None) is None:
+        return  # nothing was saved, nothing is missing
     from echelon.trainer.saving import check_not_behind  # with torch, which would hold up what a resume says first
 
     check_not_behind(path, None)

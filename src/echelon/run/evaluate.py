@@ -56,6 +56,8 @@ def _on_workers(folder: Path, config: RunConfig, checkpoint: str, workers: int) 
     start_import_server(_PRELOAD)
     check_whole(folder / CHECKPOINTS_FOLDER, checkpoint)
     with scratch_folder() as results, closing(Local()) as place, Screen(to_stderr=True) as screen:
+        which = checkpoint if checkpoint in ("best", "newest") else f"step-{checkpoint}"
+        screen.say(f"{folder}: its {which} checkpoint on {config.data.source}, {workers} workers")
         files = EvaluationFiles(results)
         plan = LaunchPlan(
             entry=EVALUATOR,

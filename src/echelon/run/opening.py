@@ -15,6 +15,8 @@ from echelon.observe.notes import SERVING, START, Note
 from echelon.observe.screen import Bar, Screen
 from echelon.run.foretold import Foretold
 
+_START = "start: "
+
 NoteOf = Callable[[str, int], Note | None]  # of a process, by its name and process id
 
 
@@ -36,7 +38,7 @@ class Opening:
         self._screen.say(describe(self._config, self._plan, self._told))
         if self._folder is not None:
             self._say_where(self._folder)
-        self._show("start: importing, checking")
+        self._show(f"{_START}importing, checking")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -52,7 +54,7 @@ class Opening:
         if self._folder is None:
             self._say_where(folder)
         if self._plan.node_rank is None:
-            self._show(f"start: {_many(self._plan.workers, 'worker')}")
+            self._show(f"{_START}{_many(self._plan.workers, 'worker')}")
 
     def _say_where(self, folder: Path) -> None:
         if self._plan.node_rank is not None:
@@ -76,7 +78,7 @@ class Opening:
         working = [n for n in notes if n is not None and n.activity not in (START, SERVING)]
         if not working:
             if living and self._bar is None:
-                self._show(f"start: {_many(self._plan.workers, 'worker')}")
+                self._show(f"{_START}{_many(self._plan.workers, 'worker')}")
         elif first_machine:
             self.leaves()
         else:
@@ -88,7 +90,9 @@ class Opening:
         self._bar = None
 
     def _show(self, name: str, text: str = "") -> None:
-        if self._bar is None or self._bar.name != name:
+        if self._bar is not None and self._bar.name.startswith(_START) and name.startswith(_START):
+            self._bar.name = name  # one clock, from the first thing that a start takes to the last
+        elif self._bar is None or self._bar.name != name:
             self._bars.close()
             self._bar = self._bars.enter_context(self._screen.bar(name))
         self._bar.text = text

@@ -52,8 +52,13 @@ class StudyDisplay:
         if over:
             self._print(f"{len(over)} of {len(runs)} runs are there already")
         if len(over) < len(runs):
+            common = [
+                f" {word} {values.pop()}"
+                for word, name in (("on", "data.source"), ("of", "model.name"), ("with --workers", "launch.workers"))
+                if len(values := {str(run.settings[name]) for run in runs if name in run.settings}) == 1
+            ]
             self._print(
-                f"{len(runs) - len(over)} runs, one after the other, in {self._path}; "
+                f"{len(runs) - len(over)} runs{''.join(common)}, one after the other, in {self._path}; "
                 f"Ctrl-C stops the study, `echelon compare --run {self._path}` continues it"
             )
         self.goes_on()
