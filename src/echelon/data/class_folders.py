@@ -79,10 +79,15 @@ class FolderLinks:
         return self._stays(entry.path, target) or self._follow
 
     def count(self, named: Iterable[Path]) -> None:
-        """Count the links out of the folder on the way to files and folders that are known by their names."""
-        on_the_way = {way for each in named for way in (each, *each.parents) if self._top in way.parents}
-        for way in sorted(on_the_way):
-            if way.is_symlink():
+        """Count the links out of the folder on the way to files and folders that are known by their names.
+
+        A name that leads out by itself, being absolute or beginning with `..`, counts as one.
+        """
+        paths = set(named)
+        on_the_way = {way for each in paths for way in (each, *each.parents) if self._top in way.parents}
+        leaving = {each for each in paths - {self._top} if self._top not in Path(os.path.normpath(each)).parents}
+        for way in sorted(on_the_way | leaving):
+            if way in leaving or way.is_symlink():
                 self._stays(str(way), os.path.realpath(way))
 
     def _stays(self, path: str, target: str) -> bool:

@@ -10,6 +10,8 @@ Needs: `pip install 'echelon[hf]'`.
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,9 +24,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from echelon.config import DataConfig
 from echelon.core.errors import UserError, nearest
 from echelon.core.own import HUGGING_FACE
 from echelon.data.base import DataOutline, DataRequest, Source
+from echelon.data.class_folders import FolderLinks
 from echelon.data.columns import is_string, is_whole
 from echelon.data.images import ImageCells
 from echelon.data.sources.base import SourceKind, held_out, image_source
@@ -103,8 +107,9 @@ class _Splits:
         """Open a data set, and choose columns: as described, else those that its features tell.
 
         Raises:
-            UserError: it is not there or cannot be read, or lacks a column.
+            UserError: it is not there or cannot be read, lacks a column, or links lead out of its folder.
         """
+        links = _links(request.config)
         splits = _loaded(request.config.source)
         parts, others = _parts(request.config.source, splits)
         features = parts["train"].features
@@ -122,10 +127,42 @@ class _Splits:
         notes = [f"the split {', '.join(others)} is not used"] if others else []
         names = tuple(features[target].names) if target in classes else ()
         tables = {part: _table(data, keep=used) for part, data in parts.items()}
+        if used and links is not None:
+            links.count(path for table in tables.values() for path in _outer_files(Path(config.source), table[used]))
+            links.check()
+        notes += links.notes if links is not None else ()
         if "test" in tables and target in classes and _is_unlabelled(tables["test"], target):
             del tables["test"]
             notes.append(f"the test split has no {target}: it is not used")
         return cls(request, tables, used, names, tuple(notes))
+
+
+def _links(config: DataConfig) -> FolderLinks | None:
+    """Return the links in the folder of a saved data set, and the names there that lead to files; None: it has none.
+
+    Raises:
+        UserError: some lead out of the folder, and are not to be followed.
+    """
+    if config.source.startswith(HUGGING_FACE):
+        return None
+    folder = Path(config.source).expanduser()
+    links = FolderLinks(folder, config.follow_links)
+    named = [Path(top) / name for top, folders, files in os.walk(folder) for name in (*folders, *files)]
+    with _refused(config.source):
+        for file in [path for path in named if path.name == "dataset_dict.json"]:
+            named += [file.parent / split for split in json.loads(file.read_bytes())["splits"]]
+        for file in [path for path in named if path.name == "state.json"]:
+            named += [file.parent / each["filename"] for each in json.loads(file.read_bytes())["_data_files"]]
+    links.count(named)
+    links.check()
+    return links
+
+
+def _outer_files(folder: Path, cells: pa.ChunkedArray) -> list[Path]:
+    """Return the files of a column of images that are not in the column itself, as seen from the data's folder."""
+    paths = pc.filter(pc.struct_field(cells, "path"), pc.is_null(pc.struct_field(cells, "bytes")))
+    top = folder.expanduser()
+    return [top / os.path.relpath(path, top) for path in pc.drop_null(paths).to_pylist()]
 
 
 def _loaded(source: str) -> Mapping[str, Dataset]:

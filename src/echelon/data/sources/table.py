@@ -26,7 +26,7 @@ from pyarrow import parquet
 
 from echelon.core.errors import UserError, nearest
 from echelon.data.base import CLASS_NUMBER, DataInfo, DataOutline, DataRequest, Source
-from echelon.data.class_folders import FolderLinks
+from echelon.data.class_folders import SOUND_FILES, FolderLinks
 from echelon.data.columns import (
     UNSEEN,
     Form,
@@ -425,7 +425,7 @@ class _Rows:
         """Return the sound files that a column names, with the transcripts of another.
 
         Raises:
-            UserError: it is not one column of strings each, or a file is not there.
+            UserError: it is not one column of strings each, a file is not there, or lies out of the table's folder.
         """
         columns = [self.table[name] for name in (*self.inputs, *self.targets)]
         if len(columns) != 2 or not all(map(is_string, columns)):
@@ -442,11 +442,14 @@ class _Rows:
                 f"column {self.inputs[0]} names {absent!r}, and there is no file {folder / absent}: paths are from the "
                 "folder of the table"
             )
+        links = FolderLinks(folder, request.config.follow_links, SOUND_FILES)
+        links.count(folder / name for name in names)
+        links.check()
         rows, end = Recordings(str(folder), names, [plain_text(text) for text in texts]), self.train + self.evaluation
         places = np.arange(len(names))
         train, held, test = (rows.some(part) for part in np.split(places, [self.train, end]))
         source = transcribed(request, train, held, test if test.names else None)
-        return replace(source, notes=(*self.notes, *source.notes))
+        return replace(source, notes=(*links.notes, *self.notes, *source.notes))
 
     def _cut(self, inputs: Nest, targets: NDArray[np.generic], info: DataInfo, notes: Sequence[str]) -> Source:
         end = self.train + self.evaluation
