@@ -89,6 +89,7 @@ SCENARIOS = (
         "TERM, INT, HUP and QUIT, to all processes and twice, leave a checkpoint of the last step, an end, a report, "
         "and exit code 128 + signal",
         _each_signal,
+        short=False,  # tests/ranks/test_signals.py tries each, with every way of training
     ),
     Scenario("nohup", "A signal that was ignored when the run began stays ignored", _nohup),
     Scenario(
