@@ -86,9 +86,12 @@ def _run() -> int:
 
 def _usage(error: Any) -> str:
     """Return what is wrong with a command in one line, with what may have been meant."""
+    from difflib import get_close_matches
+
     option, possible = getattr(error, "option_name", None), getattr(error, "possibilities", None)
     if option and possible:
-        return f"there is no option {option}: did you mean {' or '.join(sorted(possible, key=len))}?"
+        closest = next(iter(get_close_matches(option, possible, 1)), possible[0])
+        return f"there is no option {option}: did you mean {closest}?"
     return " ".join(error.format_message().split()) + _hint(option)
 
 

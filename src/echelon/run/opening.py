@@ -127,7 +127,8 @@ def _ways(config: RunConfig, workers: int, machines: int) -> str:
     where = f" on each of {machines} machines" if machines > 1 else ""
     is_default = strategy.parallel == RunConfig().strategy.parallel
     layout = f"dp={workers * machines}" if is_default else strategy.parallel
-    return f"{_many(workers, 'worker')}{where} ({layout}), {', '.join(ways)}"
+    told = "" if is_default and workers * machines == 1 else f" ({layout})"
+    return f"{_many(workers, 'worker')}{where}{told}, {', '.join(ways)}"
 
 
 def _many(number: int, what: str) -> str:
