@@ -54,6 +54,7 @@ def kept_short(folder: Path, limit_bytes: int) -> Iterator[None]:
     over = threading.Event()
 
     def look_again() -> None:
+        """Look until it is over."""
         limit = LogLimit(folder, limit_bytes)
         while not over.wait(LOOK_S):
             limit.look()

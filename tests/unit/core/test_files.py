@@ -1,4 +1,4 @@
-"""Files on a disk that fills up."""
+"""Files on a disk that fills up, and how many may be open."""
 
 from __future__ import annotations
 
@@ -67,3 +67,14 @@ def test_folders_of_the_dead_are_removed_and_those_of_the_living_are_not(
     others[1].kill()
     others[1].wait()
     assert not folder.exists() and living.exists()
+
+
+@pytest.mark.parametrize("soft, hard, remark", [(256, 4096, ""), (256, 1024, "a process may open 1024 files here")])
+def test_as_many_files_may_be_open_as_the_system_allows(soft: int, hard: int, remark: str) -> None:
+    code = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
+        "from echelon.core.files import allow_open_files\n"
+        "print(allow_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE), sep='|')"
+    )
+    said, limits = subprocess.check_output([sys.executable, "-c", code], text=True).strip().split("|")
+    assert said.startswith(remark) and bool(said) == bool(remark) and limits == str((hard, hard))
