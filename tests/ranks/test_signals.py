@@ -21,7 +21,6 @@ from tests.ranks.runs import SMALL, Run, Runs
 pytestmark = pytest.mark.timeout(400)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LONG_TEST, SLOW_TEST = pytest.mark.long, pytest.mark.slow
-OF_REPLICAS = (LONG_TEST, SLOW_TEST, SLOW_TEST, SLOW_TEST)
 OF_SERVERS = (SLOW_TEST, LONG_TEST, SLOW_TEST, LONG_TEST)
 LONG = ("--workers", "2", "--model", "mlp", "--epochs", "100000", "--eval-every", "0", "--checkpoint-every", "100000")
 
@@ -48,11 +47,8 @@ def _to_group_twice(run: Run, signum: int) -> None:
 @pytest.mark.parametrize(
     "sync, send, signum",
     [
-        # `tests/attack/scenarios/signals.py` sends each to all processes of replicas.
-        *(
-            pytest.param("allreduce", _to_launcher, signum, marks=mark)
-            for signum, mark in zip(SIGNALS, OF_REPLICAS, strict=True)
-        ),
+        # `tests/attack/scenarios/`: signals.py sends each to all processes of replicas, container.py SIGTERM to one.
+        *(pytest.param("allreduce", _to_launcher, signum, marks=SLOW_TEST) for signum in SIGNALS),
         *(
             pytest.param("ps(mode=async)", _to_group, signum, marks=mark)
             for signum, mark in zip(SIGNALS, OF_SERVERS, strict=True)
