@@ -94,7 +94,7 @@ def compile_templates() -> None:
 @lru_cache(maxsize=1)
 def _templates() -> Environment:
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"term": with_term, "specs": with_specs}
+    environment.filters |= {"term": with_term, "specs": with_specs, "command": with_words}
     return environment
 
 
@@ -144,6 +144,9 @@ def _asset(name: str) -> str:
 
 _SPEC = re.compile(r"`[^`]+`|--[a-z][a-z-]*|[^\s(),;\[\]]+\([^()\n]{1,80}\)(?:[^\s(),;.]+(?:\([^()\n]{1,80}\))?)*")
 
+_WORD = re.compile(r"\s+|(?:'[^']*'|\"[^\"]*\"|\S)+")  # of a command, or what is between two
+_LONG = re.compile(r"\S{20}")
+
 
 def with_term(text: str) -> Markup:
     """Return a term with what it means, for who points at it; other text as it is, escaped."""
@@ -160,6 +163,24 @@ def with_specs(text: str) -> Markup:
     done, pieces = 0, Markup()
     for spec in _SPEC.finditer(text):
         element = '<code class="spec">{}</code>' if spec[0].startswith("`") else '<span class="spec">{}</span>'
-        pieces += escape(text[done : spec.start()]) + Markup(element).format(spec[0].strip("`"))
+        pieces += _breakable(text[done : spec.start()]) + Markup(element).format(spec[0].strip("`"))
         done = spec.end()
-    return pieces + escape(text[done:])
+    return pieces + _breakable(text[done:])
+
+
+def with_words(command: str) -> Markup:
+    """Return a command, escaped, in which lines end between its words alone; a browser would break them at a hyphen.
+
+    >>> str(with_words("train --threads 1"))
+    '<span class="spec">train</span> <span class="spec">--threads</span> <span class="spec">1</span>'
+    """
+    words = _WORD.findall(command)
+    return Markup("").join(
+        Markup('<span class="spec">{}</span>').format(word) if word.strip() else escape(word) for word in words
+    )
+
+
+def _breakable(text: str) -> Markup:
+    """Return text, escaped, with places in long words at which a narrow column may break them."""
+    pieces = re.split(r"(?<=[=,/])(?=\S)", text) if _LONG.search(text) else [text]
+    return Markup("<wbr>").join(escape(piece) for piece in pieces)

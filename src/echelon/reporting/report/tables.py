@@ -245,21 +245,21 @@ def prediction_table(summary: Summary) -> Table | None:
         return None
     head = [
         "change",
-        "a step would take",
-        "times as fast",
-        "saved of a step",
-        "whole run",
         "saved of the run",
+        "whole run",
+        "a step would take",
+        "saved of a step",
+        "times as fast",
         "sent by a rank per step",
     ]
     now_s = summary.predictions[0].now_s
     first = summary.predictions[0]
     run_s, sent = format_seconds(first.run_now_s), format_bytes(first.now_bytes)
-    rows = [["none: this run", format_seconds(now_s), "1.00x", "0%", run_s, "0%", sent]]
+    rows = [["none: this run", "0%", run_s, format_seconds(now_s), "0%", "1.00x", sent]]
     rows += [
         [
-            p.label, format_seconds(p.then_s), f"{p.gain:.2f}x", f"{rounded(p.saves, 2):.0%}",
-            format_seconds(p.run_then_s), f"{rounded(p.run_saves, 2):.0%}", format_bytes(p.wire_bytes),
+            p.label, f"{rounded(p.run_saves, 2):.0%}", format_seconds(p.run_then_s), format_seconds(p.then_s),
+            f"{rounded(p.saves, 2):.0%}", f"{p.gain:.2f}x", format_bytes(p.wire_bytes),
         ]
         for p in summary.predictions
     ]  # fmt: skip

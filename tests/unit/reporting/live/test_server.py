@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import subprocess
 import threading
@@ -141,6 +142,12 @@ def test_browser_shows_a_run(tmp_path: Path) -> None:
         dom, console = opened(url, tmp_path / "profile")
     assert console == [] and 'data-shown="1"' in dom
     for chart in ("loss", "value", "rate", "cpu", "memory"):
-        assert "<svg" in dom.partition(f'id="{chart}"')[2][:600], chart
+        drawn = dom.partition(f'id="{chart}"')[2].partition("</svg>")[0]
+        assert "<svg" in drawn[:600], chart
+        labels = [float(label.replace(",", "")) for label in re.findall(r'text-anchor="end">([\d,.]+)<', drawn)]
+        grid = [float(y) for y in re.findall(r'class="grid"[^>]* y1="([\d.]+)"', drawn)]
+        assert len(labels) >= 3 and len(labels) == len(grid), (chart, labels)
+        path = [float(y) for y in re.findall(r"[ML][\d.]+,([\d.]+)", drawn)]
+        assert min(grid) - 0.1 <= min(path) and max(path) <= max(grid) + 0.1, chart  # all between two ticks
     assert dom.count('class="bar"') == 2 and "610 MB" in dom
     assert "&lt;/script&gt;&lt;script&gt;" in dom and "<title>owned" not in dom and "<img src" not in dom

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -13,7 +14,7 @@ import pytest
 
 from echelon.core.figure import ReportPicture, ReportSection, safe
 from echelon.reporting.report import write_report, write_shared_script
-from echelon.reporting.report.page import SHARED_SCRIPT, script_json, with_specs
+from echelon.reporting.report.page import SHARED_SCRIPT, script_json, with_specs, with_words
 from echelon.tasks.classification_report import most_confused, worst_pairs
 from tests.unit.reporting.report.fixtures import LiveState, make_run
 
@@ -105,6 +106,17 @@ def test_a_line_does_not_end_within_a_spec(text: str, whole: str | None) -> None
     shown = str(with_specs(f"<b> {text}"))
     assert shown.startswith("&lt;b&gt; ")
     assert re.findall(r'<span class="spec">(.*?)</span>', shown) == ([whole] if whole else [])
+
+
+def test_a_command_breaks_between_its_words_and_a_long_word_where_it_has_joints() -> None:
+    given = "echelon train digits --sync 'ps(mode=async, x=1)' --run runs/a --seed=3 --on <b>"
+    shown = str(with_words(given))
+    words = [html.unescape(word) for word in re.findall(r'<span class="spec">(.*?)</span>', shown)]
+    assert words[:3] == ["echelon", "train", "digits"]
+    assert words[3:] == ["--sync", "'ps(mode=async, x=1)'", "--run", "runs/a", "--seed=3", "--on", "<b>"]
+    assert html.unescape(re.sub("<.*?>", "", shown)) == given
+    assert "correction=<wbr>false" in str(with_specs("servers (momentum_correction=false: as given)"))
+    assert "<wbr>" not in str(with_specs("lr=0.1 and a/b"))
 
 
 def test_script_json_cannot_leave_its_element() -> None:

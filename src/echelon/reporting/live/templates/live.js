@@ -59,10 +59,10 @@
   function ticks(low, high, count) {
     const rough = (high - low) / count || 1;
     const power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough);
+    const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.85);
     const found = [];
-    for (let v = Math.ceil(low / step) * step; v <= high + step * 1e-6; v += step) found.push(Number(v.toPrecision(12)));
-    return found;
+    for (let v = Math.ceil(low / step - 1e-6) * step; v <= high + step * 1e-6; v += step) found.push(Number(v.toPrecision(12)));
+    return { step, found };
   }
 
   function chart(id, points, colors, { zero = false, dots = false } = {}) {
@@ -77,16 +77,20 @@
     const x0 = Math.min(0, known[0][0]), x1 = Math.max(known[known.length - 1][0], x0 + 1);
     let low = zero ? 0 : Math.min(...ys), high = Math.max(...ys);
     if (high - low < 1e-9) { low = zero ? 0 : low - Math.abs(low) * 0.05 - 1e-3; high += Math.abs(high) * 0.05 + 1e-3; }
-    const labels = ticks(low, high, 4);
-    const left = 12 + 7.2 * Math.max(...labels.map((v) => v.toLocaleString("en").length)), bottom = height - 34;
+    const { step } = ticks(low, high, 4); // the axis goes from tick to tick, so that what is drawn has one below and above
+    low = Math.floor(low / step + 1e-6) * step;
+    high = Math.ceil(high / step - 1e-6) * step;
+    const labels = ticks(low, high, (high - low) / step).found;
+    const text = (v) => v.toLocaleString("en", { maximumFractionDigits: Math.max(0, Math.ceil(-Math.log10(step) - 1e-9)) });
+    const left = 12 + 7.2 * Math.max(...labels.map((v) => text(v).length)), bottom = height - 34;
     const px = (x) => left + (x - x0) / (x1 - x0) * (width - left - 10);
     const py = (y) => bottom - (y - low) / (high - low) * (bottom - 10);
     const svg = vector("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
     for (const v of labels) {
       svg.append(vector("line", { class: "grid", x1: left, x2: width - 10, y1: py(v), y2: py(v) }));
-      svg.append(vector("text", { x: left - 7, y: py(v) + 4, "text-anchor": "end" }, v.toLocaleString("en")));
+      svg.append(vector("text", { x: left - 7, y: py(v) + 4, "text-anchor": "end" }, text(v)));
     }
-    for (const v of ticks(x0, x1, width < 480 ? 3 : 5)) {
+    for (const v of ticks(x0, x1, width < 480 ? 3 : 5).found) {
       svg.append(vector("text", { x: px(v), y: bottom + 18, "text-anchor": "middle" }, v.toLocaleString("en")));
     }
     svg.append(vector("text", { x: width - 10, y: height - 1, "text-anchor": "end" }, "step"));
