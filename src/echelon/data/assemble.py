@@ -198,6 +198,8 @@ class ArrayRows:
 
     def batch_specs(self, draws: Indices) -> tuple[Nest, Nest]:
         """Return the specs of a global batch of inputs and targets, as long as its longest samples."""
+        if self.lengths is None:
+            return self.specs
         specs: tuple[Nest, Nest] = batch_specs(self._arrays, self.specs, draws % self._n)
         return specs
 

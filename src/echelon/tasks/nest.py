@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,22 +44,21 @@ class TensorSpec:
 
 def is_container(value: Nest) -> bool:
     """Whether a value holds nests, and is no leaf."""
-    if isinstance(value, (tuple, list, Mapping)):
+    return _holds_nests(type(value))  # type: ignore[arg-type]  # classes can be hashed
+
+
+@cache  # steps of small models ask it some forty times, and abstract classes take long to answer
+def _holds_nests(kind: type) -> bool:
+    if issubclass(kind, (tuple, list, Mapping)):
         return True
-    return is_dataclass(value) and not isinstance(value, (type, TensorSpec))
+    return is_dataclass(kind) and not issubclass(kind, TensorSpec)
 
 
 def leaves(nest: Nest) -> list[Any]:
     """Return the leaves, in the order of the containers."""
-    return list(_leaves(nest))
-
-
-def _leaves(nest: Nest) -> Iterator[Any]:
     if not is_container(nest):
-        yield nest
-        return
-    for child in _children(nest):
-        yield from _leaves(child)
+        return [nest]
+    return [leaf for child in _children(nest) for leaf in leaves(child)]
 
 
 def _children(nest: Nest) -> list[Any]:
@@ -73,7 +73,11 @@ def rebuild(like: Nest, values: Iterator[Any]) -> Nest:
     """Return a nest of the same containers as `like`, its leaves taken from `values` in order."""
     if not is_container(like):
         return next(values)
-    children = [rebuild(child, values) for child in _children(like)]
+    return _filled(like, [rebuild(child, values) for child in _children(like)])
+
+
+def _filled(like: Nest, children: list[Nest]) -> Nest:
+    """Return a container like another one, with other children."""
     if isinstance(like, Mapping):
         return dict(zip(like, children, strict=True))
     if isinstance(like, tuple) and hasattr(like, "_fields"):
@@ -87,18 +91,22 @@ def map_leaves(function: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:
     """Return a nest of `function(leaf, leaf of each other nest)`; the others have the first one's containers."""
     if not is_container(nest):
         return function(nest, *others)
+    if not others:
+        return _filled(nest, [map_leaves(function, child) for child in _children(nest)])
     values = [function(*row) for row in zip(leaves(nest), *(leaves(other) for other in others), strict=True)]
     return rebuild(nest, iter(values))
 
 
 def rows(nest: Nest) -> int:
     """Return the number of samples: the length of the first leaf's first axis; 0 of an empty nest."""
-    first = next(_leaves(nest), None)
-    return 0 if first is None else len(first)
+    found = leaves(nest)
+    return len(found[0]) if found else 0
 
 
 def tensor_split(nest: Nest, count: int) -> list[Nest]:
     """Cut along the samples' axis into `count` nests, whose sizes differ by at most one, as `Tensor.tensor_split`."""
+    if count == 1:
+        return [nest]
     if not is_container(nest):
         return list(nest.tensor_split(count))
     columns = [leaf.tensor_split(count) for leaf in leaves(nest)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -40,8 +41,10 @@ PRECISIONS = {
 }
 
 
-def autocast_to(dtype: torch.dtype | None, device: torch.device) -> torch.autocast:
+def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
     """Return the context in which matrix products and the like compute in a type; None: as their inputs are."""
+    if dtype is None and not torch.is_autocast_enabled(device.type):
+        return nullcontext()  # entering torch's takes as long as a small layer
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 

@@ -126,7 +126,7 @@ class Step:
             last = i == count - 1
             with sync.micro_batch(last):
                 total = self._micro_batch(sync, MicroBatch(part, wanted, first, last), divisor, result)
-            result.loss = result.loss + total * share
+            result.loss = result.loss + (total if share == 1 else total * share)
             first += nest.rows(wanted)
             if last and not result.left_out and (began := sync.communication_began()) is not None:
                 self._clock.split(Phase.COMMUNICATE, began)

@@ -15,10 +15,21 @@ from echelon.config import build
 from echelon.config.schema import TrainingConfig
 from echelon.core.errors import UserError
 from echelon.optim.build import idle_optimizer
-from echelon.trainer.precision import build_scaler, check_fp8, fp8_layers, set_numerics, to_fp8
+from echelon.trainer.precision import autocast_to, build_scaler, check_fp8, fp8_layers, set_numerics, to_fp8
 from echelon.trainer.step import make_update
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "found"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)]
+)
+@pytest.mark.parametrize("outer", [False, True], ids=["alone", "inside another"])
+def test_autocast_is_the_run_s_own(dtype: torch.dtype | None, found: torch.dtype, outer: bool) -> None:
+    """A caller's autocast changes nothing, and without either none is entered."""
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=outer), autocast_to(dtype, CPU):
+        assert (x @ x).dtype == found and torch.is_autocast_enabled("cpu") is (dtype is not None)
 
 
 def test_half_precision_trains_on_a_cpu() -> None:
