@@ -96,16 +96,22 @@ def _table(folder: Path) -> None:
 
 SPEAKERS = ("george", "jackson", "lucas", "nicolas", "theo", "yweweler")
 CANDIDATES = (
-    Candidate("text", ("banking77", "--input", "text", "--target", "category"), "top1", _unpacked("banking77.tar.gz")),
+    Candidate(
+        "text",
+        ("banking77", "--input", "text", "--target", "category"),
+        "top1",
+        _unpacked("banking77.tar.gz"),
+        window_steps=30,
+    ),
     Candidate("sounds", ("speech-digits",), "top1", _unpacked("speech-digits.tar.gz"), window_steps=20),
     Candidate(
         "ratings",
         ("ml-latest-small/ratings.csv", "--task", "recommendation", "--input", "userId,movieId", "--target", "rating"),
         "rmse",
         _unpacked("movielens-small.zip"),
-        window_steps=300,
+        window_steps=100,
     ),
-    Candidate("table", ("table.csv", "--input", "a,b,c", "--target", "y"), "rmse", _table, window_steps=500),
+    Candidate("table", ("table.csv", "--input", "a,b,c", "--target", "y"), "rmse", _table, window_steps=200),
     Candidate(
         "characters",
         ("tinyshakespeare.txt", "--task", "language-modelling"),
