@@ -105,8 +105,10 @@ def train_gated(config: Any, own: tuple[Any, Any], rank: int, gate: Gate, train:
     from echelon.run.resolve import resolve
     from echelon.trainer import folder as folders
     from echelon.trainer.assemble import UserObjects, assemble
+    from echelon.trainer.process import keep_freed_memory
     from echelon.trainer.world import join_world
 
+    keep_freed_memory()  # as the processes of a run do
     path = Path(os.environ[_FOLDER])
     described = resolve(config)
     folders.prepare(path, config)

@@ -39,7 +39,7 @@ from echelon.trainer.folder import CONFIG_FILE, SECRET_FOLDER, claim
 from echelon.trainer.loop import StepCounter, TrainingRun, fit
 from echelon.trainer.membership import Membership
 from echelon.trainer.precision import set_numerics
-from echelon.trainer.process import is_lost_wait, leave, log_to, one_line, place_of, record_last
+from echelon.trainer.process import is_lost_wait, keep_freed_memory, leave, log_to, one_line, place_of, record_last
 from echelon.trainer.world import join_worker, join_world
 
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -49,7 +49,7 @@ def run_worker(folder: str, parcel: Parcel | None = None) -> None:
     """Train one rank in a process of its own, which ends with exit code 3 when the run was stopped."""
     path, rank, notes = Path(folder), int(os.environ.get("RANK", "0")), open_notes()
     with _recording_errors(path, rank, notes) as count, stop_on_signals() as stop:
-        _set_threads()
+        _prepare_process()
         status = train_rank(path, stop, parcel.open() if parcel else None, notes, count)
     if status == "stopped":
         leave(STOPPED_EXIT_CODE)
@@ -98,7 +98,7 @@ def _train_on_servers(
     path: Path, process: WorkerRank, user_objects: UserObjects, notes: RankNotes, count: StepCounter
 ) -> str:
     resolved = resolve(load_run_config(path / "config.yaml"), user_objects.optimizer)
-    _set_threads()
+    _prepare_process()
     with full_disk_in_words(path), join_worker(resolved, process, path / ROLES_FOLDER, notes) as world:
         set_numerics(resolved.config.training)
         run, batches = assemble_worker(resolved, path, world, process, user_objects)
@@ -162,14 +162,15 @@ def train_rank(
     return status
 
 
-def _set_threads() -> None:
-    """Compute on as many threads as this process was started for."""
+def _prepare_process() -> None:
+    """Compute on as many threads as this process was started for, and keep memory from step to step."""
+    keep_freed_memory()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def train_launched(path: Path, stop: StopFlag, user_objects: UserObjects | None = None) -> str:
     """Train the rank that a launcher of the user's started; returns what `train_rank` returns."""
-    _set_threads()
+    _prepare_process()
     return train_rank(path, stop, user_objects)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +21,9 @@ from echelon.ps.worker_state import ClientFailed
 from echelon.records.events import Event
 from echelon.records.file import Recorder
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_KEPT, _LARGEST = 128 << 20, 32 << 20  # bytes; glibc gets to the second by itself once such a block was freed
+_LIMITS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
 _COMMUNICATION = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer")
 _LESS_MEMORY = (
@@ -101,3 +106,16 @@ def log_to(file: Path) -> None:
         handlers=handlers, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
     )
     logging.captureWarnings(True)
+
+
+def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
+    """Let this process keep up to 128 MB of what it has freed, for what it asks for next; returns whether it will.
+
+    Gradients and temporaries come and go with each step. glibc gives them back to the system and takes them anew, page
+    by page: of a model that computes little with each parameter that was half of a step. Limits that the environment
+    sets stay as they are; other libraries have none.
+    """
+    if any(name in environment for name in _LIMITS):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST) and mallopt(_M_TRIM_THRESHOLD, _KEPT))
