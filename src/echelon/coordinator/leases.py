@@ -111,6 +111,11 @@ class LeaseLedger(ABC):
         """How far each worker is, in steps."""
 
     @property
+    def finished(self) -> dict[str, int]:
+        """Steps that each worker finished itself; where every step needs all workers they are as far as it is."""
+        return self.clocks
+
+    @property
     def shares(self) -> int:
         """Into how many shares the present step is cut; 0: not yet."""
         return 1
@@ -172,6 +177,7 @@ class FreeLeases(LeaseLedger):
         self._returned: deque[int] = deque()
         self._below = 0
         self._clocks: dict[str, int] = {}
+        self._finished: dict[str, int] = {}
 
     def restore(self, below: int, done: Iterable[int]) -> None:
         """Begin where a checkpoint ended: steps before `below` are done, and those of `done`."""
@@ -198,8 +204,13 @@ class FreeLeases(LeaseLedger):
 
     @property
     def clocks(self) -> dict[str, int]:
-        """Tasks that each worker has finished, counted from the slowest when it joined."""
+        """Tasks that each worker has finished, counted from the slowest when it joined or went on after a pause."""
         return dict(self._clocks)
+
+    @property
+    def finished(self) -> dict[str, int]:
+        """Steps that each worker was the first to finish."""
+        return {worker: self._finished.get(worker, 0) for worker in self._clocks}
 
     @property
     def done_steps(self) -> int:
@@ -277,6 +288,7 @@ class FreeLeases(LeaseLedger):
         if self._is_done(task) or task >= self._work.steps:
             return False
         self._done.add(task)
+        self._finished[worker] = self._finished.get(worker, 0) + 1
         self._advance()
         return True
 

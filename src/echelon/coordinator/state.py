@@ -675,7 +675,7 @@ class Coordinator:
         self._effects.append(WindowClosed(steps, resources))
         beats = {m.name: m.beat for m in workers if isinstance(m.beat, WorkerBeat)}
         window = WorkerWindow(
-            step=step, clocks=self._leases.clocks, late=self._late,
+            step=step, clocks=self._leases.finished, late=self._late,
             waited_s={name: beat.waited_s for name, beat in beats.items()},
             sent_bytes={name: beat.sent_bytes for name, beat in beats.items()},
             received_bytes={name: beat.received_bytes for name, beat in beats.items()},

@@ -173,7 +173,7 @@ def _confusion(detail: ClassDetail) -> Chart | None:
         "hovermode": "closest",
     }
     part = f"The {len(shown)} most confused of {len(matrix)} classes. " if len(shown) < len(matrix) else ""
-    errors = f"Most frequent errors: {worst_pairs(matrix, names)}."
+    errors = error_words(matrix, names)
     caption = f"{part}Rows are true classes, the colour is the share of the row. {errors}"
     label = f"Confusion matrix. {errors}"
     height = 290 + max(12 * len(shown), 150)
@@ -200,10 +200,14 @@ def on_heat(share: float) -> str:
     return next((token for limit, token in ON_HEAT if share <= limit), ON_HEAT[-1][1])
 
 
-def worst_pairs(matrix: Sequence[Sequence[float]], names: Sequence[str], limit: int = 5) -> str:
-    """Name the most frequent errors as `true as predicted (count)`."""
+def error_words(matrix: Sequence[Sequence[float]], names: Sequence[str], limit: int = 5) -> str:
+    """Name the errors that were made more than once, the most frequent first, as `true as predicted (count)`."""
     label = [names[i] if i < len(names) else str(i) for i in range(len(matrix))]
-    return ", ".join(f"{label[i]} as {label[j]} ({c:g})" for c, i, j in _errors(matrix)[:limit]) or "none"
+    errors = _errors(matrix)
+    often = [f"{label[i]} as {label[j]} ({count:g})" for count, i, j in errors[:limit] if count > 1]
+    if often:
+        return f"Most frequent errors: {', '.join(often)}."
+    return "No two errors are alike." if len(errors) > 1 else f"{'One error' if errors else 'No error'}."
 
 
 def _roc(detail: ClassDetail) -> Chart | None:

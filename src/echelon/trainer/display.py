@@ -114,7 +114,8 @@ def _percents(totals: EpochTotals) -> dict[str, int]:
 
     `other` has what takes less than 1%, and what no phase has, such as a server's worker that waits for a lease.
     """
-    shares = {phase: phase_share(totals.phases[phase.value], totals.seconds) for phase in PHASES}
+    seconds = max(totals.seconds, sum(totals.phases.values()))  # batches of servers' workers began in windows before
+    shares = {phase: phase_share(totals.phases[phase.value], seconds) for phase in PHASES}
     told = {phase: share for phase, share in shares.items() if share >= 0.01 and phase != Phase.OTHER}
     rest = max(0.0, 1 - sum(told.values()))
     named = {_NAMES.get(phase, phase.value): share for phase, share in told.items()} | {Phase.OTHER.value: rest}

@@ -59,6 +59,16 @@ def test_who_evaluates_holds_nobody_back() -> None:
         leases.finish(task.task, "fast", 0, False)
     leases.pause("lead", False)
     assert leases.clocks["lead"] == 10
+    assert leases.finished == {"fast": 10, "lead": 0}  # which together are the steps that are done
+
+
+def test_a_step_counts_for_who_finished_it_first() -> None:
+    leases = FreeLeases(WORK)
+    for worker in ("a", "b"):
+        leases.join(worker, (), 0)
+    task = leases.take("a", 0)
+    assert task is not None and leases.finish(task.task, "b", 0, False) and not leases.finish(task.task, "a", 0, False)
+    assert leases.finished == {"a": 0, "b": 1}
 
 
 def test_what_takes_too_long_is_given_to_another_and_counts_once() -> None:

@@ -64,12 +64,13 @@ def test_the_line_of_an_epoch_is_of_its_steps(capsys: pytest.CaptureFixture[str]
     assert "top-1 0.7500" in third and "its steps were done before" in third and "samples/s" not in third
 
 
-def test_shares_of_a_step_add_up_to_100(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("seconds", "other"), [(1.0, 6), (0.5, 4)], ids=["in no phase", "begun in the window before"])
+def test_shares_of_a_step_add_up_to_100(capsys: pytest.CaptureFixture[str], seconds: float, other: int) -> None:
     display = Display(RunLength(16, 2), BEFORE_TASKS, visible=True)
     progress = RunProgress(Recorder(None), Listeners(), display)
-    phases = [[0.005, 0.243, 0.284, 0.416, 0.003, 0.029]] * 2  # of 1 s: 0.02 s are in no phase
-    progress.window(Steps(4, [1.0] * 4, 1.0, samples=40, phase_names=PHASE_NAMES, phases=phases), [])
+    phases = [[0.005, 0.243, 0.284, 0.416, 0.003, 0.029]] * 2  # together 0.98 s
+    progress.window(Steps(4, [1.0] * 4, seconds, samples=40, phase_names=PHASE_NAMES, phases=phases), [])
     progress.epoch_ended(0, None)
     shown = capsys.readouterr().out.partition("of step time: ")[2]
     assert sum(int(share) for share in re.findall(r"(\d+)%", shown)) == 100, shown
-    assert "data" not in shown and "idle" not in shown and "other 6%" in shown
+    assert "data" not in shown and "idle" not in shown and f"other {other}%" in shown

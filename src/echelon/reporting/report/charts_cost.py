@@ -73,11 +73,12 @@ def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
         "hovermode": "closest",
         "legend": {"traceorder": "normal"},
     }
+    waits = "; a rank that waits for a slower one waits there" if record.waits_for_all else ""
     skipped = timing.skipped_windows
     warm_up = f" ({skipped} warm-up window{'s' * (skipped > 1)} left out)" if skipped else ""
     caption = (
         f"Mean over {timing.steps} steps{warm_up}; shares are of step time. "
-        "Communication is what is not hidden behind backward; a rank that waits for a slower one waits there."
+        f"Communication is what is not hidden behind backward{waits}."
     )
     height = min(900, 130 + 38 * len(labels))
     return Chart("phases", "Where a step goes", caption, f"Mean of the ranks: {parts}.", traces, layout, height, True)

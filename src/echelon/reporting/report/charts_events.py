@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from echelon.core.figure import Chart, Json, color, safe
 from echelon.core.ticks import time_axis
 from echelon.core.units import format_bytes, format_seconds
-from echelon.records.events import Event, WorkerDied
+from echelon.records.events import (
+    DiskFails,
+    Event,
+    HangSeen,
+    LossNotFinite,
+    MachineLeft,
+    RankFailed,
+    Refusal,
+    RoleFailed,
+    ServerGone,
+    ServerLost,
+    WorkerDied,
+    WorkerGone,
+)
 from echelon.records.kinds import Checkpoint, End, Evaluation, Start
 from echelon.reporting.report.clock import Sitting, elapsed_s, sittings
 from echelon.reporting.report.records import RunRecord
 
+_FAILURES = (
+    WorkerDied, RankFailed, RoleFailed, HangSeen, Refusal, LossNotFinite, MachineLeft, WorkerGone, ServerGone,
+    ServerLost, DiskFails,
+)  # fmt: skip
 _ROWS = ("checkpoint", "event", "evaluation", "attempt")
 
 
@@ -24,8 +42,11 @@ def timeline_chart(record: RunRecord) -> Chart | None:
     saved = [c.t for c in record.of(Checkpoint)]
     points = [("checkpoint", "update", "square", saved, [checkpoint_text(c) for c in record.of(Checkpoint)])]
     points.append(("evaluation", "eval", "diamond", [e.t for e in record.of(Evaluation)], _evaluation_words(record)))
-    events = record.of(Event)
-    points.append(("event", "communicate", "x", [e.t for e in events], [safe(e.message or e.name, 90) for e in events]))
+    failed = [e for e in record.of(Event) if isinstance(e, _FAILURES)]
+    notes = [e for e in record.of(Event) if not isinstance(e, _FAILURES)]
+    for events, token, symbol in ((notes, "muted", "circle"), (failed, "bad", "x")):
+        said = [safe(e.message or e.name, 90) for e in events]
+        points.append(("event", token, symbol, [e.t for e in events], said))
     for name, token, symbol, times, said in points:
         traces.append(
             {
@@ -48,7 +69,9 @@ def timeline_chart(record: RunRecord) -> Chart | None:
         "showlegend": False,
         "hovermode": "closest",
     }
-    numbers = {"attempt": len(record.of(Start))} | {name: len(times) for name, _, _, times, _ in points}
+    numbers = Counter({"attempt": len(record.of(Start))})
+    for name, _, _, times, _ in points:
+        numbers[name] += len(times)
     count = ", ".join(f"{n} {name}{'s' * (n != 1)}" for name, n in numbers.items()) + "."
     return Chart("timeline", "What happened when", count, count, traces, layout, 250, True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import median
 
 from echelon.core.figure import Chart, axis, color, dots, line, pick, thin
 from echelon.core.rate_search import curve_of
@@ -13,6 +14,7 @@ from echelon.reporting.report.records import RunRecord
 
 _RAW_POINTS = 1500
 _SMOOTH_POINTS = 120
+_FEW_POINTS = 30  # of which one sees that straight lines join them
 
 
 def learning_charts(record: RunRecord) -> list[Chart]:
@@ -50,8 +52,7 @@ def _primary(record: RunRecord, windows: list[Steps]) -> Chart | None:
     """The primary metric of the task, and the share of training samples that it counts where it counts any."""
     task = record.task
     primary, label = task.primary, task.score_label
-    scored = [(float(w.step), w.correct / w.samples) for w in windows if w.correct is not None and w.samples]
-    train = scored if label else []
+    train = _scores(windows) if label else []
     held = [(e, v) for e in record.kept_evaluations() if (v := e.metrics.get(primary.name)) is not None]
     traces = []
     if train:
@@ -80,14 +81,36 @@ def _primary(record: RunRecord, windows: list[Steps]) -> Chart | None:
     return Chart(chart_id, title, caption if train else "", said.strip(), traces, layout)
 
 
+def _scores(windows: list[Steps]) -> list[tuple[float, float]]:
+    """Return steps, and the share counted since the one before: windows of few samples (an epoch's rest) with others.
+
+    A share of few samples is mostly chance.
+    """
+    scored = [w for w in windows if w.correct is not None and w.samples]
+    enough = median(w.samples for w in scored) / 2 if scored else 0.0
+    groups: list[tuple[float, float, int]] = []  # last step, score, samples
+    for w in scored:
+        score, samples = w.correct or 0.0, w.samples
+        if groups and (groups[-1][2] < enough or samples < enough):
+            _, score_before, samples_before = groups.pop()
+            score, samples = score + score_before, samples + samples_before
+        groups.append((float(w.step), score, samples))
+    return [(step, score / samples) for step, score, samples in groups]
+
+
 def _lr(windows: list[Steps]) -> Chart | None:
     known = pick([(float(w.step), w.lr) for w in windows if w.lr is not None], _RAW_POINTS)
     if not known:
         return None
     rates = [r for _, r in known]
-    said = f"Learning rate from {rates[0]:.3g} to {rates[-1]:.3g}, at most {max(rates):.3g}."
+    first, last = known[0][0], known[-1][0]
+    said = f"Learning rate from {rates[0]:.3g} at step {first:.0f} to {rates[-1]:.3g} at step {last:.0f}"
+    said += f", at most {max(rates):.3g}." if max(rates) > max(rates[0], rates[-1]) else "."
+    few = len(known) <= _FEW_POINTS
+    said += " A point is where it was recorded, at the end of a window of steps." if few else ""
+    draw = dots if few else line
     layout = {"xaxis": count_axis("step", known[-1][0]), "yaxis": axis("learning rate", rangemode="tozero")}
-    traces = [line("lr", [s for s, _ in known], rates, "train")]
+    traces = [draw("lr", [s for s, _ in known], rates, "train")]
     return Chart("lr", "Learning rate", said, said, traces, layout, 220, wide=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
@@ -11,7 +11,7 @@ from typing import TypeVar
 from echelon.core.figure import Chart, Json, axis, color, dots, line, pick, safe
 from echelon.core.ticks import byte_axis, count_axis, time_axis
 from echelon.core.units import format_bytes, format_seconds
-from echelon.records.kinds import ServerWindow, WorkerWindow
+from echelon.records.kinds import ServerWindow, Start, WorkerWindow
 from echelon.reporting.report.clock import elapsed_s, sittings
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.tables import Table
@@ -113,7 +113,7 @@ def _staleness(loads: dict[str, ServerTotals]) -> Chart | None:
         "hovertemplate": "%{x} updates old: %{y:.1f}%<extra></extra>",
     }
     layout = {
-        "xaxis": count_axis("updates between a gradient's parameters and its own update", ages[-1]),
+        "xaxis": count_axis("updates that a gradient is old", ages[-1]),
         "yaxis": axis("% of the gradients", rangemode="tozero"),
         "bargap": 0.15,
     }
@@ -122,17 +122,22 @@ def _staleness(loads: dict[str, ServerTotals]) -> Chart | None:
 
 
 def _clocks(record: RunRecord) -> Chart | None:
-    stretches, windows = sittings(record), record.of(WorkerWindow)
+    trained_s, windows = _time_since_start(record), record.of(WorkerWindow)
     lines: dict[str, list[tuple[float, float]]] = {}
     for window in windows:
         for worker, clock in window.clocks.items():
-            lines.setdefault(worker, []).append((elapsed_s(stretches, window.t), clock))
+            lines.setdefault(worker, []).append((trained_s(window.t), clock))
     if len(lines) < 2 or all(len(set(window.clocks.values())) < 2 for window in windows):
         return None  # where every step needs all, all have the same clock
-    ahead = max(max(w.clocks.values()) - min(w.clocks.values()) for w in windows if w.clocks)
-    said = f"Batches that each worker has finished; the largest distance between two was {ahead:.0f}."
+    told = [w for w in windows if w.clocks]
+    ahead = max(max(w.clocks.values()) - min(w.clocks.values()) for w in told)
+    what = "Batches that each worker has finished"
+    if any(sum(w.clocks.values()) > w.step for w in told):  # as earlier runs recorded it
+        what = "How far each worker is in batches; one that paused goes on where the slowest of the others is"
+    said = f"{what}, as counted {len(told)} times; the largest distance between two was then {ahead:.0f}."
+    said += " One that evaluates finishes none."
     most = max(clock for points in lines.values() for _, clock in points)
-    layout = {"xaxis": _since_the_command(lines), "yaxis": count_axis("batches", most, rangemode="tozero")}
+    layout = {"xaxis": _training_time(lines), "yaxis": count_axis("batches", most, rangemode="tozero")}
     return Chart("clocks", "Each worker's clock", said, said, _lines(lines), layout, 260)
 
 
@@ -177,7 +182,7 @@ def _bytes(loads: dict[str, ServerTotals], windows: Sequence[WorkerWindow]) -> C
 
 
 def _load(record: RunRecord) -> Chart | None:
-    stretches = sittings(record)
+    trained_s = _time_since_start(record)
     lines: dict[str, list[tuple[float, float]]] = {}
     by_server: dict[str, list[ServerWindow]] = {}
     for window in record.of(ServerWindow):
@@ -186,17 +191,24 @@ def _load(record: RunRecord) -> Chart | None:
         for a, b in pairwise(windows):
             if a.life == b.life and b.seconds > a.seconds:
                 busy = (b.busy_s - a.busy_s) / (b.seconds - a.seconds)
-                lines.setdefault(name, []).append((elapsed_s(stretches, b.t), 100 * busy))
-    if not lines:
-        return None
+                lines.setdefault(name, []).append((trained_s(b.t), 100 * busy))
+    if not any(len(points) > 1 for points in lines.values()):
+        return None  # one number, which the table has
     means = ", ".join(f"{safe(n)} {sum(y for _, y in p) / len(p):.0f}%" for n, p in sorted(lines.items()))
     said = f"Share of its time in which a server decodes, updates and answers. Means: {means}."
-    layout = {"xaxis": _since_the_command(lines), "yaxis": axis("% busy", rangemode="tozero")}
+    layout = {"xaxis": _training_time(lines), "yaxis": axis("% busy", rangemode="tozero")}
     return Chart("serverload", "Server load", said, said, _lines(lines), layout, 260)
 
 
-def _since_the_command(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Json:
-    return time_axis("time since the command", [t for points in lines.values() for t, _ in points])
+def _time_since_start(record: RunRecord) -> Callable[[float], float]:
+    """Return what makes of a unix time the run's own seconds since training began: before it is nothing to see."""
+    stretches, start = sittings(record), next(iter(record.of(Start)), None)
+    before_s = elapsed_s(stretches, start.t) if start is not None else 0.0
+    return lambda t: elapsed_s(stretches, t) - before_s
+
+
+def _training_time(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Json:
+    return time_axis("time since training began", [t for points in lines.values() for t, _ in points])
 
 
 def _history(windows: Sequence[Mapping[str, T]]) -> dict[str, list[T]]:

@@ -68,7 +68,8 @@ def headlines(s: Summary) -> list[Headline]:
         unit, speed = s.task.speed(s.samples_per_s)
         found.append(Headline(unit, f"{speed:,.0f}", f"{format_seconds(s.step_s)} a step"))
     if s.wire_bytes_per_step is not None:
-        found.append(Headline("sent a step", format_bytes(s.wire_bytes_per_step), "by all ranks"))
+        senders = "by workers and servers" if s.served else "by all ranks"
+        found.append(Headline("sent a step", format_bytes(s.wire_bytes_per_step), senders))
     if s.workers:
         restarts = f"{s.restarts} restart{'s' * (s.restarts != 1)}"
         found.append(Headline("workers", str(s.workers), restarts if s.restarts else ""))
@@ -90,12 +91,15 @@ def rank_table(record: RunRecord, timing: Timing | None) -> Table | None:
         return None
     phases = phase_order(list(timing.phases))
     memory, shares = timing.memory_bytes, _shares(record, len(timing.by_rank))
-    head = ["rank", "host", *phases, "own work", *(["peak memory"] if memory else [])]
+    gc_s = timing.gc_s
+    head = ["rank", "host", *phases, "own work", *(["garbage collection"] if gc_s else [])]
+    head += ["peak memory"] if memory else []
     head += ["samples of a batch"] if shares else []
     rows = []
     for rank, seconds in enumerate(timing.by_rank):
         row = [str(rank), record.rank_host(rank) or "–"]
         row += [_ms(seconds.get(p, 0.0)) for p in phases] + [_ms(own_work(seconds))]
+        row += [_ms(gc_s[rank])] if gc_s else []
         row += [format_bytes(memory[rank])] if memory else []
         rows.append(row + ([str(shares[rank])] if shares else []))
     return Table("Milliseconds per step, by rank and phase", head, rows)
@@ -137,6 +141,9 @@ def evaluation_table(record: RunRecord) -> Table | None:
     return Table("Evaluations", head, rows)
 
 
+_KINDS = {Start.kind: "training begins", End.kind: "training ends"}
+
+
 def events(record: RunRecord) -> Table | None:
     """Everything that happened beside steps and evaluations, in order."""
     lines = [line for line in record.records if isinstance(line, Start | Event | Checkpoint | End)]
@@ -146,7 +153,7 @@ def events(record: RunRecord) -> Table | None:
     rows = []
     for line in lines:
         attempt += isinstance(line, Start)
-        what = line.name.replace("_", " ") if isinstance(line, Event) else line.kind
+        what = line.name.replace("_", " ") if isinstance(line, Event) else _KINDS.get(line.kind, line.kind)
         rows.append([format_seconds(elapsed_s(stretches, line.t)), what, _sentence(line, attempt)])
     return Table("Attempts, events and checkpoints in order", ["at", "what", "in words"], rows)
 
@@ -225,18 +232,21 @@ def waterfall_table(record: RunRecord, summary: Summary) -> Table | None:
 
 
 def critical_table(record: RunRecord, timing: Timing | None) -> Table | None:
-    """How often each rank was the one that the others waited for, and what it spent in garbage collection."""
-    if timing is None or timing.communication is None:
+    """How often each rank was the one that the others waited for, where one of them was more often than by chance."""
+    tested = timing.waited_for if timing else None
+    if timing is None or timing.communication is None or tested is None or not tested.is_one:
         return None
-    critical, gc_s = timing.communication.critical, timing.gc_s
     what = "steps" if timing.communication.by_step else "windows of steps"
     head = ["rank", "host", f"share of {what} in which the others waited for it"]
-    head += ["garbage collection per step"] if gc_s else []
-    rows = []
-    for rank, share in enumerate(critical):
-        row = [str(rank), record.rank_host(rank) or "–", f"{share:.0%}"]
-        rows.append(row + ([format_seconds(gc_s[rank])] if gc_s else []))
+    critical = timing.communication.critical
+    rows = [[str(rank), record.rank_host(rank) or "–", f"{share:.0%}"] for rank, share in enumerate(critical)]
     return Table("The critical rank: the last to be ready for communication", head, rows)
+
+
+def critical_words(timing: Timing | None) -> list[str]:
+    """Say what was tested before a rank is called the one that the others wait for."""
+    tested = timing.waited_for if timing else None
+    return [tested.sentence] if tested is not None else []
 
 
 def prediction_table(summary: Summary) -> Table | None:

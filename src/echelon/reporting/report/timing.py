@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from echelon.core.units import format_seconds
 from echelon.observe.phases import Phase, phase_share
 from echelon.records.kinds import Steps
 from echelon.records.segments import RECORD_FILE
 from echelon.reporting.report.communication import Communication, communication_of
 from echelon.reporting.report.records import RunRecord
+from echelon.reporting.report.whole_run import rank_seconds
 
 _ENOUGH_WINDOWS = 3
 _OUTLIER = 2.0
@@ -63,12 +65,52 @@ class SlowRank:
 
 
 @dataclass(frozen=True)
+class WaitedFor:
+    """Whether one rank is the one that the others wait for, more than by chance.
+
+    Attributes:
+        share: of steps (or windows) in which they waited for the one that they waited for most.
+        observations: that they count as, over `measured_s`.
+    """
+
+    share: float
+    ranks: int
+    observations: int
+    measured_s: float
+
+    @property
+    def chance(self) -> float:
+        """How likely as much comes from ranks that are alike."""
+        return chance_of_slowest(int(self.share * self.observations), self.observations, self.ranks)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is, measured for long enough."""
+        return self.measured_s >= LEAST_S and self.chance < SIGNIFICANT
+
+    @property
+    def sentence(self) -> str:
+        """What was tested, and what came out."""
+        if self.measured_s < LEAST_S:
+            return (
+                "Which rank the others wait for, if one, is not to be told from so little: "
+                f"{format_seconds(self.measured_s)} of steps were measured, and it takes {LEAST_S:g} s."
+            )
+        said = "One rank is the one that the others wait for" if self.is_one else "No rank is the one to wait for"
+        return (
+            f"{said}: the one that was it most often was so in {self.share:.0%}, counted as {self.observations} "
+            f"observations of {INDEPENDENT_S:g} s or more (sign test, p = {self.chance:.2g})."
+        )
+
+
+@dataclass(frozen=True)
 class Timing:
     """Means per step over the windows measured; seconds unless the name says otherwise.
 
     Attributes:
         wire_bytes_per_step: over all steps, those of warm-up too: what a page says of bytes adds up.
         gc_s: by rank; empty where not recorded.
+        waited_for: None where no rank waits for another.
     """
 
     steps: int
@@ -85,6 +127,7 @@ class Timing:
     memory_bytes: tuple[float, ...]
     communication: Communication | None = None
     gc_s: tuple[float, ...] = ()
+    waited_for: WaitedFor | None = None
 
     def share(self, phase: str) -> float:
         """A phase's share of a step, mean over ranks."""
@@ -106,7 +149,8 @@ def measure(record: RunRecord) -> Timing | None:
     seconds = sum(w.seconds for w in windows)
     by_rank = tuple(_rank_means(windows, rank, steps) for rank in range(n_ranks))
     if record.has_servers:
-        by_rank = tuple(_filling(phases, seconds / steps) for phases in by_rank)
+        own_s = [sum(rank_seconds(w, rank) for w in windows) / steps for rank in range(n_ranks)]
+        by_rank = tuple(_filling(*each, step_s=seconds / steps) for each in zip(by_rank, own_s, strict=True))
     communication = communication_of(windows, n_ranks)
     if communication is not None and not record.waits_for_all:
         communication = replace(communication, waited_s=0.0, critical=())
@@ -127,7 +171,15 @@ def measure(record: RunRecord) -> Timing | None:
         memory_bytes=_peak_memory(record.windows, n_ranks),
         communication=communication,
         gc_s=_by_rank([w.gc_s for w in windows], steps),
+        waited_for=_waited_for(communication, _windows(windows), seconds),
     )
+
+
+def _waited_for(communication: Communication | None, windows: int, seconds: float) -> WaitedFor | None:
+    if communication is None or not communication.critical:
+        return None
+    shares = communication.critical
+    return WaitedFor(max(shares), len(shares), independent(windows, seconds), seconds)
 
 
 def _windows(lines: Sequence[Steps]) -> int:
@@ -149,14 +201,16 @@ def _rank_means(windows: list[Steps], rank: int, steps: int) -> dict[str, float]
     return {name: seconds / steps for name, seconds in sums.items()}
 
 
-def _filling(phases: dict[str, float], step_s: float) -> dict[str, float]:
+def _filling(phases: dict[str, float], own_s: float, step_s: float) -> dict[str, float]:
     """Return a worker's phases per step of the run, as its own time of steps was divided among them.
 
-    Workers of servers pause one at a time, and their batches end at other moments than windows do: what they say of
-    a few windows is more or less than these last.
+    Workers of servers pause one at a time, and their batches end at other moments than windows do: what they say of a
+    few windows may be more than these last. Where it is less, the worker had no batch.
     """
-    whole_s = sum(phases.values())
-    return {name: seconds * step_s / whole_s for name, seconds in phases.items()} if whole_s else phases
+    idle_s = max(0.0, own_s - sum(phases.values()))
+    filled = {**phases, Phase.OTHER.value: phases.get(Phase.OTHER, 0.0) + idle_s}
+    whole_s = sum(filled.values())
+    return {name: seconds * step_s / whole_s for name, seconds in filled.items()} if whole_s else phases
 
 
 def _mean_over_ranks(by_rank: Sequence[dict[str, float]]) -> dict[str, float]:

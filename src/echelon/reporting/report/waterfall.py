@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from echelon.observe.phases import PAUSES, PHASES
+from echelon.observe.phases import PAUSES, PHASES, Phase
 from echelon.records.kinds import Checkpoint, Evaluation, Pause, Start, Steps
 from echelon.reporting.report.clock import Sitting, sittings
 from echelon.reporting.report.records import RunRecord
-from echelon.reporting.report.whole_run import before_steps
+from echelon.reporting.report.whole_run import before_steps, rank_seconds
 
 START, RESTART, PREPARING, END, MISSING = "start", "restart", "preparing", "end", "not accounted for"
 TOLERANCE = 0.02
@@ -58,6 +58,10 @@ def waterfall_of(record: RunRecord) -> Waterfall | None:
     parts = {START: (_starting(record, stretches),) * n, RESTART: (_restarting(record, stretches, moments),) * n}
     parts[PREPARING] = (before_steps(record),) * n
     parts |= _phases(windows, n)
+    if record.has_servers:
+        idle_s = [sum(rank_seconds(w, r) - sum(w.phases[r]) for w in windows) for r in range(n)]
+        other = parts.get(Phase.OTHER, (0.0,) * n)  # a worker may have no batch, which is no phase of one
+        parts[Phase.OTHER.value] = tuple(s + max(0.0, idle) for s, idle in zip(other, idle_s, strict=True))
     parts |= _pauses(record, windows, n)
     parts[END] = (sum(_ending(s, moments) for s in stretches),) * n
     parts[MISSING] = tuple(wall_s - sum(column) for column in zip(*parts.values(), strict=True))

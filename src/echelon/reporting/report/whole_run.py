@@ -92,6 +92,11 @@ def _length_s(window: Steps) -> float:
     return window.seconds + sum(_told([window]).values())
 
 
+def rank_seconds(window: Steps, rank: int) -> float:
+    """Return the seconds that a rank had for a window's steps: where servers are, each worker pauses by itself."""
+    return _length_s(window) - (sum(window.pauses[rank]) if window.pauses else 0.0)
+
+
 def _told(windows: Sequence[Steps]) -> dict[str, float]:
     """Add up the pauses that windows tell of, the mean over the ranks."""
     sums = dict.fromkeys(PAUSES, 0.0)

@@ -81,7 +81,7 @@ def test_pauses_told_by_each_rank_are_its_own(tmp_path: Path) -> None:
 
 
 def test_hidden_and_exposed_communication_and_who_was_waited_for(tmp_path: Path) -> None:
-    lines = with_waits(tell(SHORT), waits_s=(0.01, 0.03), busy_s=0.02, spread_s=0.025)
+    lines = with_waits(tell(replace(SHORT, epochs=6)), waits_s=(0.01, 0.03), busy_s=0.02, spread_s=0.025)
     summary, _ = report(tmp_path, lines)
     c = summary.communication
     assert c is not None and c.timed and c.by_step
@@ -90,6 +90,23 @@ def test_hidden_and_exposed_communication_and_who_was_waited_for(tmp_path: Path)
     assert c.critical == (1.0, 0.0)
     page = (tmp_path / "report.html").read_text()
     assert "The critical rank" in page and "hidden behind backward" in page
+    assert "One rank is the one that the others wait for" in page
+
+
+@pytest.mark.parametrize(
+    ("epochs", "waits_s", "said"),
+    [(1, (0.01, 0.03), "is not to be told from so little: 9.9 s of steps"), (6, (0.02, 0.02), "No rank is the one")],
+)
+def test_no_critical_rank_is_named_where_none_was_shown_to_be_one(
+    tmp_path: Path, epochs: int, waits_s: tuple[float, float], said: str
+) -> None:
+    lines = with_waits(tell(replace(SHORT, epochs=epochs)), waits_s=waits_s, busy_s=0.0, spread_s=0.0)
+    for place, line in enumerate(line for line in lines if line["kind"] == "steps"):
+        if waits_s[0] == waits_s[1]:
+            line["waits"][place % 2] = [0.019] * len(line["losses"])  # they take turns
+    report(tmp_path, lines)
+    page = (tmp_path / "report.html").read_text()
+    assert said in page and "The critical rank" not in page
 
 
 def test_predictions_follow_the_formula(tmp_path: Path) -> None:

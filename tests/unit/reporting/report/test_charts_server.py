@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from echelon.reporting.report.charts_cost import time_charts
+from echelon.reporting.report.charts_cost import time_charts, traffic_charts
 from echelon.reporting.report.charts_server import server_charts, server_loads, server_table
 from echelon.reporting.report.records import load_run
 
@@ -54,15 +54,42 @@ def test_every_figure_is_shown(tmp_path: Path) -> None:
     charts = {chart.id: chart for chart in server_charts(record)}
     assert list(charts) == ["staleness", "clocks", "waiting", "directions", "serverload"]
     assert "Mean staleness 1.6" in charts["staleness"].caption
-    assert "largest distance between two was 4" in charts["clocks"].caption
+    assert "Batches that each worker has finished" in charts["clocks"].caption
+    assert "as counted 2 times; the largest distance between two was then 4" in charts["clocks"].caption
     assert charts["waiting"].traces[0]["x"] == [0.2 + 0.1, 0.5]  # worker0's process began anew
     table = server_table(record)
     assert table is not None and table.rows[0][:3] == ["server0", "2", "17"]
 
 
-def test_a_load_that_was_seen_once_is_a_point(tmp_path: Path) -> None:
-    charts = {chart.id: chart for chart in server_charts(load_run(run_of(tmp_path, [*LINES[:4], LINES[-1]])))}
-    assert [(t["mode"], len(t["x"])) for t in charts["serverload"].traces] == [("lines+markers", 1)]
+def test_a_load_that_was_seen_once_is_a_number_of_the_table(tmp_path: Path) -> None:
+    record = load_run(run_of(tmp_path, [*LINES[:4], LINES[-1]]))
+    assert "serverload" not in [chart.id for chart in server_charts(record)]
+    table = server_table(record)
+    assert table is not None and "busy" in table.head
+
+
+def test_what_workers_do_is_drawn_from_where_training_begins(tmp_path: Path) -> None:
+    start = {"t": 20.0, "kind": "start", "world_size": 2, "launched_t": 0.0}
+    lines = [start, clocks(21, 2, 2, 0.2), clocks(23, 9, 5, 0.1), {**LINES[-1], "t": 24.0, "seconds": 24.0}]
+    (chart,) = [c for c in server_charts(load_run(run_of(tmp_path, lines))) if c.id == "clocks"]
+    assert chart.traces[0]["x"] == [1.0, 3.0] and max(chart.layout["xaxis"]["tickvals"]) == 3.0
+
+
+def test_clocks_of_earlier_runs_are_not_called_batches_finished(tmp_path: Path) -> None:
+    """A worker that paused was put where the slowest of the others was: together they were further than the steps."""
+    lifted = {**clocks(3, 9, 5, 0.1), "step": 11}
+    (chart,) = [c for c in server_charts(load_run(run_of(tmp_path, [*LINES[:-1], lifted]))) if c.id == "clocks"]
+    assert "one that paused goes on where the slowest of the others is" in chart.caption
+
+
+def test_bytes_of_servers_are_pushed_and_pulled_from_nothing_on(tmp_path: Path) -> None:
+    window = {
+        "t": 1.5, "kind": "steps", "step": 11, "seconds": 1.0, "losses": [1.0] * 11, "wire_bytes": 1e6,
+        "wire_bytes_by_group": {"pushed": 5e5, "pulled": 5e5},
+    }  # fmt: skip
+    sent, groups = traffic_charts(load_run(run_of(tmp_path, [*LINES[:2], window, LINES[-1]])))
+    assert sent.traces[0]["x"] == [0.0, 11.0] and sent.traces[0]["y"] == [0.0, 1e6]
+    assert "by workers and servers" in sent.caption and groups.title == "Bytes pushed and pulled"
 
 
 def test_the_slowest_window_is_as_high_as_it_is_drawn(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from echelon.core.figure import ReportPicture, ReportSection, safe
 from echelon.reporting.report import write_report, write_shared_script
 from echelon.reporting.report.page import SHARED_SCRIPT, script_json, with_specs, with_words
-from echelon.tasks.classification_report import most_confused, worst_pairs
+from echelon.tasks.classification_report import error_words, most_confused
 from tests.unit.reporting.report.fixtures import LiveState, make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -148,7 +148,8 @@ def test_a_thousand_classes_show_the_most_confused_and_fold_the_table(tmp_path: 
 def test_most_confused_classes_and_pairs() -> None:
     matrix = [[9, 1, 0], [0, 10, 0], [0, 4, 6]]
     assert most_confused(matrix, 2) == [1, 2]
-    assert worst_pairs(matrix, ["a", "b", "c"]) == "c as b (4), a as b (1)"
+    assert error_words(matrix, ["a", "b", "c"]) == "Most frequent errors: c as b (4)."  # what was made once is not
+    assert error_words([[9, 1, 0], [0, 10, 1], [0, 0, 6]], ["a", "b", "c"]) == "No two errors are alike."
 
 
 def dump(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:

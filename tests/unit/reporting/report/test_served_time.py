@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,19 @@ def test_the_waterfall_has_each_ranks_own_pauses(record: RunRecord) -> None:
     waterfall = waterfall_of(record)
     assert waterfall is not None
     assert waterfall.parts["evaluation"] == pytest.approx((2.5, 1.0))  # at the end all wait for it
+    assert max(map(abs, waterfall.parts[MISSING])) < 0.03
+
+
+def test_a_worker_without_a_batch_is_in_no_phase(record: RunRecord) -> None:
+    """The second one has none in the last window."""
+    last = record.windows[-1]
+    busy = [*last.phases[:1], PAUSED]
+    idle = RunRecord("run", [replace(line, phases=busy) if line is last else line for line in record.records])
+    timing, waterfall = measure(idle), waterfall_of(idle)
+    assert timing is not None and waterfall is not None
+    assert [sum(phases.values()) for phases in timing.by_rank] == pytest.approx([timing.step_s] * 2)
+    assert timing.by_rank[1]["other"] / timing.step_s == pytest.approx((4 * 0.01 + 0.5) / 2.5)
+    assert waterfall.parts["other"] == pytest.approx((0.03, 0.05 + 0.5))
     assert max(map(abs, waterfall.parts[MISSING])) < 0.03
 
 

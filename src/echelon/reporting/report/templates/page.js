@@ -46,7 +46,10 @@
     if (shown) traces.forEach((trace, i) => { trace.visible = shown.includes(i); });
     const layout = withTheme(paint(figure.layout), width, traces.length);
     if (print) layout.width = width;
-    if (width < 480 && traces.length > 4) layout.height += 60; // the legend takes several rows
+    if (width < 480 && traces.length > 4) {
+      const names = layout.showlegend === false ? 0 : traces.filter((trace) => trace.visible !== false).length;
+      layout.height += Math.min(200, Math.max(60, 22 * names - 40)); // names below each other, cut off at half the height
+    }
     return Plotly.react(element, traces, layout, { displayModeBar: false, responsive: !print, scrollZoom: false });
   }
 
