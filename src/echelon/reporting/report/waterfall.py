@@ -14,7 +14,7 @@ from echelon.observe.phases import PAUSES, PHASES, Phase
 from echelon.records.kinds import Checkpoint, Evaluation, Pause, Start, Steps
 from echelon.reporting.report.clock import Sitting, sittings
 from echelon.reporting.report.records import RunRecord
-from echelon.reporting.report.whole_run import before_steps, rank_seconds
+from echelon.reporting.report.whole_run import before_steps, last_writing, rank_seconds
 
 START, RESTART, PREPARING, END, MISSING = "start", "restart", "preparing", "end", "not accounted for"
 TOLERANCE = 0.02
@@ -55,6 +55,8 @@ def waterfall_of(record: RunRecord) -> Waterfall | None:
     windows = [w for w in record.windows if len(w.phases) == n]
     moments = sorted(w.t for w in record.windows) + [e.t for e in record.of(Evaluation)]
     moments += [p.t for p in record.of(Pause)]
+    if any(w.pauses for w in windows):
+        moments += [c.t for c in record.of(Checkpoint)]
     parts = {START: (_starting(record, stretches),) * n, RESTART: (_restarting(record, stretches, moments),) * n}
     parts[PREPARING] = (before_steps(record),) * n
     parts |= _phases(windows, n)
@@ -136,4 +138,5 @@ def _pauses(record: RunRecord, windows: Sequence[Steps], n: int) -> dict[str, tu
             if last <= pause.t < end:
                 column = sums.setdefault(pause.name, [0.0] * n)
                 column[:] = [seconds + min(pause.seconds, pause.t - last) for seconds in column]
+    sums[_SAVED] = [seconds + last_writing(record) for seconds in sums[_SAVED]]
     return {name: tuple(column) for name, column in sums.items()}

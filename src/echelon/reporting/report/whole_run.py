@@ -119,4 +119,11 @@ def _paused(record: RunRecord, spans: Sequence[tuple[float, float]]) -> dict[str
         for pause in record.of(Pause):
             if last < pause.t <= end:
                 sums[pause.name] = sums.get(pause.name, 0.0) + min(pause.seconds, pause.t - last)
+    sums[_CHECKPOINT] += last_writing(record)
     return sums
+
+
+def last_writing(record: RunRecord) -> float:
+    """Return the seconds in which nothing was left but to write a checkpoint, of all attempts."""
+    signs = sorted(line.t for kind in (Steps, Evaluation, Pause) for line in record.of(kind))
+    return sum(end - max((t for t in signs if begin <= t <= end), default=end) for begin, end in _spans(record))

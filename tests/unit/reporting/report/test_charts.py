@@ -10,7 +10,7 @@ import pytest
 
 from echelon.core.figure import Chart, color
 from echelon.records.events import Event, RankFailed
-from echelon.records.kinds import End, Start, Steps
+from echelon.records.kinds import Checkpoint, End, Pause, Start, Steps
 from echelon.reporting import report
 from echelon.reporting.report.charts_cost import time_charts
 from echelon.reporting.report.charts_events import timeline_chart
@@ -20,6 +20,7 @@ from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.tables import events
 from echelon.reporting.report.timing import measure
 from echelon.reporting.report.waterfall import waterfall_of
+from echelon.reporting.report.whole_run import whole_run_of
 
 CSS = (Path(report.__file__).parent / "templates" / "page.css").read_text()
 
@@ -78,6 +79,18 @@ def test_what_passes_before_the_first_step_is_a_part_of_the_wall_time() -> None:
     shown = chart.layout["yaxis"]["ticktext"]
     assert shown[:3] == ["start of the run", "preparing the first step", "forward"]
     assert "closing (report, last files)" in shown
+
+
+def test_the_last_checkpoint_is_written_before_the_run_closes() -> None:
+    paused = {"pause_names": ("evaluation", "checkpoint"), "pauses": ((0.0, 0.25),)}
+    windows = [window(10, 10), window(12, 10, **paused)]
+    saved = [Pause("checkpoint", 0.5, 12, t=12.5), Checkpoint(12, t=14.0)]
+    start, end = Start(t=9.0, launched_t=0.0, world_size=1), End("completed", "", 20.0, t=20.0)
+    record = RunRecord("run", [start, *windows, *saved, end])
+    waterfall, whole = waterfall_of(record), whole_run_of(record)
+    assert waterfall is not None and whole is not None
+    assert (whole.seconds, whole.pauses["checkpoint"]) == (5.0, 0.25 + 0.5 + 1.5)
+    assert (waterfall.parts["checkpoint"], waterfall.parts["end"]) == ((2.25,), (6.0,))
 
 
 def test_colours_of_phases_and_pauses_are_far_from_each_other() -> None:
