@@ -77,7 +77,7 @@ def test_pauses_told_by_each_rank_are_its_own(tmp_path: Path) -> None:
     summary, _ = report(tmp_path, [*lines[:-1], last, lines[-1]])
     assert summary.waterfall is not None
     assert summary.waterfall.parts["evaluation"] == pytest.approx((2.45, 2.55))
-    assert summary.waterfall.parts["checkpoint"] == pytest.approx((0.15, 0.05), abs=1e-5)  # the last one's writing: both wait
+    assert summary.waterfall.parts["checkpoint"] == pytest.approx((0.15, 0.05), abs=1e-5)  # the last is written
 
 
 def test_hidden_and_exposed_communication_and_who_was_waited_for(tmp_path: Path) -> None:
