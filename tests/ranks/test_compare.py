@@ -64,7 +64,7 @@ def test_planted_truths_are_found(tmp_path: Path) -> None:
         assert [v for v, _ in verdicts] == ["baseline", "no benefit here", "no difference", "did not converge"], (
             verdicts
         )
-        found = re.search(r"slower by ([\d.]+)x \(([\d.]+)x to ([\d.]+)x\)", verdicts[1][1])
+        found = re.search(r"([\d.]+)x \(([\d.]+)x to ([\d.]+)x\) as long", verdicts[1][1])
         assert found and all(1.8 <= float(bound) <= 2.2 for bound in found.groups()), verdicts[1]
 
 

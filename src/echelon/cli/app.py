@@ -34,7 +34,7 @@ COMMANDS = {
     "report": ("echelon.cli.runs:report_command", "Write the report of a run or a study again."),
     "copy": ("echelon.cli.upkeep:copy_command", "Copy a run between a folder and a URL."),
     "verify": ("echelon.cli.upkeep:verify_command", "Compare every byte of a run with its hash."),
-    "clean": ("echelon.cli.upkeep:clean_command", "Show what a run takes, and remove what may go."),
+    "clean": ("echelon.cli.upkeep:clean_command", "Show what space a run takes, and free some of it."),
     "list": ("echelon.cli.catalogue:list_command", "List what can be chosen: models, codecs, ..."),
     "explain": ("echelon.cli.catalogue:explain_command", "Explain a choice, and when it helps."),
     "completion": ("echelon.cli.completion:completion_command", "Print a shell's completion: bash, zsh, fish."),

@@ -16,6 +16,7 @@ import typer
 
 from echelon.cli.app import COMMANDS, as_command
 from echelon.cli.help import WIDTH
+from echelon.cli.measured import measured
 from echelon.collectives.registry import PATHS
 from echelon.compression.registry import CODECS, ENTROPY_CODER
 from echelon.core.errors import UserError, nearest
@@ -24,15 +25,12 @@ from echelon.core.registry import Argument, Registry
 from echelon.core.spec import name_of
 from echelon.core.tuning import TUNINGS
 from echelon.launch.places import PLACES
-from echelon.optim.names import declared_optimizers
+from echelon.optim.names import supported_optimizers
 from echelon.run.data_names import declared_kinds
 from echelon.sync.registry import STRATEGIES
 from echelon.tasks.registry import TASKS
 
 _PACKAGE = Path(__file__).parents[1]
-_RESULTS = (_PACKAGE / "cli" / "RESULTS.md", _PACKAGE.parents[1] / "benchmarks" / "RESULTS.md")  # of a wheel, a clone
-_MOST_MEASURED = 3
-_MEASURED_ON = "measured on"  # a column of tables
 _MODELS_OF_OTHERS = {
     "timm/NAME": "any model of timm, such as timm/resnet50",
     "torchvision/NAME": "any model of torchvision, such as torchvision/resnet18",
@@ -90,7 +88,7 @@ def kinds() -> list[Kind]:
         _of_registry("paths", "--collective", PATHS),
         Kind("layouts", "--parallel", _layouts),
         _of_registry("tunings", "--tune", TUNINGS),
-        Kind("optimizers", "--optimizer", lambda: (Entry(*each) for each in declared_optimizers().items())),
+        Kind("optimizers", "--optimizer", lambda: (Entry(*each) for each in supported_optimizers().items())),
         Kind("places", "--on", _places),
     ]
 
@@ -186,7 +184,7 @@ def list_command() -> Any:
 
 
 def _row(name: str, text: str, width: int = 18) -> str:
-    lines = textwrap.wrap(text, WIDTH - width - 2) or [""]
+    lines = textwrap.wrap(text.replace("`", ""), WIDTH - width - 2) or [""]
     if len(name) >= width:
         lines.insert(0, "")
     rows = [f"  {name if i == 0 else '':{width}}{line}".rstrip() for i, line in enumerate(lines)]
@@ -232,10 +230,10 @@ def _explanation(kind: Kind, entry: Entry) -> Iterator[str]:
         for line in re.split(r"\n(?=Needs:)", paragraph):
             yield _wrapped(line)
         yield ""
-    measured = list(_measured(entry.name)) if kind.title in _MEASURED_KINDS else []
-    if measured:
+    told = list(measured(entry.name)) if kind.title in _MEASURED_KINDS else []
+    if told:
         yield "Measured:"
-        for line in measured:
+        for line in told:
             yield textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="  ")
         yield ""
     for paragraph in papers:
@@ -258,26 +256,3 @@ def _wrapped(paragraph: str) -> str:
     if any(line.startswith("    ") for line in paragraph.splitlines()[:1]):
         return paragraph
     return textwrap.fill(" ".join(paragraph.split()), WIDTH)
-
-
-def _measured(name: str) -> Iterator[str]:
-    """Yield what the project's own benchmarks say of a choice: a row of each of a few of their tables."""
-    file = next((file for file in _RESULTS if file.exists()), None)
-    lines = file.read_text(encoding="utf-8").splitlines() if file else []
-    heading, machine, header, told = "", "", [""], set[str]()
-    for line, following in itertools.pairwise(lines):
-        if line.startswith("## "):
-            heading = line.removeprefix("## ").removesuffix(": samples/s")
-        elif re.match(r"20\d\d-\d\d-\d\d · ", line):
-            machine = ", ".join(line.split(" · ")[:2])
-        elif line.startswith("|"):
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            spec = re.sub(r"^(echelon|sync):", "", cells[0].strip("`"))
-            if following.startswith("|---"):
-                header = cells
-            elif re.match(rf"{re.escape(name)}($|\W)", spec) and heading not in told and len(told) < _MOST_MEASURED:
-                told.add(heading)
-                values = {title: value for title, value in zip(header[1:], cells[1:], strict=False) if value}
-                where = values.pop(_MEASURED_ON, machine)  # of the row, where its table has rows of several machines
-                said = "; ".join(f"{title} {value}" for title, value in values.items())
-                yield f"{spec} | {heading} ({where}): {said}"

@@ -60,7 +60,7 @@ def show(resolved: Resolved, all_settings: bool = False) -> None:
             table.add_row(name, value, origin, style=None if origin != "default" else "dim")
     console.print(table)
     if not all_settings:
-        console.print("all else is as by default: --dry-run --all shows it", highlight=False)
+        console.print("all other settings have their defaults: --dry-run --all shows them", highlight=False)
     nodes = plan.nodes
     machines = _many(nodes.most, "machine") if nodes.least == nodes.most else f"{nodes.least} to {nodes.most} machines"
     where = "" if nodes.most == 1 else f" on each of {machines}"

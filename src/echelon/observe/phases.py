@@ -34,6 +34,11 @@ PAUSES = ("evaluation", "checkpoint", RECORDING, CALLBACKS)
 """What interrupts the steps; recording is adding up over the ranks, and what rank 0 writes and shows."""
 
 
+def phase_name(phase: str) -> str:
+    """Say a phase as all pages and the terminal do."""
+    return "communication" if phase == Phase.COMMUNICATE else str(phase)
+
+
 def phase_share(phase_s: float, steps_s: float) -> float:
     """Return the share of the time of steps (pauses between them left out) that a phase takes, on a rank or the mean.
 

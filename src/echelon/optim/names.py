@@ -11,7 +11,7 @@ from echelon.core.errors import UserError, nearest
 
 SHOWN = ("sgd", "nesterov", "momentum", "adam", "adamw", "lars", "lamb", "lion", "nadamw", "rmsprop")
 OURS = ("sparse_adam",)  # of models with sparse tables
-# Those want a GPU library that is no dependency, or a closure or a second backward pass.
+# Those want a GPU library that is no dependency, or a closure or a second backward pass: they are refused.
 NOT_SUPPORTED = ("fused", "bnb", "adahessian")
 
 
@@ -26,6 +26,12 @@ def declared_optimizers() -> Mapping[str, str]:
     return declared
 
 
+def supported_optimizers() -> Mapping[str, str]:
+    """Return what is said of each optimizer that can be chosen by name."""
+    of_timm = {name: about for name, about in declared_optimizers().items() if not name.startswith(NOT_SUPPORTED)}
+    return of_timm | {OURS[0]: "Adam that moves what belongs to a table's row when that row is used (--sparse-tables)"}
+
+
 def check_optimizer_name(name: str) -> None:
     """Refuse an optimizer that is no `module:Class`, and of which timm's file has no word.
 
@@ -34,7 +40,7 @@ def check_optimizer_name(name: str) -> None:
     """
     if ":" in name or name.lower() in (*SHOWN, *OURS) or name.lower() in _strings(_factory()):
         return
-    if known := [each for each in declared_optimizers() if not each.startswith(NOT_SUPPORTED)]:
+    if known := [each for each in supported_optimizers() if each not in OURS]:
         raise unknown_optimizer(name, known)
 
 

@@ -74,8 +74,9 @@ def nothing_left(path: Path, config: RunConfig) -> bool:
         return True
     if done < min(epochs * per_epoch, most or math.inf):
         return False
+    trained = f"{done / per_epoch:.4g} epoch{'s' * (done != per_epoch)}"
     say(
-        f"{path} is complete ({done} steps, epochs: {done / per_epoch:.4g}): nothing to do. To train further: "
+        f"{path} is complete ({done} steps, {trained}): nothing to do. To train further: "
         f"echelon resume {path} --epochs {math.ceil(done / per_epoch) + 1}{' --max-steps 0' if most else ''}"
     )
     return True

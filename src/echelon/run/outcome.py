@@ -122,8 +122,8 @@ class Outcome:
             "epochs": f"{known['epochs']:.4g}" if "epochs" in known else None,
             "steps": str(known.get("steps", "")),
             "workers": str(known.get("workers", "")),
-            "samples/s": f"{known['samples_per_s']:.0f}" if "samples_per_s" in known else None,
-            "sent per step": format_bytes(known["wire_bytes_per_step"]) if "wire_bytes_per_step" in known else None,
+            "samples/s": f"{known['samples_per_s']:,.0f}" if "samples_per_s" in known else None,
+            "sent a step": format_bytes(known["wire_bytes_per_step"]) if "wire_bytes_per_step" in known else None,
         }
         return [(name, text) for name, text in texts.items() if text]
 

@@ -19,8 +19,8 @@ from echelon.study.tables import PAUSE_REASONS, RunRow
 _LEAST_PAUSE = 0.001
 _EQUAL = (
     ("link", "link", ("launch.link",)),
-    ("threads of a worker", "threads", ("launch.threads", "launch.workers", "strategy.parallel")),
-    ("cores that it may run on", "affinity", ("launch.workers", "launch.nodes")),
+    ("threads of each worker", "threads", ("launch.threads", "launch.workers", "strategy.parallel")),
+    ("cores it may use", "affinity", ("launch.workers", "launch.nodes")),
 )
 """What runs under the same terms must have alike, its column, and the settings with which a candidate chooses it."""
 
@@ -122,13 +122,13 @@ def _speed(c: Comparison) -> str:
 
 
 def _times(speed: Interval) -> str:
-    """Say a ratio as faster or slower, whichever makes it greater than 1."""
+    """Say how many times as fast, or as long, it takes: whichever makes the number greater than 1."""
     slower = speed.value < 1
     value, low, high = (1 / v if slower and v else v for v in (speed.value, speed.low, speed.high))
     if slower:
         low, high = high, low
     bounds = f" ({low:.2f}x to {high:.2f}x)" if low is not None and high is not None else ""
-    return f"{'slower' if slower else 'faster'} by {value:.2f}x{bounds}"
+    return f"{value:.2f}x{bounds} as {'long' if slower else 'fast'}"
 
 
 def _outcome(study: Study, runs: Sequence[RunRow]) -> str:
@@ -156,7 +156,7 @@ def _equality(study: Study, terms: str, runs: Sequence[RunRow]) -> list[str]:
         if len(counts) > 1:
             differing.append(f"{what} differed: {', '.join(values)} of the runs")
         else:
-            same.append(f"{what} {next(iter(counts))}")
+            same.append(f"{what}: {next(iter(counts))}")
     words = [f"Not on equal terms: {'; '.join(differing)}."] if differing else []
     return words + ([f"The same for all runs: {', '.join(same)}."] if same else [])
 

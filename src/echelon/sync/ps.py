@@ -137,8 +137,8 @@ class ServerSettings(SyncSettings):
             "accuracy, many points in a short run: by_staleness=true has lost the least there"
         ]  # fmt: skip
         return [
-            f"--sync {self}: momentum {momentum:g} is {lowered:g} on the servers, for {workers} workers that do not "
-            "wait act like momentum themselves (momentum_correction=false: as given)",
+            f"--sync {self}: the servers use momentum {lowered:g} in place of {momentum:g}, because {workers} workers "
+            f"that do not wait for each other add some by themselves (momentum_correction=false keeps {momentum:g})",
             *stale,
         ]
 

@@ -13,6 +13,7 @@ from echelon.core.figure import Chart, Choice, Json, ReportSection, ReportTable,
 
 _MOST_CLASSES = 30
 _NUMBERED_CELLS = 12
+_SHORT = 2  # letters of a name that stands upright below its column
 _ROC_POINTS = 150
 HEAT = ((0.0, "paper"), (0.02, "heat0"), (0.35, "heat1"), (1.0, "heat2"))
 """The colours of a confusion matrix by the share of its row; between two of them the page interpolates."""
@@ -166,7 +167,7 @@ def _confusion(detail: ClassDetail) -> Chart | None:
         "xaxis": {
             **axis("predicted"),
             **ticks,
-            "tickangle": -45 if few else -90,
+            "tickangle": (0 if max(map(len, short)) <= _SHORT else -45) if few else -90,
             "tickfont": {"size": 12 if few else 9},
         },
         "yaxis": {**axis("true"), **ticks, "autorange": "reversed", "tickfont": {"size": 12 if few else 9}},

@@ -113,6 +113,11 @@ def test_each_set_of_terms_has_all_charts(folder: Path) -> None:
     assert drawn.keys() == {f"{kind}-{place}" for kind in kinds for place in (0, 1)}
 
 
+def test_a_phase_has_the_name_that_the_terminal_gives_it(folder: Path) -> None:
+    drawn = figures((folder / "report.html").read_text())["phases-0"]["traces"]
+    assert [trace["name"] for trace in drawn] == ["data", "forward", "backward", "communication", "update", "other"]
+
+
 def test_density_is_of_the_sparse_codecs_alone(folder: Path) -> None:
     (trace,) = figures((folder / "report.html").read_text())["density-0"]["traces"]
     # A sixth of the steps, the first epoch, sent twice as much.

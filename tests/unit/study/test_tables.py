@@ -21,7 +21,7 @@ from tests.unit.study.fixtures import EPOCHS, STEPS, Planted, make_study
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "studies").glob("*/runs.parquet"))
 NUMBERS = re.compile(
-    r"(slower|faster) by ([\d.]+)x \(([\d.]+)x to ([\d.]+)x\).*"
+    r"([\d.]+)x \(([\d.]+)x to ([\d.]+)x\) as (fast|long).*"
     r"final accuracy ([+-][\d.]+) points \(([+-][\d.]+) to ([+-][\d.]+)\)"
 )
 TRUTHS = {
@@ -60,7 +60,8 @@ def check_words(folder: Path) -> int:
         assert len(pairs) == 3
         wanted = [f"{v:.2f}" for v in (np.exp(np.log(times).mean()), times.min(), times.max())]
         wanted += [f"{round(v, 2) + 0.0:+.2f}" for v in (points.mean(), points.min(), points.max())]
-        assert found.groups() == ("faster" if faster else "slower", *wanted), c["sentence"]
+        wanted.insert(3, "fast" if faster else "long")
+        assert list(found.groups()) == wanted, c["sentence"]
         assert any(c["sentence"] in word for word in summary["words"])
         checked += 1
     return checked

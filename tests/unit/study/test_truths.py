@@ -72,7 +72,7 @@ def test_of_the_baseline_no_comparison_is_said(report: StudyReport) -> None:
 
 def test_twice_as_slow_is_called_slower_by_twice(report: StudyReport) -> None:
     said = next(w for w in report.words if w.startswith("lr=0.01: "))
-    found = re.search(r"no benefit here: slower by ([\d.]+)x \(([\d.]+)x to ([\d.]+)x\) to the target", said)
+    found = re.search(r"no benefit here: ([\d.]+)x \(([\d.]+)x to ([\d.]+)x\) as long to the target", said)
     assert found, said
     value, low, high = (float(n) for n in found.groups())
     assert 1.8 <= low <= value <= high <= 2.2
@@ -83,7 +83,7 @@ def test_pauses_count_as_steps_do_and_are_said(tmp_path: Path) -> None:
     report = studied(tmp_path, {BASE: Planted(), "eval_every=1": Planted(pause_s=1.0)})
     assert of(report, "eval_every=1").verdict is Verdict.NO_BENEFIT
     said = "\n".join(report.words)
-    assert re.search(r"eval_every=1: no benefit here: slower by (1\.9|2\.0)\d?x", said), said
+    assert re.search(r"eval_every=1: no benefit here: (1\.9|2\.0)\d?x \(.*?\) as long", said), said
     assert re.search(r"from the first step to the end, .*: sync=allreduce 6\.?\d* s \(evaluation 0\.5%\)", said), said
     assert re.search(r"eval_every=1 1[12]\.?\d* s \(evaluation (49|50)\.\d%\)", said), said
     assert "evaluation 50" in (page := (tmp_path / "s" / "report.html").read_text()) or "evaluation 49" in page
@@ -155,9 +155,9 @@ def test_each_set_of_terms_has_a_comparison_of_its_own(tmp_path: Path) -> None:
 
 def test_equal_terms_are_checked_and_said(tmp_path: Path) -> None:
     same = studied(tmp_path / "same", {BASE: Planted(), "lr=1": Planted(affinity=("0-1", "0-1", "0-1"))})
-    assert "The same for all runs: threads of a worker 1, cores that it may run on 0-1." in same.words
+    assert "The same for all runs: threads of each worker: 1, cores it may use: 0-1." in same.words
     other = studied(tmp_path / "other", {BASE: Planted(), "lr=1": Planted(affinity=("0", "1"))})
-    said = "Not on equal terms: cores that it may run on differed: 0-1 in 3, 0; 1 in 3 of the runs."
+    said = "Not on equal terms: cores it may use differed: 0-1 in 3, 0; 1 in 3 of the runs."
     assert said in other.words and said in (tmp_path / "other" / "s" / "report.html").read_text()
     chosen = studied(tmp_path / "chosen", {BASE: Planted(), "workers=3": Planted(affinity=("0", "1"))})
     assert not [w for w in chosen.words if "equal terms" in w or "The same for all runs" in w]

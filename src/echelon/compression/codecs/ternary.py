@@ -1,6 +1,6 @@
 """ternary: -s, 0 or s, five elements in a byte.
 
-Helps: Links some 10 times too slow, where a loss of accuracy is taken; topk and threshold lost less on CIFAR-10.
+Helps: Links about ten times too slow, where a loss of accuracy is accepted; topk and threshold lost less on CIFAR-10.
 Needs: nothing.
 """
 

@@ -1,6 +1,6 @@
 """topk: the largest elements, with momentum correction, clipping and a warm-up of the density.
 
-Helps: Links 10 times too slow and more, and large models: 1% of the elements travel.
+Helps: Links that are ten times too slow or slower, and large models: 1% of the elements travel.
 Needs: SGD; a learning rate that suits late gradients (warmup_steps, or nesterov=true).
 """
 

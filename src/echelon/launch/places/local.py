@@ -1,4 +1,4 @@
-"""This machine: processes are forked from a server that has imported what they need, so a start takes no imports."""
+"""This machine: processes are forked from a server that has imported what they need, so that they start at once."""
 
 from __future__ import annotations
 

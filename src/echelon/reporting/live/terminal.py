@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.core.units import format_bytes, format_seconds
-from echelon.observe.phases import PHASES
+from echelon.observe.phases import PHASES, phase_name
 from echelon.records.kinds import RankResources
 from echelon.reporting.live.snapshot import RankView, RunView
 from echelon.reporting.live.state import TimelineEntry
@@ -92,7 +92,7 @@ def _shown(s: RunView) -> list[tuple[str, str]]:
         "samples/s": _format(s.samples_per_s, ",.0f"),
         "step": format_seconds(s.step_s) if s.step_s is not None else "",
         "communication": _format(s.communication, ".0%") + " of step time" * (s.communication is not None),
-        "sent per step": format_bytes(s.wire_bytes_per_step) if s.wire_bytes_per_step is not None else "",
+        "sent a step": format_bytes(s.wire_bytes_per_step) if s.wire_bytes_per_step is not None else "",
     }
     return [(name, value) for name, value in found.items() if value]
 
@@ -104,7 +104,7 @@ def _rank_table(ranks: Sequence[RankView]) -> Table:
     phases = [str(p) for p in PHASES if any(r.phases.get(p, 0.0) >= 0.005 for r in ranks)]
     columns = [
         *(["host"] if hosts else []),
-        *phases,
+        *map(phase_name, phases),
         "CPU",
         "memory",
         "network",

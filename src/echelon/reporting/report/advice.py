@@ -132,7 +132,7 @@ def _about_steps(record: RunRecord, timing: Timing, predictions: Sequence[WayPre
 def _input(record: RunRecord, share: float) -> Advice:
     loaders = record.setting("data", "loaders")
     now = f" (now {loaders} per worker)" if isinstance(loaders, int) and loaders >= 0 else ""
-    return Advice(f"The input takes {share:.0%} of a step; more --loaders{now}, where cores are free", _gain(share))
+    return Advice(f"Loading data takes {share:.0%} of a step; more --loaders{now}, where cores are free", _gain(share))
 
 
 def _predicted(predictions: Sequence[WayPrediction], share: float) -> Advice:

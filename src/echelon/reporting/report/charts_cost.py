@@ -8,7 +8,7 @@ from itertools import pairwise
 from echelon.core.figure import Chart, Json, axis, color, line, pick, safe
 from echelon.core.ticks import byte_axis, count_axis, time_axis
 from echelon.core.units import format_bytes, format_seconds
-from echelon.observe.phases import PHASES, Phase, phase_share
+from echelon.observe.phases import PHASES, Phase, phase_name, phase_share
 from echelon.records.kinds import Steps
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import Timing
@@ -51,7 +51,7 @@ def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
             {
                 "type": "bar",
                 "orientation": "h",
-                "name": safe(phase),
+                "name": safe(phase_name(phase)),
                 "y": list(ranks),
                 "x": seconds,
                 "text": [f"{share:.0%}" if share >= 0.06 else "" for share in shares],
@@ -61,10 +61,10 @@ def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
                 "insidetextfont": {"color": color("paper"), "size": 12},
                 "marker": {"color": color(_token(phase)), "line": {"color": color("paper"), "width": 1}},
                 "hovertext": [format_seconds(s) for s in seconds],
-                "hovertemplate": f"{safe(phase)}: %{{hovertext}}<extra>%{{y}}</extra>",
+                "hovertemplate": f"{safe(phase_name(phase))}: %{{hovertext}}<extra>%{{y}}</extra>",
             }
         )
-    parts = ", ".join(f"{p} {timing.share(p):.0%}" for p in timing.phases)
+    parts = ", ".join(f"{phase_name(p)} {timing.share(p):.0%}" for p in timing.phases)
     layout = {
         "barmode": "stack",
         "uniformtext": {"minsize": 10, "mode": "hide"},
@@ -95,7 +95,7 @@ def _over_steps(all_windows: Sequence[Steps]) -> Chart | None:
     traces = []
     for name in names:
         seconds = [_mean_phase(w, name) / w.count for w in windows]
-        trace = line(name, places, seconds, _token(name), width=0.5, stackgroup="one")
+        trace = line(phase_name(name), places, seconds, _token(name), width=0.5, stackgroup="one")
         trace["fillcolor"] = color(_token(name))
         trace["hovertext"] = [format_seconds(s) for s in seconds]
         trace["hovertemplate"] = "%{hovertext}"

@@ -12,7 +12,7 @@ from echelon.reporting.report.waterfall import END, MISSING, PREPARING, RESTART,
 
 WAITING = "waiting for servers"
 _SAID = {
-    "data": "input", "communicate": "communication", "other": "other (in no phase)", START: "start of the run",
+    "communicate": "communication", "other": "other (in no phase)", START: "start of the run",
     RESTART: "restarts", PREPARING: "preparing the first step", END: "closing (report, last files)",
 }  # fmt: skip
 _MOST_RANKS = 64

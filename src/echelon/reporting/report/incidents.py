@@ -160,7 +160,7 @@ def _grown(names: Sequence[str], rows: Sequence[Sequence[float] | None], timing:
     waiting = max((s for key, s in grown.items() if key[0] == Phase.COMMUNICATE), default=0.0)
     (name, rank), seconds = max(work.items(), key=lambda item: item[1]) if work else (("", 0), 0.0)
     if seconds >= _MOSTLY * waiting:
-        return f"{'input' if name == Phase.DATA else name} on rank {rank} (+{format_seconds(seconds)})"
+        return f"{name} on rank {rank} (+{format_seconds(seconds)})"
     return f"communication (+{format_seconds(waiting)})"
 
 

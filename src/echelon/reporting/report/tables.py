@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.core.units import format_bytes, format_seconds, rounded
-from echelon.observe.phases import Phase, phase_share
+from echelon.observe.phases import Phase, phase_name, phase_share
 from echelon.records.events import Event, SharesDealt
 from echelon.records.kinds import Checkpoint, End, LinkTraffic, Record, Start
 from echelon.reporting.report.charts_cost import phase_order
@@ -92,7 +92,7 @@ def rank_table(record: RunRecord, timing: Timing | None) -> Table | None:
     phases = phase_order(list(timing.phases))
     memory, shares = timing.memory_bytes, _shares(record, len(timing.by_rank))
     gc_s = timing.gc_s
-    head = ["rank", "host", *phases, "own work", *(["garbage collection"] if gc_s else [])]
+    head = ["rank", "host", *map(phase_name, phases), "own work", *(["garbage collection"] if gc_s else [])]
     head += ["peak memory"] if memory else []
     head += ["samples of a batch"] if shares else []
     rows = []
@@ -260,7 +260,7 @@ def prediction_table(summary: Summary) -> Table | None:
         "a step would take",
         "saved of a step",
         "times as fast",
-        "sent by a rank per step",
+        "sent a step by a rank",
     ]
     now_s = summary.predictions[0].now_s
     first = summary.predictions[0]

@@ -136,7 +136,7 @@ def _bound(s: Summary) -> list[str]:
         ]
     else:
         names = {
-            "input": "The input",
+            "input": "Loading data",
             "compute": "Computing",
             "communication": "Waiting for servers" if s.served else "Communication",
         }

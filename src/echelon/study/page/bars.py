@@ -9,7 +9,7 @@ from typing import Any
 from echelon.core.figure import Chart, Json, axis, color, safe
 from echelon.core.ticks import byte_axis, count_axis, time_axis
 from echelon.core.units import format_bytes, format_seconds
-from echelon.observe.phases import PHASES
+from echelon.observe.phases import PHASES, phase_name
 from echelon.study.base import COMPLETED
 from echelon.study.page.scene import CandidateStyle, Scene, Spread, spread
 
@@ -129,11 +129,11 @@ def _phases(scene: Scene) -> Chart | None:
             {
                 "type": "bar",
                 "orientation": "h",
-                "name": str(phase),
+                "name": phase_name(phase),
                 "y": list(range(len(drawn))),
                 "x": seconds,
                 "marker": {"color": color(str(phase)), "line": {"color": color("paper"), "width": 1}},
-                "hovertext": [f"{phase}: {format_seconds(s)}" for s in seconds],
+                "hovertext": [f"{phase_name(phase)}: {format_seconds(s)}" for s in seconds],
                 "hovertemplate": "%{hovertext}<extra></extra>",
             }
         )

@@ -150,7 +150,7 @@ def test_a_prediction_of_two_settings_alone_is_said_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
-        ({}, "input on rank 1 (+180 ms)"),
+        ({}, "data on rank 1 (+180 ms)"),
         ({"gc_s": [0.19, 0.0]}, "garbage collection on rank 0 (190 ms)"),
         ({"phases": [[0.02, 0.02, 0.04, 0.2, 0, 0], [0.02, 0.02, 0.04, 0.2, 0, 0]]}, "communication (+"),
         ({"after": ["evaluation", "checkpoint"]}, "; just after evaluation and checkpoint"),

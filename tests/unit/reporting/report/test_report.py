@@ -133,7 +133,7 @@ def test_input_bound_run_is_told_the_share_and_the_gain(tmp_path: Path) -> None:
     ranks = ((0.050, 0.015, 0.020, 0.010, 0.003, 0.002),) * 2
     summary, words = report(tmp_path, phases_s=ranks)
     assert summary.bound.kind == "input"
-    assert "The input bounds this run: 50% of a step" in words
+    assert "Loading data bounds this run: 50% of a step" in words
     assert "more --loaders (now 1 per worker)" in words
     assert summary.advice[0].gain == pytest.approx(2.0, rel=0.02)
 

@@ -2,6 +2,7 @@
 (() => {
   const kind = document.documentElement.dataset.kind;
   const phases = ["data", "forward", "backward", "communicate", "update", "other"];
+  const named = (phase) => phase === "communicate" ? "communication" : phase;
   const every = 1000, most = 15000;
   const byId = (id) => document.getElementById(id);
   const query = new URLSearchParams(location.search);
@@ -144,13 +145,13 @@
     byId("phase-key").replaceChildren(...present.map((p) => {
       const item = element("li"), sample = element("i");
       sample.style.background = `var(--${p})`;
-      item.append(sample, p);
+      item.append(sample, named(p));
       return item;
     }));
     byId("bars").replaceChildren(...ranks.filter((r) => Object.keys(r.phases).length).flatMap((r) => {
-      const bar = element("div", null, { class: "bar", role: "img", "aria-label": present.map((p) => `${p} ${percent(r.phases[p] || 0)}`).join(", ") });
+      const bar = element("div", null, { class: "bar", role: "img", "aria-label": present.map((p) => `${named(p)} ${percent(r.phases[p] || 0)}`).join(", ") });
       for (const p of present) {
-        const part = element("span", null, { title: `${p} ${percent(r.phases[p] || 0)}` });
+        const part = element("span", null, { title: `${named(p)} ${percent(r.phases[p] || 0)}` });
         part.style.width = `${100 * (r.phases[p] || 0)}%`;
         part.style.background = `var(--${p})`;
         bar.append(part);
@@ -171,7 +172,7 @@
     const gpus = ranks.some((r) => r.resources.gpu_memory_bytes != null);
     const hosts = new Set(ranks.map((r) => r.host)).size > 1;
     const dealt = ranks.some((r) => r.samples != null);
-    const head = [["rank"], ...(hosts ? [["host"]] : []), ...present.map((p) => [p, true]), ["CPU", true], ["memory", true], ["network", true], ...(gpus ? [["GPU", true], ["GPU memory", true]] : []), ...(dealt ? [["samples", true]] : [])];
+    const head = [["rank"], ...(hosts ? [["host"]] : []), ...present.map((p) => [named(p), true]), ["CPU", true], ["memory", true], ["network", true], ...(gpus ? [["GPU", true], ["GPU memory", true]] : []), ...(dealt ? [["samples", true]] : [])];
     table("ranks", head, ranks.map((r) => {
       const u = r.resources, own = u.rss_bytes ?? r.memory_bytes;
       const memory = bytes(own) + (u.loaders_rss_bytes ? ` + ${bytes(u.loaders_rss_bytes)}` : "");
@@ -193,7 +194,7 @@
       [`Test ${s.metric}`, number(s.value, 4), s.best !== null && s.best !== s.value ? `best ${number(s.best, 4)}` : ""],
       ["Train loss", number(s.loss, 4), `of this epoch, last 10 s${s.train_score === null ? "" : `; train ${s.score_label} ${number(s.train_score, 3)}`}`],
       ["Samples/s", number(s.samples_per_s), s.step_s === null ? "" : `a step takes ${seconds(s.step_s)}`],
-      ["Communication", percent(s.communication), `of step time${s.wire_bytes_per_step === null ? "" : `; ${bytes(s.wire_bytes_per_step)} sent per step`}`],
+      ["Communication", percent(s.communication), `of step time${s.wire_bytes_per_step === null ? "" : `; ${bytes(s.wire_bytes_per_step)} sent a step`}`],
       ["Checkpoints", number(s.checkpoints), s.attempts > 1 ? `begun ${s.attempts} times` : ""],
     ]);
     const colors = ["r0", "r1", "r2", "r3", "r4", "r5", "r6", "r7"];
