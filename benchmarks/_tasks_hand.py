@@ -34,13 +34,16 @@ from echelon.trainer.inputs import model_input
 CPU = torch.device("cpu")
 
 
-_SETTINGS = {"--task": "task", "--input": "data.input", "--target": "data.target"}
+_SETTINGS = {
+    "--task": "task", "--input": "data.input", "--target": "data.target", "--epochs": "training.epochs",
+}  # fmt: skip
 
 
 def described(arguments: Sequence[str], seed: int) -> RunConfig:
     """Return the description of what `echelon train` would train with one worker, read in the present folder."""
     source, *words = arguments
-    settings: dict[str, Any] = {_SETTINGS[name]: value for name, value in zip(words[::2], words[1::2], strict=True)}
+    pairs = zip(words[::2], words[1::2], strict=True)
+    settings: dict[str, Any] = {_SETTINGS[name]: int(value) if name == "--epochs" else value for name, value in pairs}
     settings |= {"data.source": source, "training.seed": seed, "launch.workers": 1, "strategy.parallel": "dp=1"}
     return with_task_defaults(build(None, settings)).config
 
