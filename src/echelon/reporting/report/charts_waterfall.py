@@ -7,29 +7,28 @@ from itertools import accumulate, pairwise
 from echelon.core.figure import Chart, Choice, Json, color, safe
 from echelon.core.ticks import time_axis
 from echelon.core.units import format_seconds
-from echelon.observe.phases import Phase
+from echelon.observe.phases import Phase, phase_name
 from echelon.reporting.report.waterfall import END, MISSING, PREPARING, RESTART, START, Waterfall
 
-WAITING = "waiting for servers"
 _SAID = {
-    "communicate": "communication", "other": "other (in no phase)", START: "start of the run",
+    "other": "other (in no phase)", START: "start of the run",
     RESTART: "restarts", PREPARING: "preparing the first step", END: "closing (report, last files)",
 }  # fmt: skip
 _MOST_RANKS = 64
 _WIDE = 0.5  # a bar of this share of the wall time has room for its text inside, also on a phone
 
 
-def part_name(name: str, served: bool = False) -> str:
-    """Say a part in words; where servers hold the parameters, what is waited for is they."""
-    return WAITING if served and name == Phase.COMMUNICATE else _SAID.get(name, name)
+def part_name(name: str) -> str:
+    """Say a part in words: a phase has the same ones on each page and in the terminal."""
+    return _SAID.get(name, phase_name(name))
 
 
-def waterfall_chart(waterfall: Waterfall | None, served: bool = False) -> Chart | None:
+def waterfall_chart(waterfall: Waterfall | None) -> Chart | None:
     """One bar per part, each beginning where the one before ends; the rank is chosen."""
     if waterfall is None:
         return None
     shown = {name: s for name, s in waterfall.parts.items() if name != MISSING or waterfall.missing > 0.001}
-    labels = [safe(part_name(name, served)) for name in shown]
+    labels = [safe(part_name(name)) for name in shown]
     ranks = range(min(waterfall.ranks, _MOST_RANKS))
     traces = [made(waterfall, shown, rank) for rank in ranks for made in (_bars, _texts)]
     places = list(range(len(shown) + 1))
@@ -47,7 +46,7 @@ def waterfall_chart(waterfall: Waterfall | None, served: bool = False) -> Chart 
         f"Together they are the wall time within {waterfall.missing:.1%}."
     )
     largest = sorted(shown.items(), key=lambda item: -item[1][0])[:4]
-    said = ", ".join(f"{part_name(n, served)} {format_seconds(s[0])}" for n, s in largest)
+    said = ", ".join(f"{part_name(n)} {format_seconds(s[0])}" for n, s in largest)
     label = f"Of {format_seconds(waterfall.wall_s)} on rank 0: {said}."
     choices = tuple(Choice(f"rank {r}", [2 * r, 2 * r + 1]) for r in ranks) if waterfall.ranks > 1 else ()
     height = 110 + 26 * len(places)

@@ -34,7 +34,7 @@ TERMS = {
     "a step": "One update of the parameters: forward, backward, communication and update of one global batch.",
     "sent a step": "Bytes that all ranks together send in a step so that replicas agree.",
     "own work": "What a rank spends in a step on anything but communication, in which it also waits for others.",
-    "communication": "Waiting for messages that backward does not hide, and for ranks that are slower.",
+    "communication": "Waiting for messages that backward does not hide, and for ranks or servers that are slower.",
     "update": "The optimizer's step.",
     "other": "Time of a step that is in no phase: hooks, logging, garbage collection.",
     "wall time": "From the start of the command's process to its end; pauses between a stop and a resume are left out.",

@@ -223,7 +223,7 @@ def waterfall_table(record: RunRecord, summary: Summary) -> Table | None:
     waterfall = summary.waterfall
     if waterfall is None:
         return None
-    head = ["rank", *(part_name(name, record.served) for name in waterfall.parts), "wall time"]
+    head = ["rank", *(part_name(name) for name in waterfall.parts), "wall time"]
     rows = [
         [str(r), *(f"{seconds[r]:.2f}" for seconds in waterfall.parts.values()), f"{waterfall.wall_s:.2f}"]
         for r in range(waterfall.ranks)

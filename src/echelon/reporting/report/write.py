@@ -68,7 +68,7 @@ def render_run(record: RunRecord, summary: Summary, shared_script: str = "") -> 
     """The page of one run as HTML; see `render_page`."""
     timing = measure(record)
     timeline = timeline_chart(record)
-    waterfall = waterfall_chart(summary.waterfall, record.served)
+    waterfall = waterfall_chart(summary.waterfall)
     sections = {
         "learning": learning_charts(record),
         "evaluation": [chart for section in record.evaluation.sections for chart in section.charts],
