@@ -81,7 +81,7 @@ def train(
             names as on the command line; several workers have copies of them.
         loggers: names as on the command line, and objects (see `echelon.observe.loggers.base.LoggerSettings`).
         settings: any other setting by its command-line name, such as
-            `epochs=5, batch_size=64, workers=2, sync="allreduce"`; `help(echelon.train)` lists them. `optimizer` may be
+            `epochs=5, batch_size=64, workers=2, sync="allreduce"`; they are listed below. `optimizer` may be
             a subclass of `torch.optim.Optimizer`, or `functools.partial(Class, name=value)`.
 
     Raises:

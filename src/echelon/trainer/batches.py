@@ -288,7 +288,7 @@ class EpochOrder:
                 self.reason = self.reason or (EARLY_STOP if self._is_stagnant else "")
             with self._pause("checkpoint"):
                 run.saver.consider_best(self._cursor, report, run.task, last)
-        if self._trained:
+        if self._trained or report is not None:  # of a resume, an evaluation may be all that was left
             with self.window.pause(RECORDING):
                 run.progress.epoch_ended(epoch, report)
                 self.window.meet()

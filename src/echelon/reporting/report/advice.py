@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.observe.phases import Phase
-from echelon.records.kinds import Start
+from echelon.records.kinds import Checkpoint, Evaluation, Start
 from echelon.reporting.report.predictions import SAYS_SO, WayPrediction, pick_ways
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import SlowRank, Timing
@@ -14,6 +14,7 @@ from echelon.reporting.report.whole_run import WholeRun
 
 _WORTH_SAYING = 0.10
 _PERSISTENT = 0.7
+_SCOPES = {"steps": "", "run": "from its first step on ", "command": "the command "}
 _PAUSES = (  # the pause, from which share of the run on it is worth saying, what it does, what helps
     ("checkpoint", 0.03, ("Checkpoints stop training for", "a longer --checkpoint-every")),
     ("evaluation", 0.15, ("Evaluation takes", "a larger --eval-every")),
@@ -24,8 +25,9 @@ _PAUSES = (  # the pause, from which share of the run on it is worth saying, wha
 
 @dataclass(frozen=True)
 class Advice:
-    """One change and its gain: a factor on the rate of steps, or on the whole run's time (`scope`).
+    """One change and its gain: a factor on the rate of steps, on the time from the first step on, or of the command.
 
+    `scope`: one of `_SCOPES`.
     `said`: the text says what is gained, as computed from the record; else the gain is an upper bound.
     """
 
@@ -38,8 +40,7 @@ class Advice:
         """Say it with its gain."""
         if self.said:
             return f"{self.text}."
-        what = "" if self.scope == "steps" else "the whole run "
-        return f"{self.text}: {what}at most {self.gain:.2f}x as fast."
+        return f"{self.text}: {_SCOPES[self.scope]}at most {self.gain:.2f}x as fast."
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def held_up_by(timing: Timing) -> SlowRank | None:
 
 def advise(record: RunRecord, timing: Timing | None, told: RunFacts) -> list[Advice]:
     """List changes worth trying, the greatest gain first; empty when nothing stands out."""
-    found = _about_the_run(timing, told)
+    found = _about_the_run(record, timing, told)
     if timing is not None and timing.phases:
         found += _about_steps(record, timing, told.predictions)
     return sorted(found, key=lambda a: -a.gain)
@@ -142,13 +143,17 @@ def _predicted(predictions: Sequence[WayPrediction], share: float) -> Advice:
         text = f"Communication takes {share:.0%} of a step, and no other way that was computed from the record would "
         return Advice(f"{text}save time; a larger --batch-size communicates less often", _gain(share))
     first, *others = pick_ways(better)
-    more = "".join(f", {p.label} {p.run_saves:.0%}" for p in others)
+    more = "".join(f", {_named(p)} {p.run_saves:.0%}" for p in others)
     text = (
-        f"Communication takes {share:.0%} of a step: {first.label} would save {first.run_saves:.0%} of the run, "
+        f"Communication takes {share:.0%} of a step: {_named(first)} would save {first.run_saves:.0%} of the run, "
         f"from its first step to its end{more}, computed from the record (what accuracy each costs, `echelon compare` "
         "measures)"
     )
     return Advice(text, better[0].gain, said=True)
+
+
+def _named(way: WayPrediction) -> str:
+    return "no compression" if way.label == "none" else way.label
 
 
 def _communication(record: RunRecord, share: float) -> Advice:
@@ -193,17 +198,29 @@ def _on_gpu(record: RunRecord) -> bool:
     return any(start.device.startswith("cuda") for start in record.of(Start))
 
 
-def _about_the_run(timing: Timing | None, told: RunFacts) -> list[Advice]:
+def _spared(record: RunRecord, pause: str) -> float:
+    """Return which share of a pause its remedy can spare: the last evaluation stays, so do checkpoints of the best."""
+    if pause == "evaluation":
+        made = len(record.of(Evaluation))
+        return (made - 1) / made if made else 1.0
+    if pause == "checkpoint":
+        saved = [checkpoint.reason for checkpoint in record.of(Checkpoint)]
+        return saved.count("interval") / len(saved) if any(saved) else 1.0
+    return 1.0
+
+
+def _about_the_run(record: RunRecord, timing: Timing | None, told: RunFacts) -> list[Advice]:
     found, whole = [], told.whole
     for name, least, remedy in _PAUSES:
         share = whole.shares().get(name, 0.0) if whole else 0.0
         if least <= share < 1:
             text = f"{remedy[0]} {share:.0%} of the run from its first step to its end; {remedy[1]}"
-            found.append(Advice(text, _gain(share), "run"))
+            spared = share * _spared(record, name)
+            found += [Advice(text, _gain(spared), "run")] if spared >= least / 2 else []
     starting = (told.startup_s or 0.0) / told.seconds if told.seconds > 0 else 0.0
     if 0.25 <= starting < 1 and timing is not None:
         text = f"{starting:.0%} of this short run is its start, which a longer run pays just once; without it"
-        found.append(Advice(text, _gain(starting), "run"))
+        found.append(Advice(text, _gain(starting), "command"))
     return found
 
 

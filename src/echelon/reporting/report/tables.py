@@ -52,7 +52,7 @@ def headlines(s: Summary) -> list[Headline]:
         aside = f"on {samples_of_primary(s)}" if s.eval_samples else ""
         if s.eval_samples and primary.percent:
             low, high = wilson_interval(value, s.eval_samples)
-            aside = f"± {(high - low) * 50:.1f} pt (95%)"
+            aside = f"95%: {low:.3f} to {high:.3f}"
         found.append(Headline(primary.title, f"{value:.4f}", aside))
     others = [(m.title, v) for m in s.task.headlines if (v := s.metrics.get(m.name)) is not None]
     if others:

@@ -15,7 +15,7 @@ from echelon.reporting.report.communication import Communication, communication_
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.whole_run import rank_seconds
 
-_ENOUGH_WINDOWS = 3
+_ENOUGH_WINDOWS, _ENOUGH_S = 3, 1.0
 _OUTLIER = 2.0
 SIGNIFICANT = 0.01
 LEAST_RATIO = 1.2  # equal ranks on busy cores differ by a tenth or more for as long as a scheduler leaves them there
@@ -294,9 +294,11 @@ def timing_notes(timing: Timing | None) -> list[str]:
     if timing is None:
         return []
     notes = []
-    if timing.steps < 50 or timing.windows < _ENOUGH_WINDOWS:
+    seconds = timing.steps * timing.step_s
+    if timing.steps < 50 or timing.windows < _ENOUGH_WINDOWS or seconds < _ENOUGH_S:
         notes.append(
             f"There is little evidence: the figures on time come from {timing.steps} "
-            f"step{'s' * (timing.steps != 1)} in {timing.windows} window{'s' * (timing.windows != 1)} of {RECORD_FILE}."
+            f"step{'s' * (timing.steps != 1)} of together {format_seconds(seconds)} in {timing.windows} "
+            f"window{'s' * (timing.windows != 1)} of {RECORD_FILE}."
         )
     return notes

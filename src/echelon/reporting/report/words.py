@@ -111,9 +111,10 @@ def _accuracy(s: Summary) -> list[str]:
         words.append(
             f"That is of the test set; the checkpoint was chosen by validation data, with {chosen_by:.4f} there."
         )
-    least = 0.005 if primary.percent else 0.005 * abs(value)
-    if s.best is not None and not s.tested and primary.score(s.best) - primary.score(value) >= max(least, 1e-12):
-        words.append(f"The best was {s.best:.4f} at step {s.best_step}: the last is not the best one.")
+    if s.best is not None and not s.tested and f"{s.best:.4f}" != f"{value:.4f}":
+        words.append(
+            f"The best was {s.best:.4f} at step {s.best_step}, whose checkpoint is kept: the last is not the best one."
+        )
     return words
 
 

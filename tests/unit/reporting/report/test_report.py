@@ -273,7 +273,7 @@ def test_missing_folder_is_a_user_error(tmp_path: Path) -> None:
 
 def test_few_steps_are_thin_evidence(tmp_path: Path) -> None:
     _, words = rewrite(tmp_path, tell(SHORT)[:3])
-    assert "the figures on time come from 20 steps in 2 windows" in words
+    assert "the figures on time come from 20 steps of together " in words and " in 2 windows" in words
 
 
 def test_loss_that_becomes_nan_is_told_with_its_step(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_falling_accuracy_is_not_flattered(tmp_path: Path) -> None:
     evaluations = [line for line in lines if line["kind"] == "evaluation"]
     evaluations[0]["metrics"]["top1"], evaluations[1]["metrics"]["top1"] = 0.9, 0.8
     _, words = rewrite(tmp_path, lines)
-    assert "The best was 0.9000 at step 100: the last is not the best one." in words
+    assert "The best was 0.9000 at step 100, whose checkpoint is kept: the last is not the best one." in words
 
 
 def test_wilson_interval_against_its_published_example() -> None:

@@ -108,3 +108,14 @@ def test_a_metric_says_after_which_step_where_later_ones_were_not_evaluated() ->
     assert any("Top-1 0.5000" in words and "after step 10: no later one was evaluated" in words for words in said), said
     said = closing_words(summarise(RunRecord("run", [*begun, End("stopped", t=5.1)])))
     assert not any("no later one" in words for words in said), said
+
+
+@pytest.mark.parametrize(("reason", "evaluations", "said"), [("interval", 2, True), ("best", 1, False)])
+def test_nothing_is_advised_that_cannot_help(reason: str, evaluations: int, said: bool) -> None:
+    """A checkpoint of the best comes however long the interval is, and the last evaluation however rare they are."""
+    paused = {"pause_names": ["evaluation", "checkpoint"], "pauses": [[2.0, 2.0], [2.0, 2.0]]}
+    lines = [Start(t=0.0), window(2.0, 2.0, 10), *(Evaluation(10, seconds=1.0, t=4.0),) * evaluations]
+    lines += [Checkpoint(10, t=6.0, reason=reason), window(8.0, 2.0, 20, **paused), End("completed", t=8.1)]
+    words = " ".join(advice.sentence() for advice in summarise(RunRecord("run", lines)).advice)
+    assert ("a larger --eval-every: from its first step on at most" in words) == said, words
+    assert ("a longer --checkpoint-every" in words) == said, words
