@@ -152,6 +152,7 @@ class KeyStore:
             for view in views:
                 view.data = torch.empty(0, dtype=value.dtype)  # the optimizer is not used: no second copy
         self._momenta = [group.get("momentum") for group in self.optimizer.param_groups]
+        self._scales_by_staleness = bool(settings.by_staleness)
         self._pulled: dict[str, tuple[int, float, Tensor | None]] = {}
         self._mean_square: dict[str, Tensor] = {}
 
@@ -165,7 +166,7 @@ class KeyStore:
     def scale_of(self, push: Push, now_s: float) -> float:
         """Return the factor of the learning rate for a gradient, from its staleness and age."""
         scale = 1.0
-        if self.settings.by_staleness:
+        if self._scales_by_staleness:
             scale *= staleness_factor(self.staleness_of(push))
         pulled = self._pulled.get(push.worker)
         if self.settings.decay_s > 0 and pulled is not None:
@@ -296,7 +297,9 @@ class KeyStore:
         return self.value.view(-1, self.key.width)[rows]
 
     def set_workers(self, workers: int) -> None:
-        """Correct the momentum for asynchrony among so many workers, where the settings say so."""
+        """Correct momentum and rates for asynchrony among so many workers, where the settings say so."""
+        if self.rows is None and any(momentum is not None for momentum in self._momenta):  # it is SGD
+            self._scales_by_staleness = self.settings.scales_by_staleness(workers)
         if self.settings.corrects_momentum:
             for group, wanted in zip(self.optimizer.param_groups, self._momenta, strict=True):
                 if wanted is not None:

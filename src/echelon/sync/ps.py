@@ -26,7 +26,7 @@ MODES = ("sync", "async", "ssp")
 COMPENSATIONS = ("none", "constant", "adaptive")
 # Zheng et al. 2017: lambda of the constant form, and lambda_0 of the adaptive one in the authors' code.
 MANY_WORKERS = 4
-"""From which on stale gradients cost many points in a short run: measured with two workers and with four."""
+"""From which on stale gradients cost so much in a short run that they are scaled: measured with two and with four."""
 STRENGTH = {"none": 0.0, "constant": 0.04, "adaptive": 2.0}
 
 
@@ -43,7 +43,8 @@ class ServerSettings(SyncSettings):
         backup: `sync` only: a version is complete without this many of its gradients (Chen et al. 2016).
         compensation: delay compensation g + lambda g*g*(w_now - w_then) (Zheng et al. 2017): none, constant, adaptive.
         strength: lambda (adaptive: lambda_0); None: 0.04 (adaptive: 2).
-        by_staleness: divide the learning rate by a gradient's staleness (Zhang et al. 2016).
+        by_staleness: divide the learning rate by a gradient's staleness (Zhang et al. 2016). Left out: with mode=async,
+            SGD, and four workers or more.
         momentum_correction: lower the server's momentum by what asynchrony adds: 1 - workers (1 - momentum), at least 0
             (Mitliagkas et al. 2016). Left out: with mode=async and ssp, where the servers have a momentum.
         decay_s: weigh a gradient by exp(-age / decay_s), its age counted from the pull it was computed on; 0: off.
@@ -61,7 +62,7 @@ class ServerSettings(SyncSettings):
     backup: int = 0
     compensation: str = "none"
     strength: float | None = None
-    by_staleness: bool = False
+    by_staleness: bool | None = None
     momentum_correction: bool | None = None
     decay_s: float = 0.0
     snapshot_every: int = 200
@@ -86,7 +87,7 @@ class ServerSettings(SyncSettings):
                 raise ValueError(f"{name}={getattr(self, name)}: it must be between {low} and {high}")
         if self.backup and self.mode != "sync":
             raise ValueError(f"backup={self.backup} belongs to mode=sync; mode={self.mode} waits for no gradient")
-        stale = self.compensation != "none" or self.by_staleness or self.momentum_correction or self.decay_s > 0
+        stale = self.compensation != "none" or bool(self.by_staleness) or self.momentum_correction or self.decay_s > 0
         if stale and self.aggregates:
             raise ValueError("compensation, by_staleness, momentum_correction and decay_s act on stale gradients: "
                              "with mode=sync there are none, use mode=async or mode=ssp")  # fmt: skip
@@ -102,6 +103,11 @@ class ServerSettings(SyncSettings):
     def corrects_momentum(self) -> bool:
         """Whether the servers' momentum, where there is one, is lowered by the number of workers."""
         return not self.aggregates if self.momentum_correction is None else self.momentum_correction
+
+    def scales_by_staleness(self, workers: int) -> bool:
+        """Whether so many workers' gradients are scaled by staleness, of SGD."""
+        is_default = self.mode == "async" and workers >= MANY_WORKERS
+        return not self.aggregates and (is_default if self.by_staleness is None else self.by_staleness)
 
     @property
     def chunk_bytes(self) -> int:
@@ -134,7 +140,9 @@ class ServerSettings(SyncSettings):
         lowered = corrected_momentum(momentum, workers)
         stale = [] if workers < MANY_WORKERS or self.by_staleness else [
             f"--sync {self}: gradients of {workers} workers that do not wait are old when they arrive, which costs "
-            "accuracy, many points in a short run: by_staleness=true has lost the least there"
+            "accuracy, several points in a short run"
+            + (": the learning rate of each is divided by its staleness (by_staleness=false: as given)"
+               if self.scales_by_staleness(workers) else ": by_staleness=true has lost the least there")
         ]  # fmt: skip
         return [
             f"--sync {self}: the servers use momentum {lowered:g} in place of {momentum:g}, because {workers} workers "

@@ -88,6 +88,26 @@ def test_a_stale_gradient_moves_the_parameters_by_less() -> None:
     assert moved == pytest.approx([1, 1, 1, 1 / 3])
 
 
+@pytest.mark.parametrize(
+    ("settings", "workers", "scale"),
+    [
+        (ServerSettings(), 4, 1 / 3),
+        (ServerSettings(), 3, 1.0),
+        (ServerSettings("ssp"), 4, 1.0),
+        (ServerSettings(by_staleness=False), 4, 1.0),
+        (ServerSettings(by_staleness=True), 2, 1 / 3),
+    ],
+)
+def test_many_workers_gradients_are_scaled_unless_somebody_chose(
+    settings: ServerSettings, workers: int, scale: float
+) -> None:
+    one = store(settings)
+    one.set_workers(workers)
+    one.version = 3
+    came = push("slow", 0, torch.ones(4, dtype=torch.float64), base=0)
+    assert one.scale_of(came, 0.0) == pytest.approx(scale)
+
+
 def test_an_old_gradient_weighs_less() -> None:
     one = store(ServerSettings(decay_s=2.0))
     one.note_pull("a", 5.0)
