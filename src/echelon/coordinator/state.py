@@ -536,7 +536,7 @@ class Coordinator:
             if counted or (done.late and self._config.policy.shared):
                 self._save(Counted(done.task, member.name, done.report.samples, done.late))
             self._late += done.late
-            self._window.add(member.name, leases.step_of(done.task), done.report, counted)
+            self._window.add(member.name, leases.step_of(done.task), done.report, counted, now_s)
         self._window.add_bytes(done.moved)
         self._send(member, TaskHeard(done.task))
         if leases is not None:

@@ -51,8 +51,13 @@ class WindowAccumulator:
             of_worker = self.pauses.setdefault(worker, {})
             of_worker[name] = of_worker.get(name, 0.0) + seconds
 
-    def add(self, worker: str, step: int, report: TaskReport, counted: bool) -> None:
-        """Add a finished task; one that was not counted into the parameters adds only its time."""
+    def add(self, worker: str, step: int, report: TaskReport, counted: bool, now_s: float) -> None:
+        """Add a finished task; one that was not counted into the parameters adds only its time.
+
+        A worker is given what is next while it computes: a pause that it was given meanwhile begins now.
+        """
+        if worker in self.paused:
+            self.paused[worker] = (self.paused[worker][0], now_s)
         if counted:
             self.losses.setdefault(step, []).append(report.loss)
             if report.score is not None:

@@ -23,7 +23,7 @@ def test_a_pause_lies_in_the_windows_that_it_lasts_over() -> None:
             window.pause("a", "evaluation", 0.75)
         if end_s == 3.0:
             window.resume("a", 2.5)
-        window.add("b", int(end_s), report(), counted=True)
+        window.add("b", int(end_s), report(), True, end_s)
         steps, window = window.close(0, int(end_s), ["a", "b"], end_s)
         found.append(steps)
     assert all(steps.phase_names == PHASE_NAMES for steps in found)
@@ -33,11 +33,20 @@ def test_a_pause_lies_in_the_windows_that_it_lasts_over() -> None:
     assert [steps.seconds for steps in found] == pytest.approx([0.875, 0.5, 0.75])
 
 
+def test_a_pause_begins_when_the_step_before_it_is_done() -> None:
+    """A worker asks for what is next while it computes."""
+    window = WindowAccumulator(0.0)
+    window.pause("a", "evaluation", 0.5)
+    window.add("a", 1, report(), True, 0.75)
+    steps, _ = window.close(0, 1, ["a"], 1.0)
+    assert dict(zip(steps.pause_names, steps.pauses[0], strict=True))["evaluation"] == pytest.approx(0.25)
+
+
 def test_the_learning_rate_is_that_of_the_newest_step() -> None:
     window, rates = WindowAccumulator(0.0), []
     for place, done in enumerate(([3, 1, 5, 2], [4], [6]), 1):
         for step in done:
-            window.add("a", step, report(lr=1.0 / step), counted=True)
+            window.add("a", step, report(lr=1.0 / step), True, float(step))
         steps, window = window.close(0, place, ["a"], float(place))
         rates.append(steps.lr)
     assert rates == [1 / 5, 1 / 5, 1 / 6]
