@@ -23,6 +23,7 @@ from echelon.core.stop import StopFlag, stop_on_signals
 from echelon.forecast.alternatives import record_alternatives
 from echelon.observe.callbacks import CallbackFailed
 from echelon.observe.notes import RankNotes, open_notes
+from echelon.observe.screen import Screen
 from echelon.ps.worker_rank import WorkerRank
 from echelon.records.events import BadImageSkipped, CallbackError, RankFailed, Refusal
 from echelon.records.file import Recorder
@@ -40,7 +41,8 @@ from echelon.trainer.loop import StepCounter, TrainingRun, fit
 from echelon.trainer.membership import Membership
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.process import is_lost_wait, keep_freed_memory, leave, log_to, one_line, place_of, record_last
-from echelon.trainer.world import join_worker, join_world
+from echelon.trainer.resolved import ResolvedRun
+from echelon.trainer.world import World, join_worker, join_world
 
 _STORE_TIMEOUT = timedelta(seconds=60)
 
@@ -154,12 +156,18 @@ def train_rank(
                 run.progress.record.close()
             raise
         in_time = status == "completed" and batches.reason != MAX_TIME
-        measured_bytes = record_alternatives(run, resolved) if in_time else 0
+        measured_bytes = _time_alternatives(run, resolved, world) if in_time else 0
         stagnant = run.saver.stagnation.evaluations
         why = why_ended(batches.reason, run.task.facts(), stagnant, resolved.config)
         _end(run, path, End(status, why, reason=batches.reason, stagnant=stagnant), measured_bytes)
         run.progress.record.close()
     return status
+
+
+def _time_alternatives(run: TrainingRun, resolved: ResolvedRun, world: World) -> int:
+    """Record what other ways to communicate would cost, which takes about a second; returns the bytes that it sent."""
+    with Screen(visible=world.leads) as screen, screen.bar("end: timing other ways to communicate"):
+        return record_alternatives(run, resolved)
 
 
 def _prepare_process() -> None:

@@ -12,7 +12,7 @@ from echelon.reporting.report.waterfall import END, MISSING, PREPARING, RESTART,
 
 _SAID = {
     "other": "other (in no phase)", START: "start of the run",
-    RESTART: "restarts", PREPARING: "preparing the first step", END: "closing (report, last files)",
+    RESTART: "restarts", PREPARING: "preparing the first step", END: "closing (timings, report)",
 }  # fmt: skip
 _MOST_RANKS = 64
 _WIDE = 0.5  # a bar of this share of the wall time has room for its text inside, also on a phone

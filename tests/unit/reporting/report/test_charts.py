@@ -78,7 +78,7 @@ def test_what_passes_before_the_first_step_is_a_part_of_the_wall_time() -> None:
     assert chart is not None
     shown = chart.layout["yaxis"]["ticktext"]
     assert shown[:3] == ["start of the run", "preparing the first step", "forward"]
-    assert "closing (report, last files)" in shown
+    assert "closing (timings, report)" in shown
 
 
 def test_the_last_checkpoint_is_written_before_the_run_closes() -> None:
