@@ -79,6 +79,11 @@ def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
     caption = (
         f"Mean over {timing.steps} steps{warm_up}; shares are of step time. "
         f"Communication is what is not hidden behind backward{waits}."
+        + (
+            " Each worker computes some of the steps: its time is told as a mean over all of them."
+            if record.has_servers and not record.waits_for_all
+            else ""
+        )
     )
     height = min(900, 130 + 38 * len(labels))
     return Chart("phases", "Where a step goes", caption, f"Mean of the ranks: {parts}.", traces, layout, height, True)

@@ -176,7 +176,7 @@ def _bytes(loads: dict[str, ServerTotals], windows: Sequence[WorkerWindow]) -> C
         trace["hovertext"] = [format_bytes(n_bytes) for n_bytes in trace["x"]]
         trace["hovertemplate"] = "%{hovertext}<extra>%{y}</extra>"
     up, down = (sum(d.get(n, 0.0) for n in names if n.startswith("worker")) for d in (sent, received))
-    said = f"Workers sent {format_bytes(up)} and received {format_bytes(down)}, over all their lives."
+    said = f"Workers sent {format_bytes(up)} and received {format_bytes(down)}, as each told last."
     layout = {**_row_layout(names, byte_axis("", [*sent.values(), *received.values()])), "barmode": "group"}
     return Chart("directions", "Bytes by direction", said, said, traces, layout, max(240, 120 + 34 * len(names)))
 
