@@ -57,7 +57,6 @@ def _on_workers(folder: Path, config: RunConfig, checkpoint: str, workers: int) 
     check_whole(folder / CHECKPOINTS_FOLDER, checkpoint)
     with scratch_folder() as results, closing(Local()) as place, Screen(to_stderr=True) as screen:
         which = checkpoint if checkpoint in ("best", "newest") else f"step-{checkpoint}"
-        screen.say(f"{folder}: its {which} checkpoint on {config.data.source}, {workers} workers")
         files = EvaluationFiles(results)
         plan = LaunchPlan(
             entry=EVALUATOR,
@@ -71,7 +70,8 @@ def _on_workers(folder: Path, config: RunConfig, checkpoint: str, workers: int) 
         )
         deaths: list[Death] = []
         with ExitStack() as start, ranks_here(plan) as machine:
-            start.enter_context(screen.bar(f"start: {workers} workers"))
+            what = f"{which} checkpoint of {folder} on {config.data.source}"  # in the bar: a refusal is one line
+            start.enter_context(screen.bar(f"{what}: starting {workers} workers"))
 
             def look(_: Sequence[Living]) -> None:
                 """Leave the screen to the first process once that shows something."""
