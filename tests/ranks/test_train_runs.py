@@ -68,7 +68,7 @@ def test_under_torchrun_and_from_python_with_own_parts(tmp_path: Path) -> None:
         (start,) = run.records("start")
         assert start["world_size"] == 2 and len(set(start["pids"])) == 2
         assert own.end() == 0, own.text()
-        status, top1 = own.text().split()[-2:]
+        status, top1 = own.output.read_text().split()[-2:]
         assert status == "completed" and float(top1) > 0.8
 
 

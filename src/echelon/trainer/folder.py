@@ -147,6 +147,7 @@ def claimed(
     machines are in it.
     """
     is_new = not config.run or not Path(config.run).exists() or _is_reserved(Path(config.run))
+    is_new = is_new or joins(Path(config.run), config)  # of machines that share it, the last to be refused removes it
     in_root, config = not config.run, claim(config, root, given_t, model, leads)
     try:
         yield config
