@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from echelon.checkpoint.files import check_whole
 from echelon.config import Resolved, RunConfig, build
 from echelon.config.build import DEFAULT, SettingValue
 from echelon.config.keywords import RESUMABLE, for_compare, for_resume, for_train, keywords, setting_of, takes_settings
@@ -165,6 +166,7 @@ def flow(
 def _started(resolved: Resolved, objects: UserObjects | None) -> Outcome:
     """Train in this process where nothing speaks for others, else in processes of their own."""
     config = resolved.config
+    folders.check_weights(config.model.weights)
     if resolved.origins["launch.max_restarts"] == DEFAULT and not config.optimizer.lr_find:
         from echelon.run.in_process import runs_in_process, start_in_process
 
@@ -311,16 +313,14 @@ def export(run: str | Path, file: str | Path, trust: bool = False, **objects: Un
     Raises:
         UserError: no whole checkpoint, no such format, one that does not suit the model, or the check failed.
     """
+    resolved = usable(run, "best", trust)
     from echelon.inference.exports import format_of
 
-    path = Path(run)
     format_of(Path(file))
-    resolved = _read(path)
-    check_trust(resolved, trust)
     from echelon.inference.export import write_export
 
     given = _user_objects(dict(objects), resolved.config)
-    return write_export(path, resolved.config, Path(file), given or _no_objects())
+    return write_export(Path(run), resolved.config, Path(file), given or _no_objects())
 
 
 def predict(
@@ -356,21 +356,21 @@ def predict(
         UserError: no such checkpoint that is whole, or samples that are not of the run's kind or cannot be read.
         JobFailed: a worker died.
     """
+    if workers < 0:
+        raise UserError(f"workers={workers}: name how many processes predict, or 0 for all cores")
+    resolved = usable(run, checkpoint, trust, follow_links)
     from echelon.inference.predict import MaskOutput, device_of, predict_samples
+    from echelon.run.trained import load_trained
     from echelon.tasks.base import Writing
 
     folder = None if masks is None else MaskOutput.of(masks)
-    if workers < 0:
-        raise UserError(f"workers={workers}: name how many processes predict, or 0 for all cores")
+    given = _user_objects(dict(objects), resolved.config) or _no_objects()
     if workers != 1:
-        resolved = _read(Path(run), _links(follow_links))
-        check_trust(resolved, trust)
         from echelon.inference.workers import PredictionJob, predict_on_workers
 
-        given = _user_objects(dict(objects), resolved.config) or _no_objects()
         job = PredictionJob(Path(run), resolved.config, checkpoint, data, writing or Writing(), device, folder)
         return predict_on_workers(job, given, workers)
-    trained = trained_model(run, checkpoint, trust, follow_links, **objects)
+    trained = load_trained(Path(run), resolved.config, given, checkpoint)
     return list(predict_samples(trained, data, writing or Writing(), device_of(device), folder))
 
 
@@ -386,12 +386,23 @@ def trained_model(
     Raises:
         UserError: as `predict`.
     """
-    resolved = _read(Path(run), _links(follow_links))
-    check_trust(resolved, trust)
+    resolved = usable(run, checkpoint, trust, follow_links)
     from echelon.run.trained import load_trained
 
     given = _user_objects(dict(objects), resolved.config)
     return load_trained(Path(run), resolved.config, given or _no_objects(), checkpoint)
+
+
+def usable(run: str | Path, checkpoint: str, trust: bool, follow_links: bool = False) -> Resolved:
+    """Return the description of a run whose model can be had; without torch, which takes seconds to say no.
+
+    Raises:
+        UserError: the folder holds no run, or no such checkpoint that is whole, or names code that is not trusted.
+    """
+    resolved = _read(Path(run), _links(follow_links))
+    check_trust(resolved, trust)
+    check_whole(Path(run) / folders.CHECKPOINTS_FOLDER, checkpoint)
+    return resolved
 
 
 def report(run: str | Path) -> Path:
@@ -573,11 +584,13 @@ def _compiled(module: Any, loss: Any, metrics: Any) -> tuple[Any, Any]:
 
 
 def _as_module(model: Any) -> Any:
-    """Return a caller's model as a module of torch: one of Keras is wrapped.
+    """Return a caller's model as a module of torch: one of Keras is wrapped, a name stays a name.
 
     Raises:
         UserError: Keras computes with another backend, or the model has no weights yet.
     """
+    if isinstance(model, str):
+        return model
     from echelon.models.keras_model import is_keras_model, keras_module
 
     return keras_module(model, f"model {type(model).__name__}") if is_keras_model(model) else model

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from echelon.inference.predict import PredictedRow
     from echelon.run.trained import TrainedModel
 
+_TABLES = (".jsonl", ".csv", ".parquet")
 _WIDEST = 60  # characters of a sample's name in the terminal's table
 
 
@@ -33,12 +34,13 @@ def predict_command() -> Any:
         if not files and not text:
             raise UserError("name files to predict, or give texts with --text")
         if out:
-            _check_out(out)
+            _check_out(Path(out))
         data = [*map(Path, files or ()), *(text or ())]
         rows: Iterable[PredictedRow]
         if workers == 1:
             rows = _predicted(api.trained_model(run, checkpoint, trust, follow_links), data, masks, device, writing)
         else:
+            api.usable(run, checkpoint, trust, follow_links)
             from echelon.tasks.base import Writing
 
             rows = api.predict(
@@ -119,10 +121,12 @@ def _model_options() -> list[Any]:
     ]  # fmt: skip
 
 
-def _check_out(out: str) -> None:
-    from echelon.inference.predict import check_table
-
-    check_table(Path(out))
+def _check_out(path: Path) -> None:
+    """Refuse a file for predictions whose suffix names no format, before torch is imported."""
+    if path.suffix.lower() not in _TABLES:
+        raise UserError(f"--out {path}: predictions are written as {', '.join(_TABLES)}")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--out {path}: there is no folder {path.parent}")
 
 
 def _predicted(

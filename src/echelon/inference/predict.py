@@ -26,7 +26,6 @@ from echelon.tasks import nest
 from echelon.tasks.base import Encoding, Prediction, Writing
 from echelon.tasks.nest import Nest
 
-TABLES = (".jsonl", ".csv", ".parquet")
 _MOST_NAMED = 1000  # classes whose probabilities all stand in a row
 
 
@@ -204,18 +203,6 @@ def _write_mask(mask: NDArray[np.uint8], file: Path) -> None:
         unfinished.rename(file)
     except OSError as error:
         raise UserError(f"--masks {file.parent}: cannot be written ({error.strerror or error})") from error
-
-
-def check_table(path: Path) -> None:
-    """Refuse a file for predictions whose suffix names no format.
-
-    Raises:
-        UserError: names those that do.
-    """
-    if path.suffix.lower() not in TABLES:
-        raise UserError(f"--out {path}: predictions are written as {', '.join(TABLES)}")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"--out {path}: there is no folder {path.parent}")
 
 
 def write_table(path: Path, rows: Sequence[PredictedRow]) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from echelon.checkpoint.files import check_whole
 from echelon.config import RunConfig
 from echelon.config.validate import Nodes
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
@@ -27,7 +26,6 @@ from echelon.run.parcel import Parcel
 from echelon.run.trained import load_trained
 from echelon.tasks.base import Prediction, Writing
 from echelon.trainer.assemble import UserObjects
-from echelon.trainer.folder import CHECKPOINTS_FOLDER
 from echelon.trainer.process import leave, log_to, one_line, place_of
 
 StoredRow = tuple[str | int, str, Any, float | None, dict[str, float], torch.Tensor | None]
@@ -69,7 +67,6 @@ def predict_on_workers(job: PredictionJob, objects: UserObjects, workers: int) -
     workers = workers or (visible_gpus() if job.device != "cpu" else 0) or usable_cores()
     parcel = None if objects == UserObjects() else Parcel.of(objects)
     start_import_server(_PRELOAD)
-    check_whole(job.folder / CHECKPOINTS_FOLDER, job.checkpoint)
     with scratch_folder() as results, closing(Local()) as place:
         files = EvaluationFiles(results)
         plan = LaunchPlan(

@@ -40,6 +40,7 @@ def rescore(folder: Path, config: RunConfig, checkpoint: str = "best", workers: 
         UserError: no such checkpoint that is whole, the data is gone, or the model does not fit it.
         JobFailed: a process died.
     """
+    check_whole(folder / CHECKPOINTS_FOLDER, checkpoint)
     gpus = 0 if config.training.device == "cpu" else visible_gpus()
     workers = workers or min(config.launch.workers or gpus or _USUAL, gpus or usable_cores())
     if config.training.device == "cuda" and gpus < workers:  # a run's machine had them
@@ -54,7 +55,6 @@ def rescore(folder: Path, config: RunConfig, checkpoint: str = "best", workers: 
 
 def _on_workers(folder: Path, config: RunConfig, checkpoint: str, workers: int) -> Mapping[str, float | None]:
     start_import_server(_PRELOAD)
-    check_whole(folder / CHECKPOINTS_FOLDER, checkpoint)
     with scratch_folder() as results, closing(Local()) as place, Screen(to_stderr=True) as screen:
         which = checkpoint if checkpoint in ("best", "newest") else f"step-{checkpoint}"
         files = EvaluationFiles(results)

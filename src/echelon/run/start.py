@@ -83,6 +83,7 @@ def start(
     if is_worker():
         return _start_as_worker(config, user_objects, around)
     request = launch_request(config)  # refuses names at once, before anything heavy is imported
+    folders.check_weights(config.model.weights)
     cluster = request.place.cluster()
     request = with_open_batch(request, user_objects)
     config = request.config

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
+from echelon.checkpoint.files import check_whole
 from echelon.config import RunConfig, to_yaml
 from echelon.core.errors import UserError, nearest
 from echelon.core.files import write_atomic
@@ -69,6 +70,21 @@ def joins(folder: Path, config: RunConfig) -> bool:
 def has_checkpoint(folder: Path) -> bool:
     """Whether a run has a checkpoint, by name alone: its record misses one that was saved in the moment of a kill."""
     return any((folder / CHECKPOINTS_FOLDER).glob("step-*"))
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder is that of a run which others may start from."""
+    return (folder / CONFIG_FILE).exists() and (folder / CHECKPOINTS_FOLDER).is_dir()
+
+
+def check_weights(weights: str) -> None:
+    """Refuse to start from a run none of whose checkpoints is whole, without torch; other weights are known with it.
+
+    Raises:
+        UserError: says what is damaged.
+    """
+    if weights and has_weights(folder := Path(weights).expanduser()):
+        check_whole(folder / CHECKPOINTS_FOLDER, "best")
 
 
 def _goes_on(folder: Path, config: RunConfig) -> bool:

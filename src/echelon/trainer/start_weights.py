@@ -7,14 +7,13 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from echelon.checkpoint.files import check_whole
 from echelon.config import load_run_config
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
 from echelon.core.tuning import read_tuning
 from echelon.models import LoadedWeights, load_state, load_weights, locate_weights
 from echelon.models.tuning.plan import tuning_plan
-from echelon.trainer.folder import CHECKPOINTS_FOLDER, CONFIG_FILE
+from echelon.trainer.folder import CONFIG_FILE, check_weights, has_weights
 from echelon.trainer.saving import state_of
 from echelon.trainer.state import SINCE, averaged
 
@@ -75,8 +74,7 @@ def bring_weights(config: ModelConfig) -> None:
     path = locate_weights(config.weights, config.name, brings=True)
     if not path.exists():
         raise UserError(f"--weights {config.weights}: no such file; name a file of weights, or a run's folder")
-    if _is_run(path):
-        check_whole(path / CHECKPOINTS_FOLDER, "best")
+    check_weights(str(path))
     is_of_rebuilt(config)
 
 
@@ -86,7 +84,7 @@ def is_of_rebuilt(config: ModelConfig) -> bool:
     Raises:
         UserError: it has others than here, and these would be missed.
     """
-    if not config.weights or not _is_run(path := locate_weights(config.weights, config.name)):
+    if not config.weights or not has_weights(path := locate_weights(config.weights, config.name)):
         return False
     other = load_run_config(path / CONFIG_FILE).model
     trained, here = (tuning_plan(each.tune, each.frozen_norm) for each in (other, config))
@@ -97,10 +95,6 @@ def is_of_rebuilt(config: ModelConfig) -> bool:
             "here, joined by + with what else is tuned"
         )
     return trained.rebuilds
-
-
-def _is_run(path: Path) -> bool:
-    return (path / CONFIG_FILE).exists() and (path / CHECKPOINTS_FOLDER).is_dir()
 
 
 def start_from(model: nn.Module, config: ModelConfig) -> LoadedWeights | None:
@@ -115,7 +109,7 @@ def start_from(model: nn.Module, config: ModelConfig) -> LoadedWeights | None:
     if not config.weights:
         return None
     path = locate_weights(config.weights, config.name)
-    if _is_run(path):
+    if has_weights(path):
         weights = without_tuning(best_weights(path), model, load_run_config(path / CONFIG_FILE).model)
         return load_state(model, weights, str(path), config.head)
     return load_weights(model, path, config.head)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
@@ -18,7 +19,6 @@ from echelon.core.files import write_atomic
 from echelon.core.state_tree import StateView
 from echelon.records.file import Recorder
 from echelon.records.kinds import Checkpoint
-from echelon.run import evaluate
 from echelon.run.ending import check_checkpoints
 from echelon.run.finetune import tuned_from
 from echelon.trainer.folder import CONFIG_FILE
@@ -114,8 +114,6 @@ def test_who_would_start_processes_is_refused_before(run: Path, monkeypatch: pyt
     write_atomic(run / CONFIG_FILE, to_yaml(config))
     tuned = replace(config.model, weights=str(run))
     monkeypatch.setattr(files, "_QUICK_BYTES", size)
-    monkeypatch.setattr(evaluate, "start_import_server", lambda _: None)
-    monkeypatch.setattr(evaluate, "ranks_here", _never)
     (run / "checkpoints/step-00000030/tree.json").unlink()
     check_checkpoints(run)  # the other is whole
     bring_weights(tuned)
@@ -126,16 +124,60 @@ def test_who_would_start_processes_is_refused_before(run: Path, monkeypatch: pyt
         bring_weights(tuned)
     with pytest.raises(UserError, match="no checkpoint here is whole"):
         tuned_from(run, {})
-    for checkpoint, message in {
-        "best": "no checkpoint here is whole", "newest": "step-00000030 is damaged: missing files",
-        "20": "step-00000020 is damaged: tree.json has 2 bytes", "7": "--checkpoint 7: .* has best, newest, 20, 30",
-    }.items():  # fmt: skip
-        with pytest.raises(UserError, match=message):
-            evaluate.rescore(run, config, checkpoint, workers=2)
 
 
-def _never(*_: object) -> NoReturn:
-    raise AssertionError("processes are started")
+ASKED = """
+import sys
+import echelon.api
+from echelon.cli import main
+
+run = sys.argv[1]
+
+def on_the_command_line(*words):
+    sys.argv = ["echelon", *words]
+    main()
+
+def asks(checkpoint):
+    yield lambda: echelon.predict(run, ["a"], checkpoint=checkpoint)
+    yield lambda: echelon.predict(run, ["a"], checkpoint=checkpoint, workers=2)
+    yield lambda: echelon.api.trained_model(run, checkpoint)
+    yield lambda: echelon.evaluate(run, checkpoint=checkpoint, workers=1)
+    yield lambda: echelon.evaluate(run, checkpoint=checkpoint, workers=2)
+    yield lambda: on_the_command_line("predict", run, "a", "--checkpoint", checkpoint, "--workers", "2")
+    yield lambda: on_the_command_line("predict", run, "a", "--checkpoint", checkpoint, "--out", "a.csv")
+    yield lambda: on_the_command_line("serve", run, "--checkpoint", checkpoint)
+    if checkpoint == "best":
+        yield lambda: echelon.export(run, "a.safetensors")
+        yield lambda: echelon.train("small_cnn", "digits", weights=run)
+        yield lambda: echelon.train("small_cnn", "digits", weights=run, workers=1)
+        yield lambda: on_the_command_line("train", "digits", "--weights", run)
+        yield lambda: on_the_command_line("finetune", run, "digits")
+
+for checkpoint in ("best", "newest", "20", "7"):
+    for number, ask in enumerate(asks(checkpoint)):
+        try:
+            ask()
+        except echelon.UserError as refusal:
+            print(refusal, file=sys.stderr)
+        except SystemExit as end:
+            assert end.code == 2, end
+        assert "torch" not in sys.modules, f"torch was imported before refusal {number} of {checkpoint}"
+"""
+
+
+def test_who_would_use_its_weights_is_refused_before_torch(run: Path, tmp_path: Path) -> None:
+    write_atomic(run / CONFIG_FILE, to_yaml(RunConfig()))
+    (run / "checkpoints/step-00000030/tree.json").unlink()
+    (run / "checkpoints/step-00000020/tree.json").write_text("{}")
+    command = [sys.executable, "-c", ASKED, str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    messages = (
+        *("no checkpoint here is whole (2 tried)",) * 13, *("step-00000030 is damaged: missing files",) * 8,
+        *("step-00000020 is damaged: tree.json has 2 bytes",) * 8, *("has best, newest, 20, 30",) * 8,
+    )  # fmt: skip
+    for line, message in zip(done.stderr.splitlines(), messages, strict=True):
+        assert message in line
 
 
 def test_starting_over_puts_the_checkpoints_aside(run: Path) -> None:
