@@ -29,14 +29,14 @@ FORMS = [
 ]
 SPECS = [DEFAULTS.get(name, specs[0]) for name, specs in examples().items()] + FORMS
 ONE_OF_EACH_KIND = ["none", "int8", "topk(0.02)", "powersgd"]
-SEEDS = (0, 1)  # one sample of 359 is 0.3 points
+SEEDS = (0, 1)  # one sample of 359 is 0.3 points; the long test trains with the first alone
 WITHIN = 0.01
 
 
-def train_on_digits(rank: Rank, specs: list[str]) -> dict[str, float]:
+def train_on_digits(rank: Rank, specs: list[str], seeds: tuple[int, ...]) -> dict[str, float]:
     """Return the mean test top-1 over seeds, by codec."""
     world = World(rank.index, rank.world_size, rank.index, torch.device("cpu"), dist.group.WORLD)
-    return {spec: sum(_top1(world, spec, seed) for seed in SEEDS) / len(SEEDS) for spec in specs}
+    return {spec: sum(_top1(world, spec, seed) for seed in seeds) / len(seeds) for spec in specs}
 
 
 def _top1(world: World, spec: str, seed: int) -> float:
@@ -60,12 +60,15 @@ def _top1(world: World, spec: str, seed: int) -> float:
 
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize(
-    "specs",
-    [pytest.param(ONE_OF_EACH_KIND, marks=pytest.mark.long), pytest.param(SPECS, marks=pytest.mark.slow)],
+    ("specs", "seeds"),
+    [
+        pytest.param(ONE_OF_EACH_KIND, SEEDS[:1], marks=pytest.mark.long),
+        pytest.param(SPECS, SEEDS, marks=pytest.mark.slow),
+    ],
     ids=len,
 )
-def test_every_codec_reaches_the_uncompressed_accuracy(specs: list[str]) -> None:
-    accuracy = run_ranks(train_on_digits, 2, specs, timeout_s=1500)[0]
+def test_every_codec_reaches_the_uncompressed_accuracy(specs: list[str], seeds: tuple[int, ...]) -> None:
+    accuracy = run_ranks(train_on_digits, 2, specs, seeds, timeout_s=1500)[0]
     short = {spec: top1 for spec, top1 in accuracy.items() if top1 < accuracy["none"] - WITHIN}
     assert not short, f"without compression {accuracy['none']:.4f}; short of it by over {WITHIN}: {short}"
     assert accuracy["none"] > 0.96

@@ -177,9 +177,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(
-            layout, marks=getattr(pytest.mark, "long" if layout in ("pp=2", "local(8)", "ps sync") else "slow")
-        )
+        pytest.param(layout, marks=getattr(pytest.mark, "long" if layout in ("pp=2", "ps sync") else "slow"))
         for layout in LAYOUTS
     ],
 )
@@ -200,7 +198,7 @@ def test_it_trains_and_resumes_in_every_layout(runs: Runs, layout: str) -> None:
 def test_it_is_compared_by_its_primary_metric(runs: Runs) -> None:
     environment = {"PYTHONPATH": f"{runs.root}:{Path.cwd()}"}
     study = runs.root / "study"
-    tries = ("--try", "lr=0.02", "--try", "lr=0.0001", "--seeds", "2", "--epochs", "3", "--workers", "1")
+    tries = ("--try", "lr=0.02", "--try", "lr=0.0001", "--seeds", "1", "--epochs", "3", "--workers", "1")
     arguments = ("toys.regression:load", *TOY[:-2], *tries, "--run", str(study))
     run = runs.start("compare", *arguments, folder="study", environment=environment)
     assert run.end() == 0, run.text()

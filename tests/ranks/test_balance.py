@@ -60,13 +60,12 @@ def test_a_slow_rank_gets_less_and_does_so_again_when_steps_are_trained_again(tm
         assert all(after[i] == pytest.approx(equal[i], rel=1e-4) for i in equal), "the curve stays what it was"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--workers", "1"), "one worker has all of each batch"),
-        (("--workers", "2", "--sync", "ps(mode=async)"), "take a batch whenever they are done"),
-        (("--workers", "2", "--parallel", "fsdp=2"), "there is one replica"),
+        pytest.param(("--workers", "1"), "one worker has all of each batch", marks=pytest.mark.slow),
+        pytest.param(("--workers", "2", "--sync", "ps(mode=async)"), "whenever they are done", marks=pytest.mark.slow),
+        pytest.param(("--workers", "2", "--parallel", "fsdp=2"), "there is one replica", marks=pytest.mark.long),
     ],
 )
 def test_where_it_does_nothing_it_says_why(tmp_path: Path, options: tuple[str, ...], said: str) -> None:

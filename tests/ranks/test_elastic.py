@@ -28,13 +28,13 @@ class Case:
 
     @property
     def mark(self) -> pytest.MarkDecorator:
-        """One death in each phase of a step is a long test; the points between them are slow ones."""
+        """Deaths in the phases that differ most are long tests; the points between them are slow ones."""
         return pytest.mark.long if self.name in IN_EACH_PHASE else pytest.mark.slow
 
 
 IN_EACH_PHASE = (
-    "in a sum", "after the update", "in an evaluation", "while a checkpoint is taken", "the one that leads",
-    "two at once", "alone from then on", "between the halves of a sum",
+    "in a sum", "in an evaluation", "the one that leads", "two at once", "alone from then on",
+    "between the halves of a sum",
 )  # fmt: skip
 CASES = (
     Case("in forward", 2, (("rank1.0", "forward", 5),)),
@@ -125,7 +125,8 @@ def test_survivors_keep_what_their_codecs_have_not_sent(codec: str, case: Case, 
             errors = [(missing - sum(each)).abs().max() for each in itertools.product(*left)]
             assert len(run.events("worker_died")) > len(left) or min(errors) < 1e-6, (errors, text)
             assert missing.min() > -0.01, text  # none counts twice, but for rounding of what is sent
-        else:  # each rank remembers its own gradient without the mean of all: the dead one's last, here
+        elif len(run.events("worker_died")) == len(case.faults):  # else one more memory is lost, which nobody has kept
+            # Each rank remembers its own gradient without the mean of all: the dead one's last, here.
             assert missing.min() > -0.34 and missing.max() < 0.67, text
         assert any("had not sent yet is lost" in event["message"] for event in run.events("members"))
 

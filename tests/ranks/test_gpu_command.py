@@ -25,7 +25,7 @@ def test_without_a_gpu_it_says_what_it_skips(tmp_path: Path) -> None:
 
 
 def test_a_group_that_takes_too_long_is_cut_off_and_the_table_stands(tmp_path: Path) -> None:
-    done = command(tmp_path / "table.md", "--groups", "versions", "runs", "timings", "--seconds", "40")
+    done = command(tmp_path / "table.md", "--groups", "versions", "runs", "timings", "--seconds", "15")
     assert done.returncode == 1, done.stderr
     table = (tmp_path / "table.md").read_text()
     assert "| torch | ok |" in table and "| cut off after" in table and "| no time left |" in table

@@ -171,14 +171,24 @@ def test_what_the_pages_train_could_start(folder: Path) -> None:
         assert list(pool.map(run_commands, (once[::2], once[1::2]), (folder, folder))) == ["", ""]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: block.name)
-def test_a_program_of_the_pages_runs(block: Block, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(BEFORE_PROGRAM + block.text)
-    printed = run(["program.py"], tmp_path)
-    assert "Traceback" not in printed and list(tmp_path.glob("runs/*/report.html")), printed
+def check_program(block: Block, folder: Path) -> None:
+    """Run a program of the pages in a folder of its own."""
+    folder.mkdir()
+    (folder / "program.py").write_text(BEFORE_PROGRAM + block.text)
+    printed = run(["program.py"], folder)
+    assert "Traceback" not in printed and list(folder.glob("runs/*/report.html")), f"{block.name}: {printed}"
     if "print(outcome" in block.text:
-        assert float(printed.split()[-2 if printed.rstrip().endswith(".html") else -1]) > 0.3, printed
+        assert float(printed.split()[-2 if printed.rstrip().endswith(".html") else -1]) > 0.3, (
+            f"{block.name}: {printed}"
+        )
+
+
+@pytest.mark.long
+def test_the_programs_of_the_pages_run(tmp_path: Path) -> None:
+    """Two at a time: each waits for its imports and its processes most of the time."""
+    with ThreadPoolExecutor(2) as pool:
+        folders = [tmp_path / str(number) for number in range(len(PROGRAMS))]
+        assert list(pool.map(check_program, PROGRAMS, folders)) == [None] * len(PROGRAMS)
 
 
 @pytest.mark.long

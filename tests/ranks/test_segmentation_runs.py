@@ -11,10 +11,10 @@ import pytest
 from tests.ranks.runs import Runs, losses_of
 from tests.unit.data.shapes import make_shapes
 
-pytestmark = pytest.mark.long
 TRAINED = ("--workers", "2", "--epochs", "12", "--batch-size", "8", "--eval-every", "10", "--worst-samples", "4")
 
 
+@pytest.mark.long
 def test_shapes_are_found_and_a_stopped_run_goes_on_as_it_would_have(tmp_path: Path) -> None:
     make_shapes(tmp_path / "shapes", ("train", "val"), 40)
     with Runs(tmp_path) as runs:
@@ -41,7 +41,9 @@ def test_shapes_are_found_and_a_stopped_run_goes_on_as_it_would_have(tmp_path: P
     assert "pictures wide" in page and "of the pixels" in page
 
 
-@pytest.mark.parametrize("sync", ["local(2)", "ps(mode=async)"])
+@pytest.mark.parametrize(
+    "sync", [pytest.param("local(2)", marks=pytest.mark.slow), pytest.param("ps(mode=async)", marks=pytest.mark.long)]
+)
 def test_workers_that_step_alone_learn_it_too(tmp_path: Path, sync: str) -> None:
     make_shapes(tmp_path / "shapes", count=40)
     with Runs(tmp_path) as runs:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 from echelon.core.listeners import break_off, connections
 from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder, is_newcomer
@@ -21,7 +22,8 @@ from echelon.trainer.process import is_lost_wait
 
 LOOK_S = 0.05  # between looks for a newer term while this process trains
 _POLL_S = 0.002  # while it waits for one
-_IDLE = 0.02  # processor seconds a second: who uses less only waits
+_IDLE = 0.02  # processor seconds a second: a main thread that uses less only waits
+_LATE_S = 0.5  # a look that comes so late says that the machine is busy, not that this process waits
 _STUCK_S = 3.0  # in which a collective notices that its connections are broken
 _ENTER_S = 10.0  # in which all members of a term enter it, or one of them is found dead
 
@@ -163,14 +165,18 @@ class Membership:
         return term is not None and term.number > self._term
 
     def _look(self) -> None:
-        still_s, used_s = time.monotonic(), time.process_time()
+        # gloo's own thread may turn around a broken connection that it cannot handle: the process's time would hide it.
+        trains = time.pthread_getcpuclockid(cast(int, threading.main_thread().ident))
+        looked_s = still_s = time.monotonic()
+        used_s = time.clock_gettime(trains)
         while not self._ends.wait(LOOK_S):
             with self._lock:
                 over = self.is_over()
                 if over:
                     self._break()  # again and again: connections may be under way
-            now_s, now_used_s = time.monotonic(), time.process_time()
-            if not over or now_used_s - used_s > _IDLE * (now_s - still_s):
+            now_s, now_used_s = time.monotonic(), time.clock_gettime(trains)
+            late, looked_s = now_s - looked_s > _LATE_S, now_s
+            if not over or late or now_used_s - used_s > _IDLE * (now_s - still_s):
                 still_s, used_s = now_s, now_used_s
             elif now_s - still_s > _STUCK_S:
                 logging.error("a collective does not notice that its connections are broken: this process ends")

@@ -1,0 +1,36 @@
+"""A member whose collective does not notice that its connections are broken ends itself, so that the others go on."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import os, sys, threading
+from pathlib import Path
+from echelon.core.terms import Term, TermFolder
+from echelon.trainer import membership
+
+membership._STUCK_S = 1.0
+folder = TermFolder(Path(sys.argv[1]))
+member = membership.Membership(folder, "rank0.0", timeout_s=60.0)
+with member.connecting():
+    pass
+
+def turns():  # as gloo's thread does, on a connection whose lock another one holds
+    while True:
+        pass
+
+threading.Thread(target=turns, daemon=True).start()
+folder.publish(Term(1, ("rank0.0",)))
+threading.Event().wait(30.0)  # as in a collective
+os._exit(0)
+"""
+
+
+def test_who_waits_is_found_though_a_thread_beside_is_busy(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], timeout=100, check=False, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert b"this process ends" in done.stderr
