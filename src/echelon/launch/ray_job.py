@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from echelon.config import load_run_config
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.launch.places import PlaceChoice
-from echelon.launch.places.base import Place
+from echelon.launch.places.base import STOP_S
 from echelon.launch.places.cluster import NodeRank, PlaceFiles, Submission
 from echelon.launch.places.ray import RayCluster, rank_variables
 from echelon.launch.process import die_with_parent
@@ -179,7 +179,7 @@ def _run_once(nodes: _Nodes, submission: Submission, start: str, stop: _Stop) ->
         return USER_ERROR_EXIT_CODE
     if any(code != 0 for code in codes):
         nodes.signal(signal.SIGTERM)
-    nodes.end(Place.stop_s if all(code == 0 for code in codes) else _LAST_WORDS_S)
+    nodes.end(STOP_S if all(code == 0 for code in codes) else _LAST_WORDS_S)
     ended = files.ended()
     print(f"start {start}: exit codes {codes}, noted: {ended}", flush=True)
     return -1 if ended is None else ended[0]

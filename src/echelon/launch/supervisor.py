@@ -156,6 +156,10 @@ class FirstMachineGone(Exception):
     """The scheduler that this machine's roles belong to is gone with its machine; the user has been told."""
 
 
+class StopCut(Exception):
+    """Processes did not end in the time that the place gives for it after a signal to stop, and were ended."""
+
+
 class Refused(Exception):
     """A process refused the user's input: it has said why in the run's record."""
 
@@ -169,7 +173,8 @@ def supervise(job: Job, place: Place, watch: Watch, stop: StopFlag, rounds: Roun
 
     Raises:
         Refused: a process refused its input.
-        JobFailed: restarts are used up, or the run did not end when asked to stop.
+        JobFailed: restarts are used up.
+        StopCut: the run was asked to stop, and did not within the place's time.
         UserError: the place cannot run the job, or the machines do not meet.
     """
     supervisor = _Supervisor(job, place, watch, stop, rounds)
@@ -478,7 +483,7 @@ class _Supervisor:
             return
         now = time.monotonic()
         if not self._stop_by:
-            self._stop_by = now + self._place.stop_s
+            self._stop_by = now + self._place.saving_s
             for group in self._groups:
                 told = group.alive if group.heeds_signals else group.alive - group.started.keys()
                 self._place.signal(sorted(told), signal.SIGTERM)
@@ -486,7 +491,7 @@ class _Supervisor:
             self._ask_again_at = now + ASK_AGAIN_S
             self._watch.on_stop()
         if now > self._stop_by:
-            raise JobFailed(f"the run did not end within {self._place.stop_s:g} s of being asked to stop")
+            raise StopCut
 
     def end_all(self, grace_s: float) -> None:
         """Give every process a moment to end by itself, then end it."""

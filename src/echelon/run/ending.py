@@ -9,9 +9,10 @@ from echelon.checkpoint.files import check_whole
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
 from echelon.core.task import TaskFacts
+from echelon.core.units import format_seconds
 from echelon.records.events import StartedOver
 from echelon.records.file import newest
-from echelon.records.kinds import EARLY_STOP, MAX_TIME, Checkpoint, End, Start
+from echelon.records.kinds import EARLY_STOP, MAX_TIME, Checkpoint, End, Start, Steps
 from echelon.run.machine import say
 from echelon.trainer.folder import CHECKPOINTS_FOLDER, has_checkpoint
 
@@ -28,6 +29,22 @@ def why_ended(reason: str, task: TaskFacts, stagnant: int, config: RunConfig) ->
     if reason == MAX_TIME:
         return f"the time of --max-time {config.training.max_time} is used; `echelon resume` goes on"
     return ""
+
+
+def why_cut(path: Path, waited_s: float, given_s: float) -> str:
+    """Return what became of a run that could not save in the time its place gives for a stop.
+
+    Args:
+        waited_s: of `given_s`, until its processes were ended.
+    """
+    last, saved = next(newest(path, Steps), None), next(newest(path, Checkpoint, StartedOver), None)
+    until = saved.step if isinstance(saved, Checkpoint) else 0
+    lost = last.step - until if last is not None else 0
+    kept = f"the checkpoint of step {until} is the last one" if until else "nothing was saved"
+    if lost > 0:
+        kept += f", {lost} step{'s' * (lost != 1)}{' after it' * (until > 0)} {'is' if lost == 1 else 'are'} lost"
+    waited, given = format_seconds(waited_s), format_seconds(given_s)
+    return f"it did not end within {waited} of being asked to stop (--on gives {given}), and was ended: {kept}"
 
 
 def check_checkpoints(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,6 +105,9 @@ def launch_request(config: RunConfig, node_rank: NodeRank | None = None) -> Laun
     if is_url(config.checkpoint.mirror):
         with naming("--mirror"):
             check_url(config.checkpoint.mirror)
+    place = PlaceChoice(launch.on, parse_seconds(config.checkpoint.io_patience))
+    if node_rank is not None and (cluster := place.cluster()) is not None:
+        place = replace(place, name="local", stop_s=cluster.stop_s)
     constants = STRATEGIES.declaration(parse_spec(strategy.sync).name).constants
     return LaunchRequest(
         config=config,
@@ -112,7 +115,7 @@ def launch_request(config: RunConfig, node_rank: NodeRank | None = None) -> Laun
         nodes=parse_nodes(launch.nodes),
         rendezvous=parse_rendezvous(launch.rendezvous) if launch.rendezvous else None,
         link=link,
-        place=PlaceChoice(launch.on if node_rank is None else "local", parse_seconds(config.checkpoint.io_patience)),
+        place=place,
         uses_servers=constants.get("uses_servers") == "True",
         node_rank=node_rank,
     )

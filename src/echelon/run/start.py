@@ -22,7 +22,7 @@ from echelon.launch.logs import prepare_logs
 from echelon.launch.places.base import Place
 from echelon.launch.places.local import start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
-from echelon.launch.supervisor import FirstMachineGone, JobFailed, Refused, supervise
+from echelon.launch.supervisor import FirstMachineGone, JobFailed, Refused, StopCut, supervise
 from echelon.observe.callbacks import check_callbacks, check_methods
 from echelon.observe.environment import command_given_t
 from echelon.observe.loggers.base import own_loggers
@@ -34,7 +34,7 @@ from echelon.records.kinds import CommandEnd, End, Evaluation
 from echelon.run.deaths import watched
 from echelon.run.defaults import are_told_late
 from echelon.run.elsewhere import Around, followed, submitted, submitted_again
-from echelon.run.ending import check_checkpoints, nothing_left
+from echelon.run.ending import check_checkpoints, nothing_left, why_cut
 from echelon.run.foretold import Foretold, foretell, told_by_record, trained_scalars, trains_all
 from echelon.run.home import at_home, local_copy, mend
 from echelon.run.job import RANK
@@ -499,6 +499,11 @@ def _run_once(here: _Here, plan: LaunchPlan) -> tuple[str, bool]:
             if machine.number == 0:
                 close_run(path, record)
             raise UserError(reason) from None
+        except StopCut:
+            reason = why_cut(path, here.place.saving_s, here.place.stop_s)
+            say(reason)
+            _end(path, record, machine, "stopped", reason)
+            return "stopped", machine.number == 0
         except JobFailed as failure:
             _end(path, record, machine, "failed", str(failure) or folders.last_message(path, WorkerDied))
             return "failed", machine.number == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 
+from tests.attack.faulty_disk import FaultyDisk
 from tests.attack.scenario import Scenario
 from tests.ranks import wide_parts
 from tests.ranks.runs import Run, Runs
@@ -19,6 +21,7 @@ WIDE_WAYS = {
 }  # fmt: skip
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 WITHIN_S = 5.0
+GRACE_S = 20.0
 ENDLESS = ("--epochs", "1000000", "--eval-every", "0", "--checkpoint-every", "1000000")
 SMALL_MODEL = ("--workers", "2", "--model", "mlp", *ENDLESS)
 WIDE_MODEL = ("--workers", "2", "--model", "wide_parts:wide", "--batch-size", "8", "--lr", "0.001", *ENDLESS)
@@ -83,7 +86,57 @@ def _ten_thousand_steps(folder: Path) -> str:
     return f"{took_s:.1f} s from the signal to the exit, after {last} steps"
 
 
+def _cut(folder: Path, sync: str, frozen: bool = False) -> str:
+    """Stop a run that cannot save, for its disk is full or a rank is frozen, in a place that gives it a time."""
+    disk = FaultyDisk(folder, folder / "run" / "checkpoints")
+    small = ("--threads", "1", "--device", "cpu", "--workers", "2", "--model", "mlp", "--eval-every", "0")
+    with Runs(folder) as runs:
+        place = ("--on", f"local(grace={GRACE_S:g}s)", "--epochs", "1000000", "--checkpoint-every", "20")
+        settings = (*small, *place, "--sync", sync)
+        run = runs.start("train", "digits", *settings, folder="run", environment=disk.environment)
+        run.wait_for(lambda: run.records("checkpoint"), "a checkpoint")
+        if frozen:
+            os.kill(run.pids()[1], signal.SIGSTOP)
+        else:
+            disk.fail(errno.ENOSPC)
+        saved = run.records("checkpoint")[-1]["step"]
+        began = time.monotonic()
+        os.kill(run.process.pid, signal.SIGTERM)
+        code = run.end()
+        took_s = time.monotonic() - began
+        assert code == 128 + signal.SIGTERM, f"exit code {code}: {run.text()[-2000:]}"
+        assert took_s <= GRACE_S, f"{took_s:.1f} s"
+        assert run.left_behind() == [], "processes were left"
+        (end,) = run.records("end")
+        assert end["status"] == run.summary()["status"] == "stopped" and (run.folder / "report.html").exists()
+        kept = run.records("checkpoint")[-1]["step"]
+        assert kept >= saved and f"the checkpoint of step {kept} is the last one" in end["message"], end
+        assert end["message"] in run.text() and not run.events("worker_died"), run.text()
+        if not frozen:
+            disk.work()
+        again = ("--on", "local", "--max-steps", str(kept + 40))
+        resumed = runs.start("resume", "run", *again, folder="run", environment=disk.environment)
+        assert resumed.end() == 0, resumed.text()
+        assert run.records("start")[-1]["start_step"] == kept and set(run.losses()) >= set(range(1, kept + 41))
+    return f"ended {took_s:.1f} s after the signal, of {GRACE_S:g} s: {end['message']}; resumed from there"
+
+
 SCENARIOS = (
+    *(
+        Scenario(
+            f"deadline-{word}",
+            "What cannot be saved is given up in time for an end and a report before the place ends the run by force: "
+            + promise,
+            functools.partial(_cut, sync=sync, frozen=frozen),
+            short,
+        )
+        for word, promise, sync, frozen, short in (
+            ("allreduce", "a full disk, allreduce", "allreduce", False, True),
+            ("local", "a full disk, local(8)", "local(8)", False, False),
+            ("ps", "a full disk, ps(mode=async)", "ps(mode=async)", False, False),
+            ("frozen", "a rank that does not run, allreduce", "allreduce", True, False),
+        )
+    ),
     Scenario(
         "each-signal",
         "TERM, INT, HUP and QUIT, to all processes and twice, leave a checkpoint of the last step, an end, a report, "

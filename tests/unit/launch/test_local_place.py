@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from echelon.config import build
+from echelon.core.errors import UserError
 from echelon.launch.places.base import Exited, PlaceFailed, Process
+from echelon.launch.places.cluster import NodeRank
 from echelon.launch.places.local import Local
 from echelon.observe.notes import STACK_SIGNAL
 from echelon.run.resolve import launch_request
@@ -41,6 +43,27 @@ def test_it_waits_as_long_as_io_patience_and_no_longer() -> None:
         place.start(PROCESSES)
         while True:
             place.events(0.01)
+
+
+@pytest.mark.parametrize(("on", "stop_s", "saving_s"), [
+    ("local", 600, 540), ("local(grace=30s)", 30, 27), ("local(grace=5s)", 5, 2.5),
+    ("slurm(time=8h)", 120, 108), ("slurm(time=8h, notice=20s)", 20, 17), ("ray", 600, 540),
+    ('k8s(image="i", claim=c, mount="/r")', 600, 540), ('k8s(image="i", claim=c, mount="/r", grace=1h)', 3600, 3240),
+])  # fmt: skip
+def test_a_stop_has_the_time_that_the_place_gives(on: str, stop_s: float, saving_s: float) -> None:
+    config = build(None, {"launch.on": on}).config
+    cluster = launch_request(config).place.cluster()
+    node_rank = None if cluster is None else NodeRank(0, "a", "10.0.0.1", "1")
+    place = launch_request(config, node_rank).place
+    built = place.build()
+    assert isinstance(built, Local) and (built.stop_s, built.saving_s) == (stop_s, saving_s)
+    assert place.runs_here == (on == "local")  # else nobody would end it in time
+
+
+@pytest.mark.parametrize("grace", ["1s", "8gb"])
+def test_a_time_in_which_no_run_ends_is_refused(grace: str) -> None:
+    with pytest.raises(UserError, match=r"--on.*grace must be a duration of at least 5s"):
+        launch_request(build(None, {"launch.on": f"local(grace={grace})"}).config).place.build()
 
 
 IMPORTS_LONG = """

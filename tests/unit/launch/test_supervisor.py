@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from echelon.core.stop import StopFlag
 from echelon.launch.link import Host
 from echelon.launch.places import PlaceChoice
 from echelon.launch.places.base import Event, Exited, Group, Job, Place, Process, Restart, Started
-from echelon.launch.supervisor import Aftermath, Death, JobFailed, Refused, Remedy, Watch, supervise
+from echelon.launch.supervisor import Aftermath, Death, JobFailed, Refused, Remedy, StopCut, Watch, supervise
 
 
 class Script(Place):
@@ -203,6 +204,17 @@ def test_a_run_that_fails_over_its_last_checkpoint_was_not_stopped(code: int, fa
     else:
         assert supervise(Job((_group("a", "b"),), 1), place, watch, stop)
     assert deaths == (["no restart: the run was being stopped"] if fails else []) and place.starts == ["a", "b"]
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_what_does_not_end_in_the_time_of_its_place_is_ended(heeds: bool) -> None:
+    stop, place = StopFlag(), Script()
+    place.stop_s = 0.05
+    stop.signum = signal.SIGTERM
+    began = time.monotonic()
+    with pytest.raises(StopCut):
+        supervise(Job((_group("a", "b", stops_on_signal=heeds),)), place, Watch(lambda *_: None), stop)
+    assert place.saving_s <= time.monotonic() - began and not place.alive
 
 
 def test_a_process_is_the_same_as_text() -> None:

@@ -65,10 +65,12 @@ class PlaceChoice:
 
     Attributes:
         patience_s: for how long a process that cannot start yet is tried again.
+        stop_s: how long a run may take to stop; None: as the place itself has it.
     """
 
     name: str
     patience_s: float = PATIENCE_S
+    stop_s: float | None = None
 
     @property
     def _spec(self) -> Spec:
@@ -76,8 +78,9 @@ class PlaceChoice:
 
     @property
     def runs_here(self) -> bool:
-        """Whether one worker alone may run in the process that asks for it."""
-        return not is_own(self.name) and bool(PLACES.settings_class(self._spec.name).runs_here)
+        """Whether one worker alone may run in the process that asks for it: not where another is to end it in time."""
+        bounded = self.stop_s is not None or is_own(self.name) or bool(self._spec.args or self._spec.kwargs)
+        return not bounded and bool(PLACES.settings_class(self._spec.name).runs_here)
 
     def cluster(self) -> Cluster | None:
         """Return the place, where it takes whole runs; None: it runs processes (`build`).
@@ -105,11 +108,16 @@ class PlaceChoice:
         from echelon.launch.places.base import Place
 
         check_place(self.name)
-        own = find_own("--on", self.name) if is_own(self.name) else PLACES.settings_class(self._spec.name)
-        place = own()
+        if is_own(self.name):
+            place = find_own("--on", self.name)()
+        else:
+            with naming("--on"):
+                place = PLACES.bind(self._spec)
         if not isinstance(place, Place):
             raise UserError(
                 f"--on {self.name}: it gives a {type(place).__name__}, not a Place (echelon.launch.places.base)"
             )
         place.patience_s = self.patience_s
+        if self.stop_s is not None:
+            place.stop_s = self.stop_s
         return place

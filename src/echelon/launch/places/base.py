@@ -13,8 +13,12 @@ from typing import Any, ClassVar
 
 from echelon.core.errors import UserError
 from echelon.core.patience import PATIENCE_S
+from echelon.core.spec import Quantity
 from echelon.launch.link import Host
 
+STOP_S = 600.0  # where nothing is said: a checkpoint is as large as the disk is slow
+LEAST_STOP_S = 5.0
+_CLOSING_S, _CLOSING_SHARE = 3.0, 0.1
 _DATACLASS = "dataclass"
 
 
@@ -137,11 +141,16 @@ class Place(ABC):
 
     runs_here: ClassVar[bool] = False
     """Whether one worker alone may run in the process that asks for it."""
-    stop_s: ClassVar[float] = 600.0
-    """Seconds from asking a run to stop until it is ended: for a checkpoint that is as large as the disk is slow."""
+    stop_s: float = STOP_S
+    """Seconds that a run may take from being asked to stop until nothing of it is left."""
 
     patience_s: float = PATIENCE_S
     """Seconds for which a process that cannot start, as while no file can be opened, is tried again (--io-patience)."""
+
+    @property
+    def saving_s(self) -> float:
+        """Seconds of `stop_s` for the processes to save and end; the rest is for the record's end and the report."""
+        return max(0.5 * self.stop_s, self.stop_s - max(_CLOSING_S, _CLOSING_SHARE * self.stop_s))
 
     @abstractmethod
     def start(self, processes: Sequence[Process]) -> None:
@@ -171,3 +180,16 @@ class Place(ABC):
 
 class PlaceFailed(Exception):
     """A place can start no more processes."""
+
+
+def checked_grace(name: str, grace: Quantity | None) -> float:
+    """Return the seconds of a setting that says how long a stop may take; `STOP_S` where it is left out.
+
+    Raises:
+        ValueError: it is no duration, or too short for a run to end in.
+    """
+    if grace is None:
+        return STOP_S
+    if grace.kind != "duration" or grace.value < LEAST_STOP_S:
+        raise ValueError(f"{name} must be a duration of at least {LEAST_STOP_S:g}s, such as 30s")
+    return grace.value

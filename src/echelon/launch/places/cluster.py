@@ -19,6 +19,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
+from echelon.launch.places.base import STOP_S
 
 NODE_MODULE = "echelon.run.node"
 PLACE_FOLDER = "place"  # below a run's folder
@@ -137,6 +138,11 @@ class Cluster(ABC):
     @abstractmethod
     def machines(self) -> int:
         """How many machines a run is given."""
+
+    @property
+    def stop_s(self) -> float:
+        """Seconds that each machine's part may take from the signal to stop until the place ends it by force."""
+        return STOP_S
 
     @abstractmethod
     def text(self, submission: Submission) -> str:

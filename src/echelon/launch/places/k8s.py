@@ -25,7 +25,7 @@ import yaml
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.core.spec import Quantity
-from echelon.launch.places.base import Place
+from echelon.launch.places.base import checked_grace
 from echelon.launch.places.cluster import (
     ANSWER_S,
     NODE_MODULE,
@@ -68,6 +68,7 @@ class Kubernetes(Cluster):
         claim: the persistent volume claim on which runs, data and code lie.
         mount: where the claim lies, in the pods and on this machine.
         python: the interpreter in the image.
+        grace: how long a pod that is stopped or evicted has for its checkpoint and its end; left out: 10m.
         context: of the kubeconfig; empty: its current one.
     """
 
@@ -81,6 +82,7 @@ class Kubernetes(Cluster):
     mount: str = ""
     python: str = "python"
     context: str = ""
+    grace: Quantity | None = None
 
     exit_codes_decide: ClassVar[bool] = True
 
@@ -99,11 +101,17 @@ class Kubernetes(Cluster):
             raise ValueError("nodes must be at least 1, gpus and cores at least 0")
         if self.memory is not None and self.memory.kind != "size":
             raise ValueError("memory must be a size, such as 64gb")
+        checked_grace("grace", self.grace)
 
     @property
     def machines(self) -> int:
         """How many machines a run is given."""
         return self.nodes
+
+    @property
+    def stop_s(self) -> float:
+        """The grace period of a pod."""
+        return checked_grace("grace", self.grace)
 
     def check(self, submission: Submission, versions: Mapping[str, str]) -> None:
         """Refuse what the pods would not see, and a machine without the client or its configuration.
@@ -141,7 +149,7 @@ class Kubernetes(Cluster):
         pod: Manifest = {
             "restartPolicy": "Never",
             "subdomain": name,
-            "terminationGracePeriodSeconds": math.ceil(Place.stop_s),
+            "terminationGracePeriodSeconds": math.ceil(self.stop_s),
             "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}},
             "containers": [self._container(submission, name)],
             "volumes": [

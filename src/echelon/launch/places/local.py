@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -19,9 +20,10 @@ from types import ModuleType
 
 from echelon.core.errors import UserError
 from echelon.core.patience import PATIENCE_S, may_pass
+from echelon.core.spec import Quantity
 from echelon.core.stop import STOP_SIGNALS
 from echelon.core.units import format_seconds
-from echelon.launch.places.base import Event, Exited, Place, PlaceFailed, Process, Started
+from echelon.launch.places.base import Event, Exited, Place, PlaceFailed, Process, Started, checked_grace
 from echelon.launch.process import IMPORTS_VARIABLE, is_stopped, run_process
 
 _LONGEST_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")  # of a Unix socket's path
@@ -29,13 +31,26 @@ _FILES_FOR_A_START = 8
 _OTHER_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
+@dataclass(eq=False)
 class Local(Place):
-    """Processes of this machine, children of the fork server (`start_import_server`)."""
+    """Processes of this machine, children of the fork server (`start_import_server`).
+
+    Attributes:
+        grace: how long after a signal to stop whatever started the run ends it by force (`docker stop -t`,
+            `TimeoutStopSec` of systemd): what is not saved by then is given up; left out: 10m.
+    """
+
+    grace: Quantity | None = None
 
     runs_here = True
 
-    def __init__(self) -> None:
-        """Start nothing yet."""
+    def __post_init__(self) -> None:
+        """Start nothing yet.
+
+        Raises:
+            ValueError: no run ends in so short a time.
+        """
+        self.stop_s = checked_grace("grace", self.grace)
         self._running: dict[str, BaseProcess] = {}
         self._waiting: list[Process] = []  # for files that may be opened
         self._waits_since_s: float | None = None

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from echelon.core.errors import UserError
-from echelon.launch.places.base import Place
 from echelon.launch.places.cluster import ANSWER_S, Cluster, JobPhase, JobState, NodeRank, PlaceSilent, Submission
 from echelon.launch.plan import visible_gpus
 
@@ -81,7 +80,7 @@ class RayCluster(Cluster):
         command = [submission.python, "-m", JOB_MODULE, str(submission.run), str(submission.folder)]
         variables = {
             # at a stop the nodes save a checkpoint before they end; Ray alone would wait for 3 seconds
-            "RAY_JOB_STOP_WAIT_TIME_S": f"{Place.stop_s:.0f}",
+            "RAY_JOB_STOP_WAIT_TIME_S": f"{self.stop_s:.0f}",
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # below `uv run` Ray would build an environment of its own
         }
         return {"entrypoint": shlex.join(command), "runtime_env": {"env_vars": variables}}

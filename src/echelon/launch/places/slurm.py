@@ -66,7 +66,8 @@ class Slurm(Cluster):
         cores: of each node; 0: as the site gives.
         time: the job's limit, such as 8h; the run may take several.
         partition: of the cluster; empty: its default.
-        notice: how long before the time limit the run saves and ends; left out: 2m, at most half of the time.
+        notice: how long before the time limit the run saves and ends, and how long any stop may take; left out: 2m, at
+            most half of the time.
         setup: shell commands before the run, such as "module load cuda".
         extra: further options of sbatch, as they are: "--account=x --constraint=y".
     """
@@ -103,6 +104,11 @@ class Slurm(Cluster):
     def machines(self) -> int:
         """How many machines a run is given."""
         return self.nodes
+
+    @property
+    def stop_s(self) -> float:
+        """The notice: after it the job is killed."""
+        return self._notice_s()
 
     def _minutes(self) -> int:
         assert self.time is not None
