@@ -9,7 +9,7 @@ import sys
 from typing import Any, NoReturn
 
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
-from echelon.core.system import why_unsupported
+from echelon.core.system import short_spins, why_unsupported
 
 
 def main() -> None:
@@ -25,6 +25,7 @@ def main() -> None:
 
     leave_first_process()
     outlive_readers()
+    os.environ.update(short_spins())
     try:
         stop_at_once()
         code = _run()

@@ -307,7 +307,9 @@ class LaunchConfig:
         "--on",
     )
     workers: int = setting(0, "processes on this machine; 0: one per GPU, or min(2, cores) on a CPU", above=0)
-    threads: int = setting(0, "compute threads per worker; 0: cores / workers", above=0)
+    threads: int = setting(
+        0, "compute threads per worker; 0: cores / workers, or OMP_NUM_THREADS if that is less", above=0
+    )
     balance: Literal["auto", "off"] = setting(
         "off",
         "parts of a batch by the workers' measured speed, so that all are done together: auto, or off (equal parts)",

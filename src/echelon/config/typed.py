@@ -52,7 +52,7 @@ class ResumeSettings(TypedDict, total=False):
     workers: int
     """processes on this machine; 0: one per GPU, or min(2, cores) on a CPU [default: 0]"""
     threads: int
-    """compute threads per worker; 0: cores / workers [default: 0]"""
+    """compute threads per worker; 0: cores / workers, or OMP_NUM_THREADS if that is less [default: 0]"""
     balance: Literal["auto", "off"]
     """parts of a batch by the workers' measured speed, so that all are done together: auto, or off (equal parts) [default: 'off']"""
     nodes: str

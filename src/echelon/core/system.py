@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 
 UNTRIED = "ECHELON_UNTRIED"  # set to 1: go on where Echelon was never tried
+_SPINS, _WAIT_POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+_FEW_SPINS = "1000"  # a few tens of microseconds, where by itself a waiting thread turns for milliseconds
 _WITHOUT = {
     "win32": "Windows is not supported: use WSL 2, which is Linux",
     "cygwin": "Cygwin is not supported: use WSL 2",
@@ -41,3 +43,17 @@ def why_unsupported(platform: str = sys.platform, byte_order: str = sys.byteorde
     if not hasattr(os, "fork"):
         return f"{platform} is not supported: its processes cannot fork; use Linux"
     return why_untried("macOS", "use Linux, a container has one") if platform == "darwin" else ""
+
+
+def short_spins(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what makes threads of one operator sleep soon while they wait for each other; empty: the user decides.
+
+    Beside other programs the thread that is waited for may not be running, and whoever spins holds its core. OpenMP
+    reads it when torch is imported.
+
+    >>> short_spins({"OMP_WAIT_POLICY": "active"})
+    {}
+    >>> short_spins({})
+    {'GOMP_SPINCOUNT': '1000'}
+    """
+    return {} if _SPINS in environment or _WAIT_POLICY in environment else {_SPINS: _FEW_SPINS}

@@ -82,5 +82,11 @@ def worker_count(config: LaunchConfig, device: str) -> int:
 
 
 def thread_count(config: LaunchConfig, workers: int) -> int:
-    """Return compute threads per worker."""
-    return config.threads or max(1, usable_cores() // workers)
+    """Return compute threads per worker: as described, else its share of the cores, or OMP_NUM_THREADS if that is less.
+
+    A loop of one's own takes OMP_NUM_THREADS, too.
+    """
+    share = max(1, usable_cores() // workers)
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    most = int(wanted) if wanted.isascii() and wanted.isdigit() else 0
+    return config.threads or min(share, most or share)

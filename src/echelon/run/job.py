@@ -23,8 +23,8 @@ _NEAR = {  # between ranks of one machine
     "NCCL_SOCKET_IFNAME": "lo",
 }
 _CARRIED = (
-    "ATEN_", "CUBLAS_", "CUDA_", "ECHELON_", "GLOO_", "HF_", "KERAS_", "KMP_", "MKL_", "MLFLOW_", "NCCL_", "OMP_",
-    "PYTORCH_", "TORCH_", "TRACKIO_", "WANDB_",
+    "ATEN_", "CUBLAS_", "CUDA_", "ECHELON_", "GLOO_", "GOMP_", "HF_", "KERAS_", "KMP_", "MKL_", "MLFLOW_", "NCCL_",
+    "OMP_", "PYTORCH_", "TORCH_", "TRACKIO_", "WANDB_",
 )  # fmt: skip
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from echelon.config import build
+from echelon.config import LaunchConfig, build
 from echelon.core.errors import UserError
 from echelon.launch.places.base import Exited, PlaceFailed, Process
 from echelon.launch.places.cluster import NodeRank
 from echelon.launch.places.local import Local
+from echelon.launch.plan import thread_count
 from echelon.observe.notes import STACK_SIGNAL
 from echelon.run.resolve import launch_request
 from tests.unit.launch.no_files import no_file_left
@@ -94,3 +95,39 @@ def test_who_stops_does_not_wait_for_imports(tmp_path: Path, stops: bool, import
     command = [sys.executable, "-c", IMPORTS_LONG.format(stops=stops)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+SPINS = """
+import multiprocessing, os, sys
+from echelon.launch.places.local import start_import_server
+
+if __name__ == "__main__":
+    start_import_server(())
+    context = multiprocessing.get_context("forkserver")
+    child = context.Process(target=exec, args=("import os; print(os.environ.get('GOMP_SPINCOUNT'), flush=True)",))
+    child.start()
+    child.join(60)
+    print(os.environ.get("GOMP_SPINCOUNT"))
+"""
+
+
+@pytest.mark.parametrize(("policy", "said"), [("", "1000\nNone\n"), ("ACTIVE", "None\nNone\n")])
+def test_threads_of_workers_sleep_soon_and_the_caller_keeps_its_own(policy: str, said: str, tmp_path: Path) -> None:
+    (script := tmp_path / "spins.py").write_text(SPINS)
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment | ({"OMP_WAIT_POLICY": policy} if policy else {}),
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, said), done.stderr
+
+
+@pytest.mark.parametrize(("variable", "threads", "taken"), [("", 0, 8), ("3", 0, 3), ("99", 0, 8), ("3", 5, 5)])
+def test_a_worker_takes_its_share_of_the_cores_or_what_the_environment_allows(
+    monkeypatch: pytest.MonkeyPatch, variable: str, threads: int, taken: int
+) -> None:
+    monkeypatch.setattr("echelon.launch.plan.usable_cores", lambda: 16)
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert thread_count(LaunchConfig(threads=threads), 2) == taken
