@@ -7,12 +7,13 @@ shapes, and what they send comes straight back.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from statistics import median
+from dataclasses import astuple, dataclass, field, replace
+from statistics import fmean, median
 from typing import Any, cast
 
 import torch
@@ -32,21 +33,22 @@ from echelon.compression import read as read_codec
 from echelon.compression.base import Codec
 from echelon.core.errors import UserError
 from echelon.core.shards import FlatTensor
+from echelon.forecast.link_rates import LinkRates, Meeting
 from echelon.records.kinds import Alternative, Alternatives
 from echelon.sync.registry import read as read_sync
 from echelon.trainer.loop import TrainingRun
 from echelon.trainer.resolved import ResolvedRun
-from echelon.trainer.world import World
 
 CODECS = ("none", "bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)")
 PERIODS = {"local(period=8)": (8, 0), "local(period=8, overlap=2)": (8, 2), "diloco(period=20)": (20, 0)}
 """Strategies that send the model once in so many steps, outside of backward; and behind how many steps."""
 
 _BUDGET_S = 1.0
-_TURNS = (2, 6)
+_TURNS = (3, 12)
 _OTHER_BYTES = 1 << 26  # more than the caches of a core
 _MOST_NUMEL = 1 << 22  # of a larger model, some buckets stand for the others
-_PINGS = 10
+_SIZED = 1 << 16  # elements by which the stages of a codec are compared
+_MOST_SAMPLED = 200
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,19 @@ class Cost:
 
     Attributes:
         tail: share of it that comes last, when backward has nothing left to hide it behind.
+        network_s: that its messages take, without encoding.
     """
 
     n_bytes: float
-    rounds: int
+    rounds: float
     coding_s: float
     tail: float
+    network_s: float
+
+    def mixed(self, other: Cost, share: float) -> Cost:
+        """Return the mean where a share of messages are the other's."""
+        both = zip(astuple(self), astuple(other), strict=True)
+        return Cost(*((1 - share) * mine + share * theirs for mine, theirs in both))
 
 
 def record_alternatives(run: TrainingRun, resolved: ResolvedRun) -> int:
@@ -71,17 +80,44 @@ def record_alternatives(run: TrainingRun, resolved: ResolvedRun) -> int:
     world, described = run.world, resolved.described.strategy.compression
     if world.group is None or run.parts.split is not None or not resolved.sync.sums_in_backward:
         return 0
-    meeting = _Meeting(world)
-    latency_s = meeting.latency_s()
+    meeting = Meeting(world)
     parameters = {n: p for n, p in run.parts.local_model.named_parameters() if p.requires_grad}
-    costs = _measure_codecs(parameters, meeting, _settled(resolved), latency_s)
+    total = sum(p.nbytes for p in parameters.values())
+    rates = meeting.rates(total, total // (4 * world.size))  # of eight bits an element, a chunk for each rank
+    settled = _settled(resolved)
+    costs = _measure_codecs(parameters, meeting, settled, rates)
     if world.leads:
-        rows = [_row(compression=spec, cost=cost) for spec, cost in costs.items()]
-        for spec, times in PERIODS.items():
-            for encoded in [e for e in ("none", "int8", "sign") if e in costs and _go_together(spec, e)]:
-                rows.append(_row(sync=spec, compression=encoded, cost=replace(costs[encoded], tail=1.0), times=times))
-        run.progress.record.write(Alternatives({"strategy.compression": described}, latency_s, rows))
+        rows = _rows(costs, settled, described, max(1, run.count.finished))
+        run.progress.record.write(Alternatives({"strategy.compression": described}, rates.latency_s, rows))
     return meeting.sent_bytes
+
+
+def _rows(costs: Mapping[str, Cost], settled: Mapping[str, Compression], own: str, steps: int) -> list[Alternative]:
+    """Return what each way costs in a run of so many steps; the run's own as its steps are, without begin and end."""
+    rows = []
+    for spec, cost in costs.items():
+        rows.append(_row(spec, cost if spec == own else _over_run(cost, settled[spec], steps, costs)))
+    for sync, times in PERIODS.items():
+        agreements = min(steps, read_sync(sync).messages(steps))
+        for encoded in [e for e in ("none", "int8", "sign") if e in costs and _go_together(sync, e)]:
+            cost = replace(_over_run(costs[encoded], settled[encoded], agreements, costs), tail=1.0)
+            rows.append(replace(_row(encoded, cost, sync, times), share=agreements / steps))
+    return rows
+
+
+def _over_run(cost: Cost, compression: Compression, messages: int, costs: Mapping[str, Cost]) -> Cost:
+    """Return the mean cost of a run's messages, of which the first and last may be (nearly) whole, or larger."""
+    codec = compression.codec.for_run(messages)
+    whole = codec.whole_steps(messages)
+    steady = range(whole.first, messages - whole.last)[:: 1 + messages // _MOST_SAMPLED]
+    stages = [codec.at(step).bits_per_element(_SIZED) for step in steady]
+    more = fmean(stages) / codec.at(messages).bits_per_element(_SIZED) if stages else 1.0
+    more = 1.0 if math.isnan(more) else more  # of a codec whose sizes only values tell
+    scaled = replace(cost, n_bytes=cost.n_bytes * more, network_s=cost.network_s * more)
+    nearly_whole = costs.get("bf16" if codec.linear else "int8")
+    if nearly_whole is None or not messages:
+        return scaled
+    return scaled.mixed(nearly_whole, min(1.0, (whole.first + whole.last) / messages))
 
 
 def _settled(run: ResolvedRun) -> dict[str, Compression]:
@@ -103,58 +139,23 @@ def _go_together(sync: str, codec: str) -> bool:
     return True
 
 
-def _row(cost: Cost, compression: str, sync: str = "", times: tuple[int, int] = (1, 0)) -> Alternative:
+def _row(compression: str, cost: Cost, sync: str = "", times: tuple[int, int] = (1, 0)) -> Alternative:
     settings = {"strategy.sync": sync} if sync else {}
     if compression != "none" or not sync:
         settings["strategy.compression"] = compression
     period, overlap = times
-    return Alternative(settings, period, cost.n_bytes, cost.rounds, cost.coding_s, cost.tail, overlap)
-
-
-@dataclass
-class _Meeting:
-    """All ranks wait for each other by a sum of one number.
-
-    Attributes:
-        sent_bytes: that this rank has sent for it.
-    """
-
-    world: World
-    sent_bytes: int = 0
-
-    def meet(self) -> None:
-        """Wait for the others; all ranks call it together."""
-        number = torch.zeros(1, device=self.world.device)
-        dist.all_reduce(number, group=self.world.group)
-        float(number)  # waits for a GPU
-        self.sent_bytes += ring_bytes(4, self.world.size, number.is_cuda)
-
-    def latency_s(self) -> float:
-        """Return the seconds that it takes at best, of a few times."""
-        taken = []
-        for _ in range(_PINGS):
-            began = time.perf_counter()
-            self.meet()
-            taken.append(time.perf_counter() - began)
-        return min(taken)
-
-    def most(self, value: float) -> float:
-        """Return the largest of the ranks' values; all ranks call it together."""
-        tensor = torch.tensor([value], device=self.world.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.world.group)
-        self.sent_bytes += ring_bytes(4, self.world.size, tensor.is_cuda)
-        return float(tensor)
+    return Alternative(settings, period, cost.n_bytes, cost.rounds, cost.coding_s, cost.tail, overlap, cost.network_s)
 
 
 @torch.no_grad()
 def _measure_codecs(
-    parameters: Mapping[str, Tensor], meeting: _Meeting, codecs: Mapping[str, Compression], latency_s: float
+    parameters: Mapping[str, Tensor], meeting: Meeting, codecs: Mapping[str, Compression], rates: LinkRates
 ) -> dict[str, Cost]:
     """Measure what each codec costs for gradients like these parameters, within about a second; all ranks call it.
 
     Args:
         codecs: what travels, by spec.
-        latency_s: of a round, which `Cost.coding_s` does not hold.
+        rates: of the network, which `Cost.coding_s` does not hold.
     """
     world = meeting.world
     buckets = lay_out(reversed(list(parameters.items()))).buckets
@@ -168,16 +169,19 @@ def _measure_codecs(
     for spec, compression in codecs.items():
         if not compression.encodes:
             total = sum(c.numel * c.dtype.itemsize for c in weights) + small
-            costs[spec] = Cost(ring_bytes(total, world.size, on_gpu), len(buckets), 0.0, tail)
+            sent = ring_bytes(total, world.size, on_gpu)
+            costs[spec] = Cost(sent, len(buckets), 0.0, tail, rates.seconds(sent, len(buckets), sums=True))
             continue
         trials = [_Trial(compression.build(), bucket, meeting) for bucket in chosen]
         turn_s = _time(trials, meeting, _BUDGET_S / len(codecs))
-        coding_s = max(0.0, turn_s - latency_s * sum(t.rounds for t in trials)) * scale
+        coding_s = max(0.0, turn_s - rates.latency_s * sum(t.rounds for t in trials)) * scale
         n_bytes = sum(t.n_bytes for t in trials) * scale
-        rounds = round(sum(t.rounds for t in trials) * scale)
+        rounds: float = round(sum(t.rounds for t in trials) * scale)
+        network_s = rates.seconds(n_bytes, rounds, sums=compression.codec.linear)
         if small:
-            n_bytes, rounds = n_bytes + ring_bytes(small, world.size, on_gpu), rounds + 1
-        costs[spec] = Cost(n_bytes, rounds, coding_s, tail)
+            whole = ring_bytes(small, world.size, on_gpu)
+            n_bytes, rounds, network_s = n_bytes + whole, rounds + 1, network_s + rates.seconds(whole, 1, sums=True)
+        costs[spec] = Cost(n_bytes, rounds, coding_s, tail, network_s)
     return costs
 
 
@@ -191,7 +195,7 @@ def _within(buckets: list[Bucket], most: int) -> Iterator[Bucket]:
         yield bucket
 
 
-def _time(trials: list[_Trial], meeting: _Meeting, budget_s: float) -> float:
+def _time(trials: list[_Trial], meeting: Meeting, budget_s: float) -> float:
     """Return the median seconds of a turn of all trials, after a first turn that is not counted.
 
     As in training: a thread of its own is woken for each turn, other memory has been gone through since the last one
@@ -254,7 +258,7 @@ class _Trial:
         n_bytes, rounds: of the last turn.
     """
 
-    def __init__(self, codec: Codec, bucket: Bucket, meeting: _Meeting) -> None:
+    def __init__(self, codec: Codec, bucket: Bucket, meeting: Meeting) -> None:
         self.n_bytes = self.rounds = 0
         world = meeting.world
         self._meet = meeting.meet if world.device.type != "cuda" else lambda: None  # there a round is only queued

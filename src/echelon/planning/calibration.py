@@ -17,6 +17,7 @@ from echelon.core.errors import UserError
 from echelon.core.link import Link
 from echelon.observe.phases import Phase
 from echelon.records.kinds import Alternative, Alternatives, Checkpoint, Evaluation
+from echelon.reporting.report.predictions import network_seconds, networks_part
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import Timing, measure
 from echelon.run.resolve import link_of
@@ -25,6 +26,7 @@ RESIDUAL = 0.15
 """Relative error of predictions for what was calibrated: half of the 95% interval (benchmarks/RESULTS.md)."""
 COMPUTE = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.OTHER)
 _FIXED = (Phase.UPDATE, Phase.OTHER)
+_LINKS_OWN = 1.25  # headers, acknowledgements, pauses: a sum over a shaped link takes 1.05 to 1.2 of its bytes' time
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Calibration:
         link: that was measured; None: within one machine.
         residual: relative half width of the interval of what was calibrated.
         precise: whether it was measured; a device's rate stands for it otherwise.
+        on_cpu: whether it was on processors, whose messages gloo carries.
         notes: what a reader has to know, in sentences.
     """
 
@@ -83,6 +86,7 @@ class Calibration:
     residual: float = RESIDUAL
     link: Link | None = None
     precise: bool = True
+    on_cpu: bool = False
     notes: tuple[str, ...] = ()
 
     def compute(self, samples: float, speed: float) -> dict[str, float]:
@@ -107,7 +111,7 @@ def calibrate(records: Sequence[RunRecord]) -> Calibration:
     """
     measured = [(record, _timing(record)) for record in records]
     record, timing = measured[0]
-    start, recorded, communication = record.last_start, record.of(Alternatives), timing.communication
+    start, recorded, communication = record.last_start, record.of(Alternatives), networks_part(timing)
     if start is None or communication is None or not recorded:
         raise UserError(
             f"{record.name} does not say what other ways to communicate cost: plan from a run that ended, of "
@@ -119,7 +123,8 @@ def calibrate(records: Sequence[RunRecord]) -> Calibration:
         raise UserError(f"{record.name} does not say what its own way to communicate costs: train it again")
     ranks, batch = start.world_size, start.batch_size or 1
     latency_s = recorded[-1].latency_s
-    moving_s = max(0.0, communication.total_s - now.coding_s - latency_s * now.rounds)
+    network_s = network_seconds(communication, latency_s, (now, now))[0]
+    moving_s = max(0.0, network_s - latency_s * now.rounds)
     backward_s = timing.phases.get(Phase.BACKWARD, 0.0)
     return Calibration(
         source=" and ".join(r.name for r in records),
@@ -140,6 +145,7 @@ def calibrate(records: Sequence[RunRecord]) -> Calibration:
         start_s=max(0.0, start.t - start.launched_t) if start.launched_t else 0.0,
         residual=math.hypot(RESIDUAL, _noise(record)),
         link=_link(record),
+        on_cpu=start.device.startswith("cpu"),
     )
 
 
@@ -182,9 +188,9 @@ def _link(record: RunRecord) -> Link | None:
 
 
 def _shaped_s(record: RunRecord) -> float:
-    """Return the seconds that a byte takes on the link that the run was given."""
+    """Return the seconds that a byte takes on the link that the run was given, with what it may take beside."""
     link = _link(record)
-    return 8 / link.rate_bits_per_s if link else 0.0
+    return _LINKS_OWN * 8 / link.rate_bits_per_s if link else 0.0
 
 
 def _median(values: Sequence[float]) -> float:

@@ -28,6 +28,13 @@ OTHER_LINK = 0.15
 """Likewise for a link that was not measured."""
 RATED = 0.4
 """Likewise where a device's rate stands for a measurement."""
+SUM_STRETCH, MESSAGE_STRETCH, GATHER_STRETCH = 1.08, 1.9, 1.5
+"""What a byte takes over a link that ranks use in both directions, by the link's rate: in gloo's all-reduce, which goes
+piece by piece; in messages that are longer than a connection's first window, whose acknowledgements stand behind the
+other direction's data; and in gloo's all-gather (benchmarks/RESULTS.md)."""
+WINDOW_BYTES = 65536
+GATHERED_S = 2e-3
+"""Of a processor for each all-gather or reduce-scatter of a block, beside its bytes (benchmarks/RESULTS.md)."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,8 @@ class Replicated:
         work = known.compute(batch / n, machines.speed)
         sent = cost.wire_bytes * ring_share(n) / ring_share(known.workers)
         buckets = _buckets(cost, sent, known)
-        moving = [_moving_s(known, machines, bucket, self._hops(known, machines, len(buckets))) for bucket in buckets]
+        hops, stretch = self._hops(known, machines, len(buckets)), self._stretch(known, len(buckets))
+        moving = [_moving_s(known, machines, bucket, hops, stretch) for bucket in buckets]
         coding_s = cost.coding_s / machines.speed * _passes(n) / _passes(known.workers)
         compute_s = sum(work.values()) + coding_s / cost.period
         if cost.period > 1:
@@ -122,6 +130,14 @@ class Replicated:
         scale = max(1.0, rounds / (2 * (known.workers - 1)))
         outside = 2 * (machines.count - 1)
         return scale * outside, scale * (2 * (machines.workers - 1) - outside)
+
+    def _stretch(self, known: Calibration, buckets: int) -> float:
+        """Return what its bytes take of a link: a codec that is not summed passes each chunk to its owner, and back."""
+        exchanges = self.cost.rounds / buckets
+        if not self.cost.coding_s or not known.on_cpu or exchanges < 2:
+            return SUM_STRETCH
+        message = self.cost.wire_bytes / self.cost.rounds / max(1, known.workers - 1)
+        return MESSAGE_STRETCH if message > WINDOW_BYTES else SUM_STRETCH
 
 
 def _passes(ranks: int) -> float:
@@ -149,22 +165,24 @@ def uncertainty(known: Calibration, machines: Machines, batch: int, layout: floa
     return math.hypot(*terms)
 
 
-def seconds_per_byte(known: Calibration, machines: Machines) -> float:
+def seconds_per_byte(known: Calibration, machines: Machines, stretch: float = SUM_STRETCH) -> float:
     """Return what a byte takes through the narrowest link of a ring over all workers."""
     link = machines.narrowest
-    return max(known.byte_s / machines.speed, 8 * _FRAMED / link.rate_bits_per_s if link else 0.0)
+    return max(known.byte_s / machines.speed, 8 * max(_FRAMED, stretch) / link.rate_bits_per_s if link else 0.0)
 
 
 def _delay_s(link: Link | None) -> float:
     return link.delay_s if link else 0.0
 
 
-def _moving_s(known: Calibration, machines: Machines, n_bytes: float, hops: tuple[float, float]) -> float:
+def _moving_s(
+    known: Calibration, machines: Machines, n_bytes: float, hops: tuple[float, float], stretch: float = SUM_STRETCH
+) -> float:
     outside, inside = hops
     hop_s = known.hop_s / machines.speed
     outside_s = outside * (hop_s + _delay_s(machines.link))
     inside_s = inside * (hop_s + _delay_s(machines.inside))
-    return n_bytes * seconds_per_byte(known, machines) + outside_s + inside_s
+    return n_bytes * seconds_per_byte(known, machines, stretch) + outside_s + inside_s
 
 
 def _buckets(cost: Alternative, sent: float, known: Calibration) -> list[float]:
@@ -228,23 +246,30 @@ class Sharded:
         return f"fsdp={self.size}" if self.replicas == 1 else f"dp={self.replicas},fsdp={self.size}"
 
     def step(self, known: Calibration, machines: Machines, batch: int) -> StepForecast:
-        """Predict a step: blocks are gathered ahead of forward and backward, their gradients cut up behind it."""
+        """Predict a step: blocks are gathered for forward and backward, their gradients cut up behind it.
+
+        On GPUs a block travels while the one before computes. gloo works in turn with the processor, and cuts gradients
+        up by reducing all of them on every rank, which sends twice as much.
+        """
         work = known.compute(batch / machines.workers, machines.speed)
         work[Phase.UPDATE] /= self.size
         inside = self.size <= machines.per_machine
         piece = known.parameters * 4 * (self.size - 1) / self.size / self.blocks
         hops = (0, self.size - 1) if inside else (self.size - 1, 0)
         group = machines if not inside else _one_machine(machines)
-        move_s = _moving_s(known, group, piece, hops)
+        each_s = GATHERED_S / machines.speed if known.on_cpu else 0.0
+        cut = 2 * piece if known.on_cpu else piece
+        gather_s = each_s + _moving_s(known, group, piece, hops, GATHER_STRETCH if known.on_cpu else SUM_STRETCH)
+        scatter_s = each_s + _moving_s(known, group, cut, hops)
         own = known.parameters * 4 / self.size
         between = own * ring_share(self.replicas) if self.replicas > 1 else 0.0
         reduce_s = _moving_s(known, machines, between, (2 * (self.replicas - 1), 0)) if between else 0.0
-        spans = simulate(_sharded_tasks(work, self.blocks, move_s, reduce_s))
+        spans = simulate(_sharded_tasks(work, self.blocks, (gather_s, scatter_s, reduce_s), not known.on_cpu))
         compute_s = sum(work.values())
         waiting_s = known.jitter_s / machines.speed * expected_max(machines.workers)
         exposed_s = max(0.0, makespan(spans) - compute_s)
         relative = uncertainty(known, machines, batch, OTHER_LAYOUT)
-        sent = 3 * piece * self.blocks + between
+        sent = (2 * piece + cut) * self.blocks + between
         total = interval(compute_s + exposed_s + waiting_s, relative)
         return StepForecast(total, compute_s, exposed_s, waiting_s, sent, tuple(spans))
 
@@ -253,17 +278,27 @@ def _one_machine(machines: Machines) -> Machines:
     return replace(machines, workers=machines.per_machine)
 
 
-def _sharded_tasks(work: dict[str, float], blocks: int, move_s: float, reduce_s: float) -> list[SimulatedTask]:
-    """Return a step of blocks that are gathered one ahead, twice, and whose gradients are cut up once."""
+def _sharded_tasks(
+    work: dict[str, float], blocks: int, seconds: tuple[float, float, float], ahead: bool
+) -> list[SimulatedTask]:
+    """Return a step of blocks that are gathered twice, and whose gradients are cut up once.
+
+    Args:
+        seconds: to gather a block, to cut its gradients up, and to reduce these between replicas.
+        ahead: blocks travel beside computing, gathered one ahead; else in turn with it.
+    """
+    gather_s, scatter_s, reduce_s = seconds
     tasks = [SimulatedTask(Phase.DATA, "processor", work[Phase.DATA])]
     last = 0
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         for _ in range(blocks):
-            tasks.append(SimulatedTask(Phase.COMMUNICATE, "link", move_s, (max(0, last - 1),) if last > 1 else ()))
+            behind = (max(0, last - 1),) if ahead and last > 1 else ()
+            before = behind if ahead else (len(tasks) - 1,)
+            tasks.append(SimulatedTask(Phase.COMMUNICATE, "link", gather_s, before))
             tasks.append(SimulatedTask(phase, "processor", work[phase] / blocks, (len(tasks) - 1, last)))
             last = len(tasks) - 1
             if phase is Phase.BACKWARD:
-                tasks.append(SimulatedTask(Phase.COMMUNICATE, "link", move_s, (last,)))
+                tasks.append(SimulatedTask(Phase.COMMUNICATE, "link", scatter_s, (last,)))
     tasks.append(SimulatedTask(Phase.COMMUNICATE, "link", reduce_s, (len(tasks) - 1,)))
     tasks.append(
         SimulatedTask(Phase.UPDATE, "processor", work[Phase.UPDATE] + work[Phase.OTHER], (last, len(tasks) - 1))

@@ -524,6 +524,8 @@ class Alternative:
         wire_bytes, rounds: that a rank sends at a time, and in how many rounds.
         coding_s: seconds to encode and decode.
         tail: share of it that comes last, which backward cannot hide.
+        network_s: seconds that its messages take, as the link was measured; 0: it was not.
+        share: of the run's steps in which it is sent, those of a warm-up counted; 0: not told, one in `period`.
     """
 
     settings: Mapping[str, str]
@@ -533,6 +535,13 @@ class Alternative:
     coding_s: float
     tail: float
     overlap: int = 0
+    network_s: float = 0.0
+    share: float = 0.0
+
+    @property
+    def often(self) -> float:
+        """The share of steps in which it is sent."""
+        return self.share or 1 / self.period
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,38 @@
 """What another way to communicate would gain, computed from the record: never promised, and checked by studies.
 
-A step now takes s = c + e, where e is exposed communication and c the rest. Communication takes t = e + hidden in all:
-time to encode k, and on the network latency times rounds plus bytes over rate, which gives the rate. With bytes b',
-rounds r' and coding k' (recorded at the run's end: `alternatives`)
+A step now takes s = c + e, where e is exposed communication and c the rest. Communication takes t = e + hidden in all,
+of which the network has n, and the run's own codec t - n. At the run's end every way's coding k' and network time n'
+were measured (`alternatives`): a run that encodes has n of them, the rest of t being its coding as it was in training;
+of one that does not, all of t is the network's, and n' of others grow as its own did. With h = hidden / t
 
-    t' = latency r' + (t - k - latency r) b' / b                       on the network
-    e' = max(t' - spread, tail t')                                     behind a backward that takes spread
-    s' = c + k' + e'                                                   in each step
-    s' = c + (k' + max(0, t' - o c)) / p                               once in p steps, behind o of them
+    c' = c - h (t - n)                                                 coding that was hidden had backward's processor
+    n' = n (measured n' / measured n)
+    e' = max(n' - spread, tail n')                                     behind a backward that takes spread
+    s' = c' + k' + e'                                                  in each step
+    s' = c' + f (k' + max(0, n' - o c'))                               in a share f of the steps, behind o of them
 
 where the tail is the share that comes last, which nothing hides. Coding is taken as not hidden: it needs the processor
-that backward computes on. What the rest c takes is taken to stay as it is. A whole run
-of S seconds, from its first step to its end, with n steps becomes S - n (s - s'): its pauses stay as they were.
+that backward computes on. Records of before links were measured have n = latency r + (t - k - latency r) from which n'
+follows by bytes and rounds r. What the rest c takes is taken to stay as it is. A whole run of S seconds, from its
+first step to its end, with N steps becomes S - N (s - s'): its pauses stay as they were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 from echelon.records.kinds import Alternative, Alternatives
 from echelon.reporting.report.communication import Communication
 from echelon.reporting.report.records import RunRecord
-from echelon.reporting.report.timing import Timing
+from echelon.reporting.report.timing import Timing, own_work
 from echelon.reporting.report.whole_run import WholeRun
 
 SAYS_SO = 1.05
 """Gains below are not worth saying."""
+UNEVEN = 0.25
+"""Share of its own work that a rank may wait for others whose work is as much, because steps differ."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ class WayPrediction:
 def predict(record: RunRecord, timing: Timing | None, whole_run: WholeRun | None) -> list[WayPrediction]:
     """Predict a step, and the run, with each alternative that was recorded, the fastest first; none: nothing was."""
     recorded = record.of(Alternatives)
-    if timing is None or timing.communication is None or not recorded or not timing.step_s:
+    communication = networks_part(timing)
+    if timing is None or communication is None or not recorded or not timing.step_s:
         return []
     ways, latency_s = [way for way in recorded[-1].rows if _is_sound(way)], recorded[-1].latency_s
     now = next((w for w in ways if w.settings == recorded[-1].now), None)
@@ -77,13 +84,28 @@ def predict(record: RunRecord, timing: Timing | None, whole_run: WholeRun | None
         return []
     predictions = []
     for way in ways:
-        then_s = _then_s(timing, timing.communication, latency_s, (now, way))
+        then_s = _then_s(timing.step_s, communication, latency_s, (now, way))
         label = ", ".join(way.settings.values())
         if way is not now and then_s > 0:
-            sent = way.wire_bytes / way.period, now.wire_bytes / now.period
+            sent = way.wire_bytes * way.often, now.wire_bytes * now.often
             run_s = _runs(record, whole_run, timing.step_s - then_s)
             predictions.append(WayPrediction(label, way.settings, timing.step_s, then_s, *sent, *run_s))
     return sorted(predictions, key=lambda p: p.then_s)
+
+
+def networks_part(timing: Timing | None) -> Communication | None:
+    """Return communication, with what ranks wait for each other because the link serves one of them first.
+
+    Over a slow link the same sum ends earlier on one rank than on others, which is then early for the next: it waits
+    for them, but not for their work. Waits beyond what work differs by between ranks and from step to step are such.
+    """
+    communication = timing.communication if timing is not None else None
+    if timing is None or communication is None:
+        return None
+    work = [own_work(phases) for phases in timing.by_rank]
+    explained_s = max(work) - fmean(work) + UNEVEN * fmean(work)
+    late_s = max(0.0, communication.waited_s - explained_s)
+    return replace(communication, exposed_s=communication.exposed_s + late_s, waited_s=communication.waited_s - late_s)
 
 
 def pick_ways(predictions: Sequence[WayPrediction]) -> list[WayPrediction]:
@@ -103,17 +125,36 @@ def _runs(record: RunRecord, whole_run: WholeRun | None, saved_s: float) -> tupl
 
 
 def _then_s(
-    timing: Timing, communication: Communication, latency_s: float, ways: tuple[Alternative, Alternative]
+    step_s: float, communication: Communication, latency_s: float, ways: tuple[Alternative, Alternative]
 ) -> float:
     now, then = ways
-    moving_s = max(0.0, communication.total_s - now.coding_s - latency_s * now.rounds)
-    network_s = latency_s * then.rounds + moving_s * then.wire_bytes / now.wire_bytes
-    rest_s = timing.step_s - communication.exposed_s
+    own_network_s, network_s = network_seconds(communication, latency_s, ways)
+    hidden = communication.hidden_s / communication.total_s if communication.total_s else 0.0
+    own_coding_s = communication.total_s - own_network_s if now.coding_s else 0.0
+    rest_s = max(0.0, step_s - communication.exposed_s - hidden * own_coding_s)
     if then.period > 1:
-        return rest_s + (then.coding_s + max(0.0, network_s - then.overlap * rest_s)) / then.period
-    exposed_s = max(network_s - communication.spread_s, then.tail * network_s)
-    return rest_s + then.coding_s + exposed_s
+        return rest_s + then.often * (then.coding_s + max(0.0, network_s - then.overlap * rest_s))
+    return rest_s + then.coding_s + max(network_s - communication.spread_s, then.tail * network_s)
+
+
+def network_seconds(
+    communication: Communication, latency_s: float, ways: tuple[Alternative, Alternative]
+) -> tuple[float, float]:
+    """Return the seconds of the network in a step as it was, and at each of the other way's times."""
+    now, then = ways
+    total_s = communication.total_s
+    if now.network_s and then.network_s:
+        own_s = min(total_s, now.network_s) if now.coding_s else total_s
+        return own_s, own_s * then.network_s / now.network_s
+    rounds_s = latency_s * now.rounds
+    moving_s = max(0.0, total_s - now.coding_s - rounds_s)
+    own_s = min(total_s, rounds_s + moving_s)
+    return own_s, latency_s * then.rounds + moving_s * then.wire_bytes / now.wire_bytes
 
 
 def _is_sound(way: Alternative) -> bool:
-    return 0 <= way.overlap < way.period and bool(way.settings) and min(way.wire_bytes, way.coding_s, way.rounds) >= 0
+    return 0 <= way.overlap < way.period and bool(way.settings) and _least(way) >= 0
+
+
+def _least(way: Alternative) -> float:
+    return min(way.wire_bytes, way.coding_s, way.rounds, way.network_s, way.share)

@@ -137,6 +137,50 @@ def test_predictions_follow_the_formula(tmp_path: Path) -> None:
     assert stored[0]["gain"] == pytest.approx(0.11 / then["int8"])
 
 
+def test_from_a_codecs_run_others_follow_from_the_measured_link_and_not_from_its_few_bytes(tmp_path: Path) -> None:
+    """40 ms of a step encode in training, of which the trial showed 2: it was no link that took the rest."""
+    own = {"strategy.compression": "powersgd(rank=2)"}
+    lines = with_waits(tell(SHORT), waits_s=(0.05, 0.05), busy_s=0.0, spread_s=0.0)
+    rows = [
+        way(own, 1e4, 0.002) | {"network_s": 0.010}, way(NONE, 1e6) | {"network_s": 0.040},
+        way({"strategy.compression": "int8"}, 2.5e5, 0.003) | {"network_s": 0.012},
+        way({"strategy.sync": "local(period=8)"}, 1e6, period=8) | {"network_s": 0.040, "share": 0.25},
+    ]  # fmt: skip
+    told = {"t": lines[-1]["t"], "kind": "alternatives", "now": own, "latency_s": 0.0, "rows": rows}
+    summary, _ = report(tmp_path, [*lines, told])
+    then = {p.label: p.then_s for p in summary.predictions}
+    assert then["none"] == pytest.approx(0.06 + 0.040)
+    assert then["int8"] == pytest.approx(0.06 + 0.003 + 0.012)
+    assert then["local(period=8)"] == pytest.approx(0.06 + 0.25 * 0.040)  # as often as it is sent, warm-up counted
+
+
+def test_coding_that_was_hidden_is_gone_with_its_codec(tmp_path: Path) -> None:
+    own = {"strategy.compression": "sign"}
+    lines = with_waits(tell(SHORT), waits_s=(0.02, 0.02), busy_s=0.02, spread_s=0.02)
+    rows = [way(own, 1e4, 0.03) | {"network_s": 0.008}, way(NONE, 1e6) | {"network_s": 0.010}]
+    told = {"t": lines[-1]["t"], "kind": "alternatives", "now": own, "latency_s": 0.0, "rows": rows}
+    summary, _ = report(tmp_path, [*lines, told])
+    # 110 ms, 20 exposed and 20 behind backward: 8 of the 40 are the network's, of 32 that encode half is hidden.
+    assert summary.predictions[0].then_s == pytest.approx(0.11 - 0.02 - 0.016 + 0.010)
+
+
+def test_waits_that_work_does_not_explain_are_the_links(tmp_path: Path) -> None:
+    lines = with_waits(tell(SHORT), waits_s=(0.04, 0.06), busy_s=0.0, spread_s=0.0)
+    rows = [way(NONE, 1e6) | {"network_s": 0.04}, way({"strategy.compression": "bf16"}, 5e5) | {"network_s": 0.02}]
+    told = {"t": lines[-1]["t"], "kind": "alternatives", "now": NONE, "latency_s": 0.0, "rows": rows}
+    for line in (line for line in lines if line["kind"] == "steps"):
+        line["phases"] = [
+            [0.0, 0.01 * len(line["losses"]), 0.01 * len(line["losses"]), *row[3:]] for row in line["phases"]
+        ]
+        for place in range(len(line["losses"])):  # they take turns: work does not differ
+            if place % 2:
+                line["waits"][0][place], line["waits"][1][place] = line["waits"][1][place], line["waits"][0][place]
+    summary, _ = report(tmp_path, [*lines, told])
+    explained_s = 0.25 * 0.02
+    network_s = 0.04 + (0.01 - explained_s)
+    assert summary.predictions[0].then_s == pytest.approx(0.11 - network_s / 2, rel=0.02)
+
+
 def test_a_prediction_of_two_settings_alone_is_said_too(tmp_path: Path) -> None:
     both = {"strategy.sync": "diloco(period=20)", "strategy.compression": "int8"}
     lines = with_waits(tell(SHORT), waits_s=(0.04, 0.04), busy_s=0.0, spread_s=0.0)
