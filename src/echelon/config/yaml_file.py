@@ -45,11 +45,34 @@ def read_yaml(file: Path) -> yaml.Node | None:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
             _Check(file).size(node)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not YAML: {shown(' '.join(str(error).split()), 300)}") from None
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{file}, line {line}: not YAML: bytes that are no UTF-8") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{file}{_problem(error, text)}") from None
     except RecursionError:
         raise UserError(f"{file}: {_TOO_DEEP}") from None
     return node
+
+
+def _problem(error: yaml.YAMLError, text: str) -> str:
+    """Return the line of an error, and what is wrong there."""
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        return f", line {line}: not YAML: {error.reason}"
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return f" is not YAML: {shown(' '.join(str(error).split()), 300)}"
+    mark, lines = error.problem_mark, text.splitlines()
+    line = min(mark.line, max(0, len(lines) - 1))
+    written = shown(lines[line].strip()) if lines else ""
+    problem = " ".join(str(error.problem).split())
+    if "\\t" in problem:
+        problem = "a tab, where YAML takes spaces"
+    elif "${" in written and "but got '{'" in problem:
+        problem = "${...} stands in quotes within [...] and {...}"
+    elif error.context_mark is not None and error.context_mark.line != mark.line:
+        problem += f", for what begins in line {error.context_mark.line + 1}"
+    return f", line {line + 1}: not YAML: {problem}{f': {written}' if written else ''}"
 
 
 def plain(node: yaml.Node, where: str) -> Any:

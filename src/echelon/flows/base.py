@@ -11,6 +11,7 @@ from pathlib import Path
 
 STEPS_FOLDER = "steps"
 TOKEN = re.compile(r"\$\{([^}]*)\}")
+FOLDER = "folder"  # in a token: the step's own
 
 
 class Leaves(StrEnum):
@@ -154,7 +155,7 @@ def with_paths(flow: Flow, flow_folder: Path, step: FlowStep, text: str) -> str:
 
     def path(match: re.Match[str]) -> str:
         """Return the path of one."""
-        if match[1] == "folder":
+        if match[1] == FOLDER:
             return str(step_folder(flow_folder, step.name).absolute())
         name, _, output = match[1].rpartition(".")
         return str(output_path(flow, flow_folder, ReadOutput(name, output)).absolute())

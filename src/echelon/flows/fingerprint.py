@@ -139,13 +139,13 @@ def _code(base: Path, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
         path = _existing(base, text)
         if path is not None and path.is_file() and path.suffix in _SCRIPTS:
             roots.append(path)
-        roots += [file for match in _OWN.finditer(text) if (file := _module(base, match[1])) is not None]
+        roots += [file for match in _OWN.finditer(text) if (file := module_file(base, match[1])) is not None]
     seen = {str(file.resolve()) for root in roots for file in _imported(base, root)}
-    for module_file in sorted(seen):
-        yield module_file, file_hash(Path(module_file))
+    for source in sorted(seen):
+        yield source, file_hash(Path(source))
 
 
-def _module(base: Path, name: str) -> Path | None:
+def module_file(base: Path, name: str) -> Path | None:
     """Return the file of a module that lies below the flow's folder."""
     inner = base.joinpath(*name.split("."))
     return next((file for file in (inner.with_suffix(".py"), inner / "__init__.py") if file.is_file()), None)

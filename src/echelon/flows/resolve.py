@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -15,9 +15,10 @@ import yaml
 from echelon.config.yaml_file import read_yaml
 from echelon.core.errors import UserError, naming, nearest, unknown
 from echelon.core.units import parse_bytes, parse_seconds
-from echelon.flows.base import TOKEN, Flow, FlowStep, ReadOutput, StepOutput, StepResources, Taken
+from echelon.flows.base import FOLDER, TOKEN, Flow, FlowStep, ReadOutput, StepOutput, StepResources, Taken
 from echelon.flows.kinds import KINDS
 
+_NULL = "tag:yaml.org,2002:null"
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _TOP = ("name", "parameters", "steps")
 _FIELDS = ("settings", "outputs", "matrix", "needs", "resources", "priority", "retry")
@@ -49,6 +50,11 @@ class _Described:
     priority: int
     retry: int
 
+    def words(self) -> set[str]:
+        """Return what its arguments and settings refer to: parameters, words of its matrix, outputs of steps."""
+        texts = [*self.arguments, *(text for _, text in self.settings)]
+        return {match[1] for text in texts for match in TOKEN.finditer(text.value)}
+
     def combinations(self) -> list[dict[str, str]]:
         """Return each combination of the matrix's values; one empty one without a matrix."""
         return [dict(zip(self.matrix, values)) for values in itertools.product(*self.matrix.values())]
@@ -65,16 +71,23 @@ def read_flow(file: Path, parameters: Mapping[str, str] | None = None, hash_cont
         UserError: it cannot be; names the line.
     """
     node = read_yaml(file)
+    if node is None:
+        raise UserError(f"{file}, line 1: the file is empty: a flow has `steps:`")
     top = _fields(file, node, _TOP, "a flow")
     if "steps" not in top:
-        raise UserError(f"{file}: a flow has `steps:`, each with a name and what it does")
-    values = _parameters(file, top.get("parameters"), parameters or {})
+        raise UserError(f"{_line(file, node)}: a flow has `steps:`, each with a name and what it does")
+    given = _parameters(file, top.get("parameters"))
+    for word in parameters or {}:
+        if word not in given:
+            raise unknown("parameter", word, given)
+    values = {word: text.value for word, text in given.items()} | dict(parameters or {})
     described = _described(file, top["steps"], values)
+    _check_used(described, given)
     steps = {step.name: step for step in _instances(described, values)}
-    name = _scalar(file, top["name"]).value if "name" in top else file.stem
-    if not _NAME.fullmatch(name):
-        raise UserError(f"{file}: name {name!r} must be letters, digits, - and _, and begin with a letter")
-    flow = Flow(name, file.resolve().parent, steps, hash_content)
+    name = _scalar(file, top["name"]) if "name" in top else _Text(file.stem, str(file))
+    if not _NAME.fullmatch(name.value):
+        raise UserError(f"{name.where}: name {name.value!r} must be letters, digits, - and _, and begin with a letter")
+    flow = Flow(name.value, file.resolve().parent, steps, hash_content)
     _check_order(flow)
     return flow
 
@@ -97,6 +110,10 @@ def _fields(file: Path, node: yaml.Node | None, known: Sequence[str] | None, wha
 def _scalar(file: Path, node: yaml.Node) -> _Text:
     if not isinstance(node, yaml.ScalarNode):
         raise UserError(f"{_line(file, node)}: expected one value here")
+    if node.tag == _NULL:
+        raise UserError(f"{_line(file, node)}: a value is missing here ('' is an empty one)")
+    if "${" in TOKEN.sub("", node.value):
+        raise UserError(f"{_line(file, node)}: {node.value!r} has ${{ without }}")
     return _Text(node.value, _line(file, node))
 
 
@@ -104,13 +121,34 @@ def _scalars(file: Path, node: yaml.Node) -> list[_Text]:
     return [_scalar(file, each) for each in (node.value if isinstance(node, yaml.SequenceNode) else [node])]
 
 
-def _parameters(file: Path, node: yaml.Node | None, overrides: Mapping[str, str]) -> dict[str, str]:
+def _parameters(file: Path, node: yaml.Node | None) -> dict[str, _Text]:
     fields = _fields(file, node, None, "parameters") if node is not None else {}
-    values = {name: _scalar(file, value).value for name, value in fields.items()}
-    for name in overrides:
-        if name not in values:
-            raise unknown("parameter", name, values)
-    return values | dict(overrides)
+    values = {name: _scalar(file, value) for name, value in fields.items()}
+    for name, text in values.items():
+        if not _NAME.fullmatch(name) or name == FOLDER:
+            taken = " (that is the step's own folder)" if name == FOLDER else ": letters, digits, - and _"
+            raise UserError(f"{text.where}: {name!r} is no name for a parameter{taken}")
+    return values
+
+
+def _check_used(described: Mapping[str, _Described], parameters: Mapping[str, _Text]) -> None:
+    """Refuse parameters that nothing uses, and matrices whose steps would all do the same.
+
+    Raises:
+        UserError: names the line.
+    """
+    used = {step.name: step.words() for step in described.values()}
+    for name, text in parameters.items():
+        if not any(name in words for words in used.values()):
+            raise UserError(f"{text.where}: parameter {name} is used nowhere: write ${{{name}}} where it is meant")
+    for step in described.values():
+        read = {word.partition(".")[0] for word in used[step.name]} | {text.value for text in step.needs}
+        axes = {axis for name in read if name in described for axis in described[name].matrix}
+        for axis in step.matrix:
+            if axis not in used[step.name] and axis not in axes:
+                raise UserError(
+                    f"{step.where}: the steps of {step.name} would be alike: ${{{axis}}} of its matrix is used nowhere"
+                )
 
 
 def _described(file: Path, node: yaml.Node, parameters: Mapping[str, str]) -> dict[str, _Described]:
@@ -205,12 +243,18 @@ def _matrix(
     if isinstance(node, yaml.ScalarNode):
         if node.value not in known or not known[node.value].matrix:
             with_one = [name for name, other in known.items() if other.matrix]
+            if not with_one:
+                raise UserError(f"{_line(file, node)}: no step before {step} has a matrix: write seed: [0, 1]")
             raise UserError(f"{_line(file, node)}: {unknown('step with a matrix', node.value, with_one)}")
         return known[node.value].matrix
     axes = {}
-    for name, value in _fields(file, node, None, f"matrix of {step}").items():
+    fields = _fields(file, node, None, f"matrix of {step}")
+    if not fields:
+        raise UserError(f"{_line(file, node)}: the matrix of {step} is empty: leave it out, or write seed: [0, 1]")
+    for name, value in fields.items():
         values = [text.value for text in _scalars(file, value)]
-        if not values or len(set(values)) != len(values) or not _NAME.fullmatch(name):
+        is_list = isinstance(value, yaml.SequenceNode) and bool(values)
+        if not is_list or len(set(values)) != len(values) or not _NAME.fullmatch(name):
             raise UserError(f"{_line(file, value)}: {name} of a matrix is a list of different values")
         if any(letter in each for each in values for letter in "${}[]"):
             raise UserError(f"{_line(file, value)}: values of a matrix have none of $ {{ }} [ ] in them")
@@ -228,14 +272,22 @@ def _resources(
         cores=_number(file, fields.get("cores"), "cores", 1) or default,
         gpus=_number(file, fields.get("gpus"), "gpus", 0),
     )
-    try:
-        if "memory" in fields:
-            found = replace(found, memory_bytes=parse_bytes(_scalar(file, fields["memory"]).value))
-        if "time" in fields:
-            found = replace(found, time_s=parse_seconds(_scalar(file, fields["time"]).value))
-    except UserError as error:
-        raise UserError(f"{_line(file, fields.get('time') or fields['memory'])}: {error}") from None
+    if "memory" in fields:
+        found = replace(found, memory_bytes=_amount(file, fields["memory"], parse_bytes))
+    if "time" in fields:
+        found = replace(found, time_s=_amount(file, fields["time"], parse_seconds))
     return found
+
+
+def _amount(file: Path, node: yaml.Node, parse: Callable[[str], float]) -> float:
+    text = _scalar(file, node)
+    try:
+        value = parse(text.value)
+    except UserError as error:
+        raise UserError(f"{text.where}: {error}") from None
+    if value <= 0:
+        raise UserError(f"{text.where}: {text.value} is none: give more, or leave it out")
+    return value
 
 
 def memory_given(text: str) -> float:
@@ -289,12 +341,21 @@ def _instance(
     try:
         kind.check(arguments, settings)
     except UserError as error:
-        raise UserError(f"{step.where}: step {step.name}: {error}") from None
+        raise UserError(f"{_said_of(step, str(error))}: step {step.name}: {error}") from None
     name = _instance_name(step.name, axes)
     return FlowStep(
         name, step.name, step.kind, step.where, axes, arguments, settings, step.outputs, needs,
         step.resources, step.priority, step.retry,
     )  # fmt: skip
+
+
+def _said_of(step: _Described, message: str) -> str:
+    """Return the line of the setting that a refusal names, else the step's."""
+    for name, text in step.settings:
+        option = f"--{name.strip().replace('_', '-')}"
+        if re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", message) or repr(name) in message:
+            return text.where
+    return step.where
 
 
 def _instance_name(name: str, axes: Mapping[str, str]) -> str:
@@ -345,7 +406,7 @@ def _expanded(step: _Described, axes: Mapping[str, str], described: Mapping[str,
     """
     texts = [text.value]
     for word in dict.fromkeys(match[1] for match in TOKEN.finditer(text.value)):
-        if word == "folder":
+        if word == FOLDER:
             continue
         name, dot, output = word.partition(".")
         if not dot:
@@ -355,6 +416,8 @@ def _expanded(step: _Described, axes: Mapping[str, str], described: Mapping[str,
             )
         if name not in described:
             raise UserError(f"{text.where}: {unknown('step', name, described)}")
+        if not described[name].outputs:
+            raise UserError(f"{text.where}: {name} leaves nothing: name it there, `outputs: {{{output}: FILE}}`")
         if output not in described[name].outputs:
             raise UserError(f"{text.where}: {unknown(f'output of {name}', output, described[name].outputs)}")
         reads = [str(ReadOutput(one, output)) for one in _matching(described[name], axes)]

@@ -12,6 +12,7 @@ from echelon.flows.chained import run_chained
 from echelon.flows.child import hashes_of, is_done
 from echelon.flows.driver import FlowOutcome, Say, check_resources, machine_resources, run_flow
 from echelon.flows.fingerprint import fingerprint
+from echelon.flows.named import check_named
 from echelon.flows.resolve import memory_given, read_flow
 from echelon.flows.state import DESCRIPTION_FILE, FlowArguments, load_flow, only_driver, write_description
 from echelon.launch.places import PlaceChoice
@@ -55,6 +56,7 @@ def start_flow(request: FlowRequest, say: Say) -> FlowOutcome:
     """
     flow, folder = _requested(request)
     place, there = _chains(request.on), _resources(request)
+    check_named(flow, here=place is None)
     if place is None:
         check_resources(flow, there)
     if not request.resume:
@@ -74,7 +76,9 @@ def plan_flow(request: FlowRequest) -> Iterator[str]:
         UserError: it cannot be.
     """
     flow, folder = _requested(request)
-    if _chains(request.on) is None:
+    here = _chains(request.on) is None
+    check_named(flow, here)
+    if here:
         check_resources(flow, _resources(request))
     runs: set[str] = set()
     for name in _in_order(flow):

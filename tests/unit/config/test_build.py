@@ -50,7 +50,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("strategy: {sync: 'local(3'}", "--sync: cannot read spec"),
         ("strategy: {compression: ''}", "--compression: cannot read spec"),
         ("training: {precision: bf61}", "did you mean bf16"),
-        ("a: [", "is not YAML"),
+        ("a: [", "not YAML"),
         ("[1, 2]", "expected settings"),
         ("launch: 3", "is a group of settings"),
         ("data: {batch_size: 1}\ndata: {batch_size: 2}", "stands twice"),

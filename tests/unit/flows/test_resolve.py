@@ -10,6 +10,7 @@ from echelon.core.errors import UserError
 from echelon.flows.base import Flow, step_folder
 from echelon.flows.page import levels
 from echelon.flows.resolve import read_flow
+from echelon.flows.run import FlowRequest, plan_flow, start_flow
 
 WHOLE = """\
 parameters: {epochs: 2}
@@ -58,9 +59,39 @@ REFUSED = [
     ("steps:\n  a:\n    needs: []\n", "step a does nothing"),
     ("steps:\n  a:\n    train: ${n}\n", "${n} is no parameter"),
     (f"{STEP}    matrix: {{seed: [1, 1]}}\n", "a list of different values"),
-    ("steps:\n  a:\n    train: digits\n    matrix: {seed: [0, 1]}\n  b:\n    evaluate: ${a.run}\n", "is 2 outputs"),
+    (
+        f"{STEP}    matrix: {{x: [0, 1]}}\n    settings: {{seed: '${{x}}'}}\n  b:\n    evaluate: ${{a.run}}\n",
+        "is 2 outputs",
+    ),
     ("step: {}\n", "line 1: unknown word in a flow 'step'"),
     ("steps: 3\n", "steps is written as"),
+    ("# nothing\n", "line 1: the file is empty"),
+    ("steps:\n\ta:\n\t\ttrain: digits\n", "line 2: not YAML: a tab, where YAML takes spaces"),
+    (f"{STEP}  b:\n    finetune: [${{a.run}}, digits]\n", "line 5: not YAML: ${...} stands in quotes within [...]"),
+    ("steps:\n  a:\n    train: [digits\n", "line 3: not YAML: expected ',' or ']'"),
+    (f"{STEP}  a:\n    train: digits\n", "line 4: a stands twice"),
+    (f"{STEP}    matrix: {{}}\n", "line 4: the matrix of a is empty"),
+    (f"{STEP}    matrix:\n      seed:\n", "line 5: a value is missing here"),
+    (f"{STEP}    matrix: {{seed: 1}}\n    settings: {{seed: '${{seed}}'}}\n", "line 4: seed of a matrix is a list"),
+    (f"{STEP}    matrix: {{seed: [0, 1]}}\n", "the steps of a would be alike: ${seed} of its matrix is used nowhere"),
+    (f"{STEP}    matrix: tune\n", "line 4: no step before a has a matrix"),
+    (f"parameters: {{x: 1}}\n{STEP}", "line 1: parameter x is used nowhere"),
+    (f"parameters: {{folder: 1}}\n{STEP}", "line 1: 'folder' is no name for a parameter"),
+    ("steps:\n  a:\n    train:\n", "line 3: a value is missing here"),
+    ("steps:\n  a:\n    train: ${\n", "line 3: '${' has ${ without }"),
+    ("steps:\n  a:\n    command: echo\n  b:\n    train: ${a.data}\n", "line 5: a leaves nothing"),
+    (f"{STEP}    resources: {{time: 0s}}\n", "line 4: 0s is none"),
+    (f"{STEP}    resources:\n      memory: lots\n      time: 2h\n", "line 5: 'lots' is not a size"),
+    (f"{STEP}    settings:\n      model: mlp\n      lr: fast\n", "line 6: step a: --lr"),
+    (f"name: a/b\n{STEP}", "line 1: name 'a/b' must be"),
+]
+ABSENT = [
+    ("steps:\n  a:\n    train: ./there\n", "line 3: step a: train takes data, and ./there is not there"),
+    ("steps:\n  a:\n    evaluate: runs/there\n", "line 3: step a: evaluate takes a run, and runs/there holds none"),
+    ("steps:\n  a:\n    prepare: nobody:work\n", "line 3: step a: there is no module nobody"),
+    ("steps:\n  a:\n    prepare: own:wrok\n", "has no wrok: did you mean work?"),
+    ("steps:\n  a:\n    command: no-such-program --x\n", "line 3: step a: there is no program no-such-program"),
+    (f"{STEP}  b:\n    export: ['${{a.run}}', model.onx]\n", "line 5: step b: model.onx: no export ends in .onx"),
 ]
 
 
@@ -91,6 +122,23 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, text: str, messag
         _read(tmp_path, text)
     assert message in str(refusal.value) and "flow.yaml" in str(refusal.value) and "\n" not in str(refusal.value)
     assert list(tmp_path.iterdir()) == [tmp_path / "flow.yaml"]
+
+
+@pytest.mark.parametrize(("text", "message"), ABSENT, ids=[message for _, message in ABSENT])
+def test_what_is_not_there_is_refused_before_anything_starts(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "own.py").write_text("import os\n\ndef work(folder):\n    pass\n")
+    (tmp_path / "flow.yaml").write_text(text)
+    request = FlowRequest(str(tmp_path / "flow.yaml"), run=str(tmp_path / "flow"))
+    with pytest.raises(UserError) as refusal:
+        start_flow(request, print)
+    assert message in str(refusal.value) and "\n" not in str(refusal.value) and not (tmp_path / "flow").exists()
+
+
+def test_what_an_earlier_step_may_make_is_not_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def work(folder):\n    pass\n")
+    text = "steps:\n  a:\n    prepare: own:work\n  b:\n    train: ./made\n    needs: [a]\n"
+    (tmp_path / "flow.yaml").write_text(text)
+    assert [line.partition(":")[0] for line in plan_flow(FlowRequest(str(tmp_path / "flow.yaml")))] == ["a", "b"]
 
 
 def test_a_parameter_that_does_not_exist_is_refused(tmp_path: Path) -> None:

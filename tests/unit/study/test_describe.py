@@ -122,7 +122,7 @@ def test_the_same_candidate_twice_has_two_names() -> None:
         ("candidates: [sync=allreduce]\nexclude: [sync=allreduce]", "everything is excluded"),
         ("candidates: [sync=allreduce]\nterms: {link: [10mbit, 10mbit]}", "stands twice"),
         ("candidates: [sync=allreduce]\ncandidates: []", "line 2: candidates stands twice"),
-        ("candidates: [sync=allreduce", "is not YAML"),
+        ("candidates: [sync=allreduce", "not YAML"),
         ("- sync", "expected a study"),
     ],
 )
