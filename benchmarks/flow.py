@@ -1,16 +1,19 @@
 """A six-step flow whose driver is killed at random seconds: is every step done once, with the bits of a calm flow?
 
-uv run python benchmarks/flow.py --kills 8 [--data PATH/cifar10]
+uv run python benchmarks/flow.py --runs 100 --kills 4 [--minutes 15] [--data PATH/cifar10]
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.flows.base import step_folder
@@ -72,7 +75,9 @@ DEADLINE_S = 1800.0
 def main() -> None:
     """Run the flow once in peace and once with kills, and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=8)
+    parser.add_argument("--kills", type=int, default=8, help="of each run")
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=600.0, help="no run is begun after so many")
     parser.add_argument("--longest", type=float, default=20.0, help="seconds until a kill, at most")
     parser.add_argument("--data", default="", help="a folder with train/ and test/; empty: digits")
     parser.add_argument("--images", type=int, default=20, help="of each class, of such a folder")
@@ -87,13 +92,48 @@ def main() -> None:
             else ("mine:nothing", "{}", "digits")
         )
         (base / "flow.yaml").write_text(FLOW.format(**dict(zip(("prepare", "settings", "data"), given))))
-        began = time.monotonic()
-        run_killed(base, "calm", 0, options.longest, random.Random(0))
-        calm_s = time.monotonic() - began
-        began = time.monotonic()
-        kills = run_killed(base, "killed", options.kills, options.longest, random.Random(options.seed))
-        print(f"calm: {calm_s:.0f} s; with {kills} kills: {time.monotonic() - began:.0f} s")
-        compare(base)
+        begun, draw, found = time.monotonic(), random.Random(options.seed), []
+        run_killed(base, "calm", 0, options.longest, draw)
+        print(f"calm: {time.monotonic() - begun:.0f} s", flush=True)
+        while len(found) < options.runs and time.monotonic() - begun < 60 * options.minutes:
+            began = time.monotonic()
+            kills = run_killed(base, "killed", options.kills, options.longest, draw)
+            found.append(compare(base, kills))
+            print(f"run {len(found)}: {time.monotonic() - began:.0f} s, {found[-1]}", flush=True)
+            shutil.rmtree(base / "killed")
+        print(f"{len(found)} runs: {sum(found, Compared())}")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What became of killed flows beside a calm one.
+
+    Attributes:
+        starts: of steps; `went_on` of them from a checkpoint.
+        not_once: steps that were not done exactly once.
+        different: steps that left other bytes than the calm flow's.
+    """
+
+    kills: int = 0
+    starts: int = 0
+    went_on: int = 0
+    not_once: Sequence[str] = ()
+    different: Sequence[str] = ()
+
+    def __add__(self, other: Compared) -> Compared:
+        """Return both together."""
+        return Compared(
+            self.kills + other.kills, self.starts + other.starts, self.went_on + other.went_on,
+            [*self.not_once, *other.not_once], [*self.different, *other.different],
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        return (
+            f"{self.kills} kills, {self.starts} starts of steps, {self.went_on} went on from a checkpoint; not done "
+            f"exactly once: {', '.join(self.not_once) or 'none'}; other bits than without kills: "
+            f"{', '.join(self.different) or 'none'}"
+        )
 
 
 def run_killed(base: Path, folder: str, kills: int, longest_s: float, draw: random.Random) -> int:
@@ -116,8 +156,8 @@ def run_killed(base: Path, folder: str, kills: int, longest_s: float, draw: rand
         return done
 
 
-def compare(base: Path) -> None:
-    """Print whether each step of the killed flow was done once, and left what the calm one's did."""
+def compare(base: Path, kills: int) -> Compared:
+    """Return whether each step of the killed flow was done once, and left what the calm one's did."""
     twice, different, starts, goes_on = [], [], 0, 0
     for name in load_flow(base / "calm").steps:
         of = [step_folder(base / folder, name) for folder in ("calm", "killed")]
@@ -129,9 +169,7 @@ def compare(base: Path) -> None:
             twice.append(f"{name} ({len(killed)} times)")
         elif calm[0].outputs != killed[0].outputs:
             different.append(name)
-    print(f"starts of steps: {starts}, of which {goes_on} went on from a checkpoint")
-    print(f"not done exactly once: {', '.join(twice) or 'none'}")
-    print(f"other bits than without kills: {', '.join(different) or 'none'}")
+    return Compared(kills, starts, goes_on, twice, different)
 
 
 if __name__ == "__main__":
