@@ -18,6 +18,7 @@ from echelon.run.defaults import with_task_defaults
 from echelon.run.home import bring
 from echelon.run.machine import say
 from echelon.run.outcome import Outcome, RunFailed
+from echelon.run.overview import bring_from_place
 from echelon.run.resolve import launch_request
 from echelon.run.start import start, start_again
 from echelon.run.trust import check_trust
@@ -213,6 +214,7 @@ def resume(
     trust: bool = False,
     from_scratch: bool = False,
     rescan: bool = False,
+    detach: bool = False,
     **settings: Unpack[ResumeKeywords],
 ) -> Outcome:
     """Continue a run from its newest whole checkpoint, on any number of workers.
@@ -223,6 +225,7 @@ def resume(
         trust: import code that the run's description names (`module:function`) and you have not used before.
         from_scratch: train from the beginning; the checkpoints so far are put aside.
         rescan: take samples that are new in the data: from the next epoch on.
+        detach: leave the run to its place (`on=`) once that has taken it; its status is `submitted` then.
         settings: settings to change, by their command-line names: `epochs=20, workers=4`. A run of a module, data
             sets or a task of the caller's own needs them again: `model=..., data=..., task=...`; so do `callbacks=...`,
             transforms, objects of `loggers=[...]`, and a `loss=...`, `metrics=...` or `optimizer=...` that no name
@@ -247,7 +250,8 @@ def resume(
             _check_same(keyword, described, of_object(user_objects[keyword]))
     objects = _user_objects({**user_objects, "loggers": _logger_objects(loggers)}, config)
     check_trust(resolved, trust)
-    return _ended(start_again(path, replace(resolved.config, run=str(path)), from_scratch, objects, rescan), objects)
+    config = replace(config, run=str(path))
+    return _ended(start_again(path, config, from_scratch, objects, rescan, detach=detach), objects)
 
 
 def _ended(outcome: Outcome, objects: UserObjects | None) -> Outcome:
@@ -604,6 +608,7 @@ def _no_objects() -> UserObjects:
 
 def _read(path: Path, overrides: Mapping[str, SettingValue] | None = None) -> Resolved:
     folders.check_is_run(path)
+    bring_from_place(path)
     return build(path / folders.CONFIG_FILE, overrides)
 
 
@@ -617,7 +622,7 @@ def _brought(run: str | Path) -> Path:
 
 
 def _with_overrides(path: Path, overrides: Mapping[str, SettingValue]) -> Resolved:
-    _read(path)
+    folders.check_is_run(path)
     for name in overrides:
         if not name.startswith(RESUMABLE):
             raise UserError(

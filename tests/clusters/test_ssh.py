@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch
 from echelon.checkpoint import CheckpointStore
 from echelon.messages.identity import SECRET_FILE
 from tests.clusters.sshd import SshHosts, no_hosts, ssh_hosts
-from tests.ranks.runs import SMALL, Run, Runs, losses_of
+from tests.ranks.runs import DEADLINE_S, SMALL, Run, Runs, losses_of
 
 pytestmark = [
     pytest.mark.skipif(bool(no_hosts()), reason=no_hosts() or "there are some"),
@@ -39,6 +41,22 @@ def _check_same(here: Run, there: Run) -> None:
     ours, theirs = _tensors(here.folder), _tensors(there.folder)
     assert ours and ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def _told(*words: str, cwd: Path) -> str:
+    """Return what a command prints."""
+    command = [sys.executable, "-m", "echelon", *words]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def _wait_for(*words: str, until: str, cwd: Path) -> str:
+    """Give a command again and again until it says something; returns all that it says then."""
+    ends = time.monotonic() + DEADLINE_S
+    while until not in (told := _told(*words, cwd=cwd)):
+        assert time.monotonic() < ends, told
+    return told
 
 
 @pytest.mark.long
@@ -68,18 +86,27 @@ def test_what_is_refused(tmp_path: Path, hosts: SshHosts) -> None:
 
 @pytest.mark.long
 def test_without_a_common_disk(tmp_path: Path, hosts: SshHosts) -> None:
-    steps = ("--workers", "1", "--max-steps", "10")
     (tmp_path / ".gitignore").write_text("*.secret\n")
     (tmp_path / "own.py").write_text("")
     (tmp_path / "key.secret").write_text("")
-    more = f', folder="{hosts.disk}", python="{sys.executable}"'
+    place = hosts.place("a", "b", more=f', folder="{hosts.disk}", python="{sys.executable}"')
     with Runs(tmp_path) as runs:
-        there = runs.start(*SETTINGS, *steps, "--on", hosts.place("a", "b", more=more), folder="there")
-        assert there.end() == 0, there.text()
-        here = runs.start(*SETTINGS, *steps, "--workers", "2", folder="here")
+        settings = (*SETTINGS, "--schedule", "constant", "--epochs", "4000")
+        there = runs.start(*settings, "--workers", "1", "--on", place, "--detach", folder="there")
+        assert there.end() == 0 and "files of the working folder" in there.text(), there.text()
+        runs_says = _wait_for("runs", ".", until="60000 steps", cwd=tmp_path)
+        assert "running on a, b" in runs_says
+        assert "mlp on digits" in _told("watch", "there", "--once", cwd=tmp_path)
+        assert "waiting for 1 more" in _told("logs", "there", cwd=tmp_path)
+        assert _told("logs", "there", "--rank", "1", cwd=tmp_path) == (there.folder / "logs/rank1.log").read_text()
+        assert "saves a checkpoint" in _told("stop", "there", cwd=tmp_path)
+        _wait_for("runs", ".", until="stopped", cwd=tmp_path)
+        most = str(there.records("checkpoint")[-1]["step"] + 10)
+        _told("resume", "there", "--max-steps", most, "--detach", cwd=tmp_path)
+        _wait_for("runs", ".", until="completed", cwd=tmp_path)
+        here = runs.start(*settings, "--max-steps", most, "--workers", "2", folder="here")
         assert here.end() == 0, here.text()
         _check_same(here, there)
-        assert "files of the working folder" in there.text() and "Completed after 10 steps" in there.text()
         for host in ("a", "b"):
             sent = hosts.ask(host, f"ls {hosts.disk}/*/code").stdout.split()
             assert "own.py" in sent and "key.secret" not in sent and "there" not in sent

@@ -122,6 +122,12 @@ def resumed(rank: Rank | None, trials: Sequence[Trial], folder: Path) -> None:
         assert not [name for name in wanted if name.removeprefix("average of ") in frozen and "average" in name], trial
 
 
+def resumed_apart(rank: Rank, trials: Sequence[Trial], folder: Path) -> None:
+    """Do the same where each rank has a disk of its own: rank 0's checkpoint is all there is."""
+    resumed(rank, trials, folder / f"disk{rank.index}")
+    assert rank.index == 0 or not (folder / f"disk{rank.index}").exists()
+
+
 def check(trials: Sequence[Trial], folder: Path, ranks: int = 2) -> None:
     if ranks == 1:
         resumed(None, trials, folder)
@@ -148,6 +154,10 @@ def test_a_checkpoint_leaves_out_what_stays_as_it_is_and_resumes_to_the_bit(tmp_
 
 def test_one_process_too(tmp_path: Path) -> None:
     check([ALONE], tmp_path, ranks=1)
+
+
+def test_machines_with_disks_of_their_own_resume_to_the_bit_from_what_the_first_one_has(tmp_path: Path) -> None:
+    run_ranks(resumed_apart, 2, (QUICK[0], MORE[-1]), tmp_path, timeout_s=300)
 
 
 @pytest.mark.long

@@ -56,25 +56,32 @@ def logs_command() -> Any:
     def logs(
         run: Annotated[str, _RUN],
         follow: Annotated[bool, typer.Option("--follow", "-f", help="go on with what is added, until ctrl-c")] = False,
-        rank: Annotated[int, typer.Option("--rank", min=0, help="of which process [default: 0]")] = 0,
+        rank: Annotated[
+            int | None,
+            typer.Option("--rank", min=0, help="of which process [default: what a run at a place prints, else 0]"),
+        ] = None,
     ) -> None:
-        """Print the log of a run's process."""
-        from echelon.run.elsewhere import LogTail
-        from echelon.run.overview import bring
+        """Print the log of a run's process, or what a run elsewhere prints."""
+        from echelon.run.elsewhere import ASK_S, FIRST_NODE, LogTail
+        from echelon.run.overview import bring_from_place, cluster_of
 
-        bring(Path(run))
-        file = Path(run) / "logs" / f"rank{rank}.log"
+        bring_from_place(Path(run), logs=True)
+        file = Path(run) / "logs" / f"rank{rank or 0}.log"
         if not file.parent.is_dir():
             raise UserError(f"{run}: no logs there: name a run's folder")
+        if rank is None and cluster_of(Path(run)) is not None:
+            file = file.with_name(FIRST_NODE)
         if not file.exists() and not follow:
             known = ", ".join(sorted(p.name for p in file.parent.iterdir())) or "nothing"
             raise UserError(f"{file} is not there; {file.parent} has {known}")
-        tail = LogTail(file, from_start=True)
+        tail, brought_s = LogTail(file, from_start=True), time.monotonic()
         tail.show()
         try:
             while follow:
                 time.sleep(0.5)
-                bring(Path(run))
+                if time.monotonic() - brought_s >= ASK_S:
+                    bring_from_place(Path(run), logs=True)
+                    brought_s = time.monotonic()
                 tail.show()
         except KeyboardInterrupt:  # the way to end it
             return

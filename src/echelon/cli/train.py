@@ -214,13 +214,14 @@ def _ways_to_start() -> list[inspect.Parameter]:
         parameter(
             "serve", bool, typer.Option(False, "--serve", help="show the run as a page on this machine while it goes")
         ),
-        parameter(
-            "detach",
-            bool,
-            typer.Option(False, "--detach", help="leave the run to its place (--on) once that has taken it"),
-        ),
+        _detach_parameter(),
         trust_parameter(),
     ]
+
+
+def _detach_parameter() -> inspect.Parameter:
+    words = "leave the run to its place (--on) once that has taken it"
+    return parameter("detach", bool, typer.Option(False, "--detach", help=words))
 
 
 def _describes_itself(resolved: Resolved, file: Path) -> bool:
@@ -255,16 +256,17 @@ def _around(path: Path, serve: bool, trials: Sequence[Event]) -> Iterator[None]:
 def resume_command() -> Any:
     """Build `echelon resume`."""
 
-    def resume(run_folder: str, trust: bool, from_scratch: bool, rescan: bool, **settings: Any) -> None:
+    def resume(run_folder: str, trust: bool, from_scratch: bool, rescan: bool, detach: bool, **settings: Any) -> None:
         """Continue a run."""
         from echelon import api
-        from echelon.run.outcome import RunFailed
+        from echelon.run.outcome import SUBMITTED, RunFailed
 
         try:
-            outcome = api.resume(run_folder, overrides_of(settings), trust, from_scratch, rescan)
+            outcome = api.resume(run_folder, overrides_of(settings), trust, from_scratch, rescan, detach)
         except RunFailed as failure:
             outcome = failure.outcome
-        _finish(outcome)
+        if outcome.status != SUBMITTED:
+            _finish(outcome)
 
     extra = [
         parameter("run_folder", str, typer.Argument(..., metavar="RUN", help="the run's folder")),
@@ -273,6 +275,7 @@ def resume_command() -> Any:
             False, "--from-scratch", help="train from the beginning; checkpoints so far are put aside")),
         parameter("rescan", bool, typer.Option(
             False, "--rescan", help="take samples that are new in the data, from the next epoch on")),
+        _detach_parameter(),
     ]  # fmt: skip
     return as_command(with_settings(resume, extra, RESUMABLE), "resume", f"{COMMANDS['resume'][1]}\n\n{EXIT_CODES}")
 

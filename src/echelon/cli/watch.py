@@ -33,14 +33,16 @@ def command() -> Any:
             raise UserError("--port is the page's: it needs --serve")
         if once and serve:
             raise UserError("--once and --serve exclude each other")
+        from echelon.run.overview import kept_near
         from echelon.study.serving import serve_here
         from echelon.study.view import show, wait_for_folder
 
         with contextlib.suppress(KeyboardInterrupt):  # the way to end it
             wait_for_folder(Path(run), 0.0 if once else wait_s)
-            if serve:
-                serve_here(Path(run), port)
-            else:
-                show(Path(run), once)
+            with kept_near(Path(run)):
+                if serve:
+                    serve_here(Path(run), port)
+                else:
+                    show(Path(run), once)
 
     return as_command(watch, "watch", COMMANDS["watch"][1])

@@ -13,6 +13,8 @@ from echelon.core.layout import AUTO, Layout, parse_layout
 from echelon.core.spec import parse_chain, parse_spec
 from echelon.core.units import parse_seconds, seconds_for
 
+_HERE = "local"  # the place that is this machine
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -135,7 +137,8 @@ def _check_launch(config: RunConfig) -> None:
         raise UserError("--trusted-network is for machines that meet: give --nodes and --rendezvous, or leave it out")
     if config.launch.link and nodes.most > 1:
         raise UserError("--link shapes the links between workers of one machine: leave out --nodes")
-    if config.launch.workers and nodes.least == nodes.most and config.strategy.parallel != AUTO:
+    here = config.launch.on == _HERE  # a place says by itself how many machines there are
+    if here and config.launch.workers and nodes.least == nodes.most and config.strategy.parallel != AUTO:
         check_world(config, config.launch.workers * nodes.most)
     try:
         timeout_s = parse_seconds(config.launch.timeout)

@@ -17,11 +17,13 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from echelon.config import RunConfig
+from echelon.config import RunConfig, load_run_config
+from echelon.config.validate import check_world
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
+from echelon.core.layout import AUTO, parse_layout
 from echelon.core.stop import Stopped, stop_on_signals
-from echelon.launch.places import expanded
+from echelon.launch.places import PlaceChoice, expanded
 from echelon.launch.places.cluster import Cluster, JobPhase, JobState, PlaceFiles, PlaceSilent, Submission
 from echelon.messages.identity import SECRET_VARIABLE, make_secret, read_secret, write_secret
 from echelon.run.machine import say
@@ -59,7 +61,7 @@ def submitted(config: RunConfig, cluster: Cluster, model: str, has_objects: bool
     Raises:
         UserError: it cannot be, or the place refuses it.
     """
-    check_described(config, has_objects)
+    check_described(config, cluster, has_objects)
     config = _on(config, config.launch.on)
     cluster.check(Submission(_folder_to_be(config, model)), versions())
     with folders.claimed(config, time.time(), model) as config:
@@ -70,14 +72,10 @@ def submitted_again(path: Path, config: RunConfig, cluster: Cluster, has_objects
     """Hand a run over that has a folder already, to go on.
 
     Raises:
-        UserError: it cannot be, it goes on already, or the place refuses it.
+        UserError: it cannot be, or the place refuses it.
     """
-    check_described(_on(config, config.launch.on), has_objects)
+    check_described(_on(config, config.launch.on), cluster, has_objects)
     cluster.check(Submission(path.absolute()), versions())
-    files = PlaceFiles(path)
-    if (job := files.job()) and state_of(cluster, job).phase is not JobPhase.ENDED:
-        raise UserError(f"{path} goes on already, as job {job}: `echelon stop {path}` ends it")
-    brought(path, cluster)
     folders.prepare(path, _on(config, config.launch.on), time.time())
     return _hand_over(path, cluster)
 
@@ -88,7 +86,7 @@ def text_for(config: RunConfig, cluster: Cluster, model: str) -> str:
     Raises:
         UserError: it would be refused.
     """
-    check_described(config)
+    check_described(config, cluster)
     folder = _folder_to_be(config, model)
     folders.check_new(folder, config)
     return cluster.text(Submission(folder))
@@ -98,8 +96,8 @@ def _folder_to_be(config: RunConfig, model: str) -> Path:
     return (Path(config.run) if config.run else folders.default_folder(config, model=model)).absolute()
 
 
-def check_described(config: RunConfig, has_objects: bool = False) -> None:
-    """Refuse what only this machine can do.
+def check_described(config: RunConfig, cluster: Cluster, has_objects: bool = False) -> None:
+    """Refuse what only this machine can do, and what the place's machines cannot do together.
 
     Raises:
         UserError: names the setting.
@@ -116,6 +114,15 @@ def check_described(config: RunConfig, has_objects: bool = False) -> None:
         raise UserError("--lr-find is for this machine: find the rate with --on local, then train with --lr")
     if config.launch.link:
         raise UserError("--link shapes links of this machine: it needs --on local")
+    if config.strategy.parallel == AUTO:
+        return
+    if config.launch.workers:
+        check_world(config, config.launch.workers * cluster.machines)
+    if parse_layout(config.strategy.parallel).splits and cluster.machines > 1 and not cluster.shares_disk:
+        raise UserError(
+            f"--parallel {config.strategy.parallel}: all ranks write parts of a checkpoint of a model that is split: "
+            "leave folder out of --on, and use a disk that all hosts share"
+        )
 
 
 def _on(config: RunConfig, place: str) -> RunConfig:
@@ -140,16 +147,43 @@ def _hand_over(run: Path, cluster: Cluster) -> Submitted:
     return Submitted(run, job, cluster)
 
 
+def left_place(path: Path) -> None:
+    """Refuse to start a run that goes on at the place that took it, whatever place is to be next; else bring it here.
+
+    Raises:
+        UserError: it goes on.
+    """
+    recorded = PlaceChoice(load_run_config(path / folders.CONFIG_FILE).launch.on).cluster()
+    job = PlaceFiles(path).job()
+    if recorded is None or not job:
+        return
+    try:
+        over = recorded.state(job).phase is JobPhase.ENDED
+    except PlaceSilent as silent:  # it may never answer again
+        say(f"{silent}: if the run goes on there, two go on from here")
+        return
+    if not over:
+        raise UserError(f"{path} goes on already, as job {job}: `echelon stop {path}` ends it")
+    if missing := brought(path, recorded):
+        say(f"{path} may be behind: {missing}")
+
+
 def versions() -> dict[str, str]:
     """Return the versions that all machines of a run must share."""
     packages = {name: version(name) for name in ("echelon", "torch")}
     return {**packages, "Python": ".".join(platform.python_version_tuple()[:2])}
 
 
-def brought(run: Path, cluster: Cluster) -> str:
-    """Bring what a place has of a run into its folder here; returns why it could not be brought, else nothing."""
+def brought(run: Path, cluster: Cluster, logs: bool = False) -> str:
+    """Bring what a place has of a run into its folder here; returns why it could not be brought, else nothing.
+
+    Args:
+        logs: those of all its machines too.
+    """
     try:
         cluster.bring(run)
+        if logs:
+            cluster.bring_logs(run)
     except (PlaceSilent, UserError) as error:
         return str(error)
     return ""
@@ -228,8 +262,8 @@ class _Follower:
         while not self._is_over():
             self._output.show()
             time.sleep(LOOK_S)
-        if missing := brought(self._submitted.run, self._submitted.cluster):
-            say(f"{self._submitted.run} is not whole here: {missing}; it lies on the first host")
+        if missing := brought(self._submitted.run, self._submitted.cluster, logs=True):
+            say(f"{self._submitted.run} is not whole here: {missing}; the rest lies on the hosts")
         self._output.show()
 
     def _is_over(self) -> bool:

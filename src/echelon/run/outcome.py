@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from echelon.trainer.assemble import UserObjects
 
 _EXIT_FAILED = 1
+SUBMITTED = "submitted"
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,7 +36,7 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        status: `completed`, `stopped` or `failed`.
+        status: `completed`, `stopped` or `failed`; `submitted` where the run was left to its place.
         summary: the numbers of `summary.json`.
         signum: the signal that stopped it; 0 where that came to another machine, or none did.
         words: what the report that was written since the command was given says in closing; empty where none was.
@@ -54,7 +55,7 @@ class Outcome:
         """A command's exit code: 0 when completed, 1 when failed, 128 + signal when stopped (130 for Ctrl-C)."""
         if self.status == "stopped":
             return stopped_exit_code(self.signum)
-        return 0 if self.status == "completed" else _EXIT_FAILED
+        return 0 if self.status in ("completed", SUBMITTED) else _EXIT_FAILED
 
     @property
     def metrics(self) -> Mapping[str, float | None]:

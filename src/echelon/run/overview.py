@@ -5,20 +5,25 @@ Nothing of ours runs beside a run to keep this: it is looked up when somebody as
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.config import RunConfig, load_run_config
-from echelon.core.errors import UserError
+from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.launch.places import PlaceChoice
 from echelon.launch.places.cluster import Cluster, JobPhase, PlaceFiles, PlaceSilent
 from echelon.records.file import newest
 from echelon.records.going import is_held, read_launch
 from echelon.records.kinds import End, Evaluation, Start, Steps
+from echelon.run.elsewhere import ASK_S, brought
 from echelon.run.machine import say
 from echelon.trainer.folder import CONFIG_FILE, check_is_run
+
+_OVER = {0, USER_ERROR_EXIT_CODE}  # completed, refused: no place starts such a run again
 
 
 @dataclass(frozen=True)
@@ -71,16 +76,60 @@ def cluster_of(run: Path) -> Cluster | None:
     return PlaceChoice(load_run_config(run / CONFIG_FILE).launch.on).cluster()
 
 
-def bring(run: Path) -> None:
-    """Bring what a run's place has of it into its folder, where that is not common to both and the place answers."""
-    if not (run / CONFIG_FILE).exists():
-        return
-    try:
-        cluster = cluster_of(run)
-        if cluster is not None and PlaceFiles(run).job():
-            cluster.bring(run)
-    except (PlaceSilent, UserError) as silent:
+def bring_from_place(run: Path, logs: bool = False) -> None:
+    """Bring what a run's place has of it into its folder, where that is not common to both and the place answers.
+
+    Args:
+        logs: those of all its machines too.
+    """
+    if silent := _bring(run, logs):
         say(f"{run} may be behind: {silent}")
+
+
+def _bring(run: Path, logs: bool = False) -> str:
+    """Return why what a run's place has could not be brought; empty: it could."""
+    cluster = _apart(run)
+    if cluster is None:
+        return ""
+    return brought(run, cluster, logs)
+
+
+def _apart(run: Path) -> Cluster | None:
+    """Return the place that has a run where its folder is not common to both; None: there is nothing to bring."""
+    if not PlaceFiles(run).job() or not (run / CONFIG_FILE).exists():
+        return None
+    cluster = cluster_of(run)
+    return None if cluster is None or cluster.shares_disk else cluster
+
+
+@contextmanager
+def kept_near(run: Path) -> Iterator[None]:
+    """Bring what a run's place has of it now, and again and again while the block runs.
+
+    Raises:
+        UserError: the run's place is none that this machine knows.
+    """
+    if _apart(run) is None:
+        yield
+        return
+    bring_from_place(run)
+    over = threading.Event()
+
+    def bring_again() -> None:
+        """Bring until it is over; that the place is silent is said once."""
+        was_silent = False
+        while not over.wait(ASK_S):
+            silent = _bring(run)
+            if silent and not was_silent:
+                say(f"{run} may be behind: {silent}")
+            was_silent = bool(silent)
+
+    thread = threading.Thread(target=bring_again, name="bring", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _state(run: Path, config: RunConfig) -> str:
@@ -88,17 +137,17 @@ def _state(run: Path, config: RunConfig) -> str:
         cluster = PlaceChoice(config.launch.on).cluster()
     except UserError as error:  # of another version, or a place that this machine does not know
         return str(error)
-    job = PlaceFiles(run).job()
-    if cluster is not None and job:
-        try:
-            state = cluster.state(job)
-            cluster.bring(run)
-        except (PlaceSilent, UserError) as silent:
-            return f"{_recorded(run)} by its record ({silent})"
-        if state.phase is not JobPhase.ENDED:
-            return f"{state.text} (job {job})"
-        return _recorded(run)
-    return "running" if is_held(run) else _recorded(run)
+    job, ended = PlaceFiles(run).job(), PlaceFiles(run).ended()
+    if cluster is None or not job:
+        return "running" if is_held(run) else _recorded(run)
+    try:
+        state = None if ended is not None and ended[0] in _OVER else cluster.state(job)
+        cluster.bring(run)
+    except (PlaceSilent, UserError) as silent:
+        return f"{_recorded(run)} by its record ({silent})"
+    if state is not None and state.phase is not JobPhase.ENDED:
+        return f"{state.text} (job {job})"
+    return _recorded(run)
 
 
 def _recorded(run: Path) -> str:

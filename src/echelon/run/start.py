@@ -33,7 +33,7 @@ from echelon.records.going import LAUNCH_FILE, read_launch
 from echelon.records.kinds import CommandEnd, End, Evaluation
 from echelon.run.deaths import watched
 from echelon.run.defaults import are_told_late
-from echelon.run.elsewhere import Around, followed, submitted, submitted_again
+from echelon.run.elsewhere import Around, followed, left_place, submitted, submitted_again
 from echelon.run.ending import check_checkpoints, nothing_left, why_cut
 from echelon.run.foretold import Foretold, foretell, told_by_record, trained_scalars, trains_all
 from echelon.run.home import at_home, local_copy, mend
@@ -42,7 +42,7 @@ from echelon.run.machine import Machine, say, this_machine
 from echelon.run.micro_batches import check_micro_batches, is_batch_open, is_open
 from echelon.run.notify import Notifier
 from echelon.run.opening import Opening, describe_untold
-from echelon.run.outcome import Outcome, outcome_of
+from echelon.run.outcome import SUBMITTED, Outcome, outcome_of
 from echelon.run.rate_search import Search, as_search, check_no_search
 from echelon.run.rescan import take_new_samples
 from echelon.run.resolve import LaunchRequest, launch_request, resolve
@@ -125,6 +125,7 @@ def start_again(
     user_objects: UserObjects | None = None,
     rescan: bool = False,
     node_rank: NodeRank | None = None,
+    detach: bool = False,
 ) -> Outcome:
     """Continue the run of a folder, as its description says now.
 
@@ -132,6 +133,7 @@ def start_again(
         from_scratch: train from the beginning, whatever was saved; with several machines, on the first one alone.
         rescan: take samples that are new in the data from the next epoch on; likewise on the first machine alone.
         node_rank: of this machine, where a place gave it one: its part of the run is run here.
+        detach: leave the run to its place once that has taken it; its status is `submitted` then.
 
     Raises:
         UserError: it cannot start as described, or goes on already.
@@ -141,6 +143,10 @@ def start_again(
         raise UserError("--rescan is for `echelon resume` without torchrun, which may start all processes again")
     given_t, request = command_given_t(), launch_request(config, node_rank)
     cluster = request.place.cluster()
+    if cluster is None and detach:
+        raise UserError(f"--detach leaves a run to a place that takes it whole: --on {config.launch.on} does not")
+    if node_rank is None and not is_worker():
+        left_place(path)
     if from_scratch:
         if is_worker():
             raise UserError("--from-scratch would start over at each restart by torchrun: leave it to `echelon resume`")
@@ -152,7 +158,8 @@ def start_again(
     if cluster is not None and not is_worker():
         if rescan:
             raise UserError("--rescan needs the run here for a moment: give --on local")
-        return followed(submitted_again(path, config, cluster, user_objects is not None))
+        handed = submitted_again(path, config, cluster, user_objects is not None)
+        return Outcome(SUBMITTED, path, {}) if detach else followed(handed)
     with _lock(path, request.nodes):
         if is_worker():
             run = resolve(config)

@@ -28,6 +28,7 @@ from echelon.checkpoint import (
     RankPart,
     Saved,
     StoredPart,
+    broadcast_state,
     copy_state,
     gather_rank_state,
     merge,
@@ -158,14 +159,28 @@ class RanksState:
     def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
         """Return the newest whole checkpoint, with what this rank alone had, or all ranks' where the layout is another.
 
+        Machines that do not see rank 0's disk are sent what it has.
+
         Raises:
-            UserError: not all machines see it.
+            UserError: another machine has a newer one.
         """
         found = store.newest(rank=self._world.rank)
         if found is not None and saved_layout(found[1]) != layout_of(self._world):
             found = store.newest()  # what other ranks had is merged
-        self._check_same_step(-1 if found is None else found[0], store)
-        return found
+        steps = self._steps_of_all(-1 if found is None else found[0])
+        if len(set(steps)) == 1:
+            return found
+        if steps[0] < max(steps):
+            seen = ", ".join("none" if step < 0 else f"step {step}" for step in steps)
+            raise UserError(
+                f"the ranks see different checkpoints in {store.folder.parent} ({seen}): begin with the machine that "
+                "has the newest one, or put --run on storage that all machines share"
+            )
+        everything = store.newest() if self.leads else None
+        state, n_bytes = broadcast_state(everything[1] if everything else None, 0, self._world.group)
+        self.bytes_sent += n_bytes
+        # tensors of their own: some, as generators' states, may not be views of what came
+        return found if steps[self._world.rank] == steps[0] else (steps[0], copy_state(state))
 
     def load(self, state: StateView) -> Cursor:
         """Restore what all ranks share, and this rank's own."""
@@ -246,12 +261,17 @@ class RanksState:
         """Return the folders for the ranks' parts, which all of them see; None: they have disks of their own."""
         token, with_base = self._agree_on_token(store)
         folder = store.parts_folder(token)
-        if self._is_common is None and self._world.group is not None and self._parts.split is None:
+        if self._is_common is None and self._world.group is not None:
             sees = torch.tensor([folder.is_dir()], dtype=torch.uint8, device=self._world.device)
             dist.all_reduce(sees, dist.ReduceOp.MIN, group=self._world.group)
             self._is_common = bool(sees)
             if not self._is_common and self.leads:
                 folder.rmdir()
+        if self._is_common is False and self._parts.split is not None:
+            raise UserError(
+                f"all ranks write parts of a checkpoint in {store.folder}, for the model is split: put --run on "
+                "storage that all machines share"
+            )
         if self._is_common is False:
             return None
         return _Room(folder, store.parts_folder(token, of_base=True) if with_base else None)
@@ -335,18 +355,14 @@ class RanksState:
         token, with_base = agreed.tolist()
         return token, bool(with_base)
 
-    def _check_same_step(self, step: int, store: CheckpointStore) -> None:
+    def _steps_of_all(self, step: int) -> list[int]:
+        """Return the step of the checkpoint that each rank sees; -1: of one that sees none."""
         if self._world.group is None:
-            return
+            return [step]
         steps = torch.full((self._world.size,), 0, dtype=torch.int64, device=self._world.device)
         steps[self._world.rank] = step
         dist.all_reduce(steps, group=self._world.group)
-        if len(set(steps.tolist())) > 1:
-            seen = ", ".join("none" if s < 0 else f"step {s}" for s in steps.tolist())
-            raise UserError(
-                f"the ranks see different checkpoints in {store.folder.parent} ({seen}): "
-                "put --run on storage that all machines share"
-            )
+        return [int(each) for each in steps.tolist()]
 
 
 def writer_state(is_writing: bool, patience: Patience, what: str) -> WriterState:

@@ -200,11 +200,47 @@ def test_the_code_and_the_run_travel(programs: Path) -> None:
     (host / "place").mkdir(exist_ok=True)
     (host / "place" / "exit").write_text("0 ")
     (host / "place" / "stop").write_text("of the host")
-    for _ in range(2):  # the second time nothing is new
+    for _ in range(3):  # the second time nothing is new: the third time nobody is asked
         carried.bring_run(ssh, str(host), run)
         assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-9"]
         assert (run / "record.jsonl").read_text() == "{}" and (run / "place" / "exit").read_text() == "0 "
         assert not (run / "place" / "stop").exists()
-    (programs / "silent-a").touch()
+        if carried.Brought.read(run, 0).whole:
+            (programs / "silent-a").touch()
+    assert (programs / "silent-a").exists()
+    (run / "place" / "exit").unlink()  # as a new start does
     with pytest.raises(PlaceSilent, match="no route"):
         carried.bring_run(ssh, str(host), run)
+
+
+def test_the_first_host_is_sent_what_is_newer_here(programs: Path) -> None:
+    there, ssh, run = PurePosixPath(programs / "there"), [str(programs / "ssh"), "a"], programs / "runs" / "one"
+    for name in ("config.yaml", "record.jsonl", "checkpoints/step-5/manifest.sha256", "place/jobs"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(name)
+    carried.send_run(ssh, run, there, is_first=True)
+    (run / "checkpoints" / "step-5").rename(run / "checkpoints" / "step-9")  # it went on here
+    (run / "config.yaml").write_text("other settings")
+    carried.send_run(ssh, run, there, is_first=True, is_new=False)
+    assert Path(there / "checkpoints" / "step-5").exists() and not Path(there / "checkpoints" / "step-9").exists()
+    assert Path(there / "config.yaml").read_text() == "other settings"
+    carried.send_run(ssh, run, there, is_first=True)
+    assert [path.name for path in Path(there / "checkpoints").iterdir()] == ["step-9"]
+    Path(there / "of the host").touch()
+    carried.send_run(ssh, run, there, is_first=True)
+    assert Path(there / "of the host").exists(), "what is the same there already is not sent again"
+
+
+def test_logs_of_other_hosts_come_too(programs: Path) -> None:
+    ssh, run, other = [str(programs / "ssh"), "b"], programs / "one", programs / "other"
+    run.mkdir()
+    for name in ("logs/rank1.log", "logs/rank0.log", "record.jsonl"):
+        (other / name).parent.mkdir(parents=True, exist_ok=True)
+        (other / name).write_text(f"{name} of b")
+    carried.Brought({"logs/rank0.log": "5 99999999999.0"}).write(run, 0)  # the first host has a newer one
+    carried.bring_logs(ssh, str(other), run, 1)
+    assert [path.name for path in (run / "logs").iterdir()] == ["rank1.log"] and not (run / "record.jsonl").exists()
+    with (other / "logs" / "rank1.log").open("a") as log:
+        log.write(", and more")
+    carried.bring_logs(ssh, str(other), run, 1)
+    assert (run / "logs" / "rank1.log").read_text() == "logs/rank1.log of b, and more"

@@ -15,8 +15,9 @@ import subprocess
 import tarfile
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -25,9 +26,11 @@ from echelon.core.files import write_atomic
 from echelon.launch.places.cluster import PLACE_FOLDER, PlaceSilent
 
 TRANSFER_S = 3600.0
-_STATE = ".brought"  # in the run's folder here: size and time of each file as it was brought
 _CHECKPOINTS = "checkpoints"
-_OF_PLACE = {f"{PLACE_FOLDER}/exit", f"{PLACE_FOLDER}/starts"}  # what the hosts write of it
+_TOLD_BY = "checkpoints/*/manifest.sha256 record*.jsonl"
+_LOGS = "logs/"
+_EXIT = f"{PLACE_FOLDER}/exit"
+_OF_PLACE = {_EXIT, f"{PLACE_FOLDER}/starts"}  # what the hosts write of it
 _NOT_BROUGHT = (PLACE_FOLDER, "machines")
 _SMALL: tuple[str, ...] = ("config.yaml", "launch.json", PLACE_FOLDER, "machines")
 
@@ -74,22 +77,36 @@ def send(ssh: Sequence[str], folder: Path, files: Sequence[str], there: PurePosi
     _send(ssh, folder, files, script)
 
 
-def send_run(ssh: Sequence[str], run: Path, there: PurePosixPath, is_first: bool) -> None:
-    """Send a run's folder to a host: all of it to the first one that does not have it, else what a start needs.
+def send_run(ssh: Sequence[str], run: Path, there: PurePosixPath, is_first: bool, is_new: bool = True) -> None:
+    """Send a run's folder to a host: what a start needs, to the first one all of it where it has something else.
+
+    Args:
+        is_new: what is here is the newest there is; else the first host's own is, where it has any.
 
     Raises:
         PlaceSilent: the host does not answer.
         UserError: it cannot take it.
     """
     where = shlex.quote(str(there))
-    has = _ask(ssh, f"[ -e {where}/config.yaml ] && echo yes; true")
+    if is_first:
+        asked = f"cd {where} && {{ sha256sum config.yaml {_TOLD_BY} 2>/dev/null; }}"
+        told = [line.split(None, 1) for line in _ask(ssh, f"{asked}; true").splitlines()]
+        has = {name: sha256 for sha256, name in told}
+        is_first = has.pop("config.yaml", None) is None or (is_new and has != _sums(run))
     names = _SMALL
-    if is_first and not has:
+    if is_first:
+        _ask(ssh, f"rm -rf {where}")
         names = tuple(path.name for path in run.iterdir() if not path.name.startswith(".") and path.name != "logs")
     files = [file for name in names for file in _files_below(run / name)]
     relative = [str(file.relative_to(run)) for file in files if file.name != "exit"]
     script = f"mkdir -p {where} && chmod 700 {where} && rm -f {where}/{PLACE_FOLDER}/exit && tar -xf - -C {where}"
     _send(ssh, run, relative, script)
+
+
+def _sums(run: Path) -> dict[str, str]:
+    """Return SHA-256 of the files that tell how far a run is, by name."""
+    files = [file for pattern in _TOLD_BY.split() for file in run.glob(pattern)]
+    return {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def _files_below(path: Path) -> Iterator[Path]:
@@ -101,18 +118,92 @@ def _files_below(path: Path) -> Iterator[Path]:
 def bring_run(ssh: Sequence[str], there: str, run: Path) -> None:
     """Bring what is new in a run's folder on a host: checkpoints whole, then everything else.
 
+    Once all is here that a run left which has ended there, the host is not asked again.
+
     Raises:
         PlaceSilent: the host does not answer.
         UserError: it cannot give it.
     """
-    listing = _ask(ssh, f"cd {shlex.quote(there)} 2>/dev/null && find . -type f -printf '%P\\t%s\\t%T@\\0'; true")
-    found = {name: f"{size} {time}" for name, size, time in _listed(listing)}
+    before = Brought.read(run, 0)
+    if before.whole and (run / _EXIT).exists():
+        return
+    found = _found(ssh, there)
     if not found:
         return
-    known = _brought(run)
+    now = _bring_new(ssh, there, run, found, before.files)
+    after = Brought(now, whole=_EXIT in now and now == before.files)
+    if after != before:
+        after.write(run, 0)
+    kept = {name.split("/")[1] for name in found if name.startswith(f"{_CHECKPOINTS}/")}
+    for folder in (run / _CHECKPOINTS).glob("*"):
+        if kept and folder.name not in kept and not folder.name.startswith("."):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def bring_logs(ssh: Sequence[str], there: str, run: Path, number: int) -> None:
+    """Bring what is new in a run's logs on a host that is not the first one, where that one has none of the name since.
+
+    Raises:
+        PlaceSilent: the host does not answer.
+        UserError: it cannot give it.
+    """
+    firsts = {name: float(state.split()[1]) for name, state in Brought.read(run, 0).files.items()}
+    found = {
+        name: state
+        for name, state in _found(ssh, there).items()
+        if name.startswith(_LOGS) and firsts.get(name, 0.0) < float(state.split()[1])
+    }
+    before = Brought.read(run, number)
+    after = Brought(_bring_new(ssh, there, run, found, before.files))
+    if after != before:
+        after.write(run, number)
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What was brought from a host: noted in the run's folder here.
+
+    Attributes:
+        files: size and time of each, as the host had it then.
+        whole: it has ended there, and nothing was new after that was seen.
+    """
+
+    files: Mapping[str, str]
+    whole: bool = False
+
+    @classmethod
+    def read(cls, run: Path, number: int) -> Brought:
+        """Read what is noted of a host by its number; nothing where that cannot be read."""
+        try:
+            noted = json.loads((run / _state_file(number)).read_text())
+            return cls(dict(noted["files"]), bool(noted["whole"]))
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return cls({})
+
+    def write(self, run: Path, number: int) -> None:
+        """Note it."""
+        write_atomic(run / _state_file(number), json.dumps({"files": dict(self.files), "whole": self.whole}))
+
+
+def _state_file(number: int) -> str:
+    return f".brought-{number}" if number else ".brought"
+
+
+def _found(ssh: Sequence[str], there: str) -> dict[str, str]:
+    """Return size and time of each file of a run's folder on a host that may be brought."""
+    listing = _ask(ssh, f"cd {shlex.quote(there)} 2>/dev/null && find . -type f -printf '%P\\t%s\\t%T@\\0'; true")
+    return {name: f"{size} {time}" for name, size, time in _listed(listing)}
+
+
+def _bring_new(
+    ssh: Sequence[str], there: str, run: Path, found: Mapping[str, str], known: Mapping[str, str]
+) -> dict[str, str]:
+    """Bring those of the files found on a host that are other than known; returns what is known then."""
     new = [name for name, state in found.items() if known.get(name) != state or not (run / name).exists()]
+    came: list[str] = []
     if new:
-        script = f"cd {shlex.quote(there)} && tar --ignore-failed-read -cf - --null -T -"
+        # 1: a file changed while it was read, as a record does that goes on: it is brought again the next time
+        script = f"cd {shlex.quote(there)} && {{ tar --ignore-failed-read -cf - --null -T - || [ $? -eq 1 ]; }}"
         with tempfile.TemporaryDirectory(dir=run, prefix=".bringing-") as scratch, _connection(ssh, script) as child:
             assert child.stdin is not None and child.stdout is not None
             writer = threading.Thread(target=_write_names, args=(child.stdin, new), daemon=True)
@@ -120,12 +211,8 @@ def bring_run(ssh: Sequence[str], there: str, run: Path) -> None:
             came = _extract(child.stdout, Path(scratch), set(new))
             writer.join()
             _place(Path(scratch), run, came, found)
-        known |= {name: found[name] for name in came}
-        write_atomic(run / _STATE, json.dumps({name: state for name, state in known.items() if name in found}))
-    kept = {name.split("/")[1] for name in found if name.startswith(f"{_CHECKPOINTS}/")}
-    for folder in (run / _CHECKPOINTS).glob("*"):
-        if kept and folder.name not in kept and not folder.name.startswith("."):
-            shutil.rmtree(folder, ignore_errors=True)
+    now = {**known, **{name: found[name] for name in came}}
+    return {name: state for name, state in now.items() if name in found}
 
 
 def _listed(text: str) -> Iterator[tuple[str, str, str]]:
@@ -134,13 +221,6 @@ def _listed(text: str) -> Iterator[tuple[str, str, str]]:
         parts = PurePosixPath(name).parts
         if name in _OF_PLACE or not (parts[0] in _NOT_BROUGHT or any(part.startswith(".") for part in parts)):
             yield name, size, time
-
-
-def _brought(run: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads((run / _STATE).read_text()))
-    except (FileNotFoundError, ValueError):
-        return {}
 
 
 def _write_names(pipe: IO[bytes], names: Sequence[str]) -> None:
@@ -170,7 +250,7 @@ def _extract(stream: IO[bytes], folder: Path, wanted: set[str]) -> list[str]:
     return came
 
 
-def _place(scratch: Path, run: Path, came: list[str], remote: dict[str, str]) -> None:
+def _place(scratch: Path, run: Path, came: list[str], remote: Mapping[str, str]) -> None:
     """Move what came into the run's folder: checkpoints that are whole at once, then files, the record among them."""
     of_checkpoints = [name for name in came if name.startswith(f"{_CHECKPOINTS}/")]
     for step in sorted({name.split("/")[1] for name in of_checkpoints}):

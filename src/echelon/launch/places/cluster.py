@@ -135,6 +135,11 @@ class Cluster(ABC):
     """Whether the place starts a machine's part again by the exit code of its node command, not by what is noted."""
 
     @property
+    def shares_disk(self) -> bool:
+        """Whether a run's folder is common to this machine and the place's; else it is brought (`bring`)."""
+        return True
+
+    @property
     @abstractmethod
     def machines(self) -> int:
         """How many machines a run is given."""
@@ -196,6 +201,13 @@ class Cluster(ABC):
 
         Raises:
             PlaceSilent: the place does not answer now.
+        """
+
+    def bring_logs(self, run: Path) -> None:  # noqa: B027 - likewise
+        """Bring the logs that machines other than the first one hold of a run, likewise.
+
+        Raises:
+            PlaceSilent: one of them does not answer now.
         """
 
     @abstractmethod

@@ -156,6 +156,11 @@ class Ssh(Cluster):
         """How many machines a run is given."""
         return len(self.hosts)
 
+    @property
+    def shares_disk(self) -> bool:
+        """Whether a run's folder is common to this machine and the hosts."""
+        return not self.folder
+
     def _ssh(self, host: str) -> list[str]:
         return ["ssh", *_OPTIONS, *shlex.split(self.options), host]
 
@@ -283,6 +288,25 @@ class Ssh(Cluster):
         if self.folder:
             carried.bring_run(self._ssh(self.hosts[0]), self._run_there(run), run)
 
+    def bring_logs(self, run: Path) -> None:
+        """Bring the logs of the other hosts, from all that answer.
+
+        Raises:
+            PlaceSilent: one does not answer.
+        """
+        if not self.folder:
+            return
+
+        def bring(host: str) -> None:
+            """Bring one host's."""
+            number = self.hosts.index(host)
+            if number:
+                carried.bring_logs(self._ssh(host), self._run_there(run), run, number)
+
+        for host, answer in zip(self.hosts, self._on_all(bring), strict=True):
+            if isinstance(answer, Exception):
+                raise PlaceSilent(f"{host}: {answer}")
+
     def state(self, job: str) -> JobState:
         """Return where a job is.
 
@@ -322,7 +346,7 @@ class Ssh(Cluster):
         address = submission.files.meeting(NodeRank(number, host, "", job))
         if self.folder:
             base = carried.base_there(self.folder, submission.run)
-            carried.send_run(self._ssh(host), submission.run, base / "run", is_first=number == 0)
+            carried.send_run(self._ssh(host), submission.run, base / "run", is_first=number == 0, is_new=False)
         self._ask(host, self._start_script(submission, NodeRank(number, host, address, job)))
         print(f"echelon: {host} is back: its part of the run is started again", flush=True)
 
