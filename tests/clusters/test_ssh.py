@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,6 +112,30 @@ def test_without_a_common_disk(tmp_path: Path, hosts: SshHosts) -> None:
             sent = hosts.ask(host, f"ls {hosts.disk}/*/code").stdout.split()
             assert "own.py" in sent and "key.secret" not in sent and "there" not in sent
         assert not list(hosts.disk.iterdir()), "the hosts' disk is not this machine's"
+
+
+@pytest.mark.slow
+def test_a_run_that_lives_at_a_url_outlives_all_disks(
+    tmp_path: Path, hosts: SshHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, more = f"file://{tmp_path}/store/run", f', folder="{hosts.disk}", python="{sys.executable}", code=false'
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings = (*SETTINGS, "--schedule", "constant", "--max-steps")
+    with Runs(tmp_path) as runs:
+        place = hosts.place("a", "b", more=more)
+        there = runs.start(*settings, "10", "--workers", "1", "--on", place, "--run", url)
+        assert there.end() == 0, there.text()
+        again = runs.start(*settings, "10", "--workers", "1", "--on", place, "--run", url)
+        assert again.end() == 2 and f"continue it with `echelon resume {url}`" in again.errors(), again.text()
+        shutil.rmtree(tmp_path / "cache")
+        for host in ("a", "b"):
+            hosts.ask(host, f"rm -rf {hosts.disk}/*")
+        _told("resume", url, "--max-steps", "20", "--on", hosts.place("c", "b", more=more), cwd=tmp_path)
+        here = runs.start(*settings, "20", "--workers", "2", folder="here")
+        assert here.end() == 0, here.text()
+        _told("copy", url, "brought", cwd=tmp_path)
+        ours, theirs = _tensors(here.folder), _tensors(tmp_path / "brought")
+        assert ours and [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 @pytest.mark.slow

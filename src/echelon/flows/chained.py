@@ -6,10 +6,9 @@ The queue holds the order: the jobs go on when this command ends, and the next o
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -57,42 +56,79 @@ def run_chained(flow: Flow, folder: Path, place: TakesChains, say: Say) -> FlowO
 
 
 def _submit(flow: Flow, folder: Path, place: TakesChains, say: Say, jobs: dict[str, str]) -> list[str]:
-    """Submit a job for each step that is not done; returns those that are."""
+    """Submit a job for each step that is not done, of a matrix those that wait for the same ones as one array.
+
+    Returns those that are done.
+    """
     kept: list[str] = []
     (folder / JOBS_FOLDER).mkdir(exist_ok=True)
-    for name in TopologicalSorter({name: step.before for name, step in flow.steps.items()}).static_order():
-        step = flow.steps[name]
-        waits_for = [jobs[before] for before in step.before if before in jobs]
-        if not waits_for and _is_done(flow, folder, step):
-            kept.append(name)
-            say(f"{name}: kept")
-            continue
-        job = _job(folder, step, waits_for)
-        try:
-            known = place.chained(job.name)
-        except PlaceSilent as silent:
-            raise UserError(str(silent)) from None
-        jobs[name] = known or place.submit_chained(job)
-        say(f"{name}: job {jobs[name]}{' goes on' if known else ''}")
+    sorter = TopologicalSorter({name: step.before for name, step in flow.steps.items()})
+    sorter.prepare()
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready(), key=list(flow.steps).index)
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for name in ready:
+            step = flow.steps[name]
+            waits_for = [jobs[before] for before in step.before if before in jobs]
+            if not waits_for and _is_done(flow, folder, step):
+                kept.append(name)
+                say(f"{name}: kept")
+            else:
+                alike.setdefault((step.group, *waits_for), []).append(name)
+        for (_, *waits_for), names in alike.items():
+            _submit_alike(flow, folder, place, say, jobs, _Alike(names, waits_for))
+        sorter.done(*ready)
     return kept
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Steps of one entry of the file that wait for the same jobs."""
+
+    steps: Sequence[str]
+    after: Sequence[str]
+
+
+def _submit_alike(flow: Flow, folder: Path, place: TakesChains, say: Say, jobs: dict[str, str], alike: _Alike) -> None:
+    """Submit those steps whose jobs the queue does not know."""
+    step = flow.steps[alike.steps[0]]
+    of_group = [name for name, other in flow.steps.items() if other.group == step.group]
+    numbers = {name: of_group.index(name) for name in alike.steps}
+    try:
+        known = place.chained(_job_name(folder, step.group))
+    except PlaceSilent as silent:
+        raise UserError(str(silent)) from None
+    missing = {number: name for name, number in numbers.items() if number not in known}
+    given = place.submit_chained(_job(folder, step, missing, alike.after)) if missing else {}
+    for name, number in numbers.items():
+        jobs[name] = given[number] if number in given else known[number]
+        say(f"{name}: job {jobs[name]}{'' if number in given else ' goes on'}")
 
 
 def _is_done(flow: Flow, folder: Path, step: FlowStep) -> bool:
     return is_done(flow, folder, step, fingerprint(flow, step, lambda before: hashes_of(folder, before)))
 
 
-def _job(folder: Path, step: FlowStep, after: list[str]) -> ChainedJob:
-    """Return a step's job: the same process as here, started as often as the step may be tried."""
-    whole = folder.resolve()
-    word = re.sub(r"[^\w.=-]", "_", step.name)[:60]
-    digest = hashlib.sha256(f"{whole}\0{step.name}".encode()).hexdigest()[:_GOOD_DIGITS]
-    name = f"echelon-{word}-{digest}"
-    child = [sys.executable, "-m", "echelon.flows.child", "0", str(whole), step.name, str(step.retry)]
-    needs = step.resources
+def _job_name(folder: Path, group: str) -> str:
+    """Return how the queue calls the jobs of an entry of the file."""
+    digest = hashlib.sha256(f"{folder.resolve()}\0{group}".encode()).hexdigest()[:_GOOD_DIGITS]
+    return f"echelon-{group[:60]}-{digest}"
+
+
+def _job(folder: Path, step: FlowStep, names: Mapping[int, str], after: Sequence[str]) -> ChainedJob:
+    """Return the job of a step and its like: the same process as here, tried as often as the step may be.
+
+    Args:
+        names: of the steps, by their number among all of the matrix.
+    """
+    whole, needs = folder.resolve(), step.resources
+    child = [sys.executable, "-m", "echelon.flows.child", "0", str(whole)]
+    commands = {number: [*child, name, str(step.retry)] for number, name in names.items()}
+    name = _job_name(folder, step.group)
+    script = whole / JOBS_FOLDER / f"{name}{f'-{min(names)}' * bool(step.axes)}.sh"
     return ChainedJob(
-        name, whole / JOBS_FOLDER / f"{name}.sh", child, after, needs.cores, needs.memory_bytes, needs.gpus,
-        needs.time_s,
-    )  # fmt: skip
+        name, script, commands, bool(step.axes), after, needs.cores, needs.memory_bytes, needs.gpus, needs.time_s
+    )
 
 
 @dataclass

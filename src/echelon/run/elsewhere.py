@@ -26,6 +26,7 @@ from echelon.core.stop import Stopped, stop_on_signals
 from echelon.launch.places import PlaceChoice, expanded
 from echelon.launch.places.cluster import Cluster, JobPhase, JobState, PlaceFiles, PlaceSilent, Submission
 from echelon.messages.identity import SECRET_VARIABLE, make_secret, read_secret, write_secret
+from echelon.run.home import at_home, check_free, home_of
 from echelon.run.machine import say
 from echelon.run.outcome import Outcome, outcome_of
 from echelon.storage.url import is_url
@@ -62,10 +63,12 @@ def submitted(config: RunConfig, cluster: Cluster, model: str, has_objects: bool
         UserError: it cannot be, or the place refuses it.
     """
     check_described(config, cluster, has_objects)
-    config = _on(config, config.launch.on)
+    if is_url(config.run):
+        check_free(config.run)
+    config = _on(at_home(config), config.launch.on)
     cluster.check(Submission(_folder_to_be(config, model)), versions())
     with folders.claimed(config, time.time(), model) as config:
-        return _hand_over(Path(config.run), cluster)
+        return _hand_over(Path(config.run), cluster, home_of(config))
 
 
 def submitted_again(path: Path, config: RunConfig, cluster: Cluster, has_objects: bool = False) -> Submitted:
@@ -77,7 +80,7 @@ def submitted_again(path: Path, config: RunConfig, cluster: Cluster, has_objects
     check_described(_on(config, config.launch.on), cluster, has_objects)
     cluster.check(Submission(path.absolute()), versions())
     folders.prepare(path, _on(config, config.launch.on), time.time())
-    return _hand_over(path, cluster)
+    return _hand_over(path, cluster, home_of(replace(config, run=str(path))))
 
 
 def text_for(config: RunConfig, cluster: Cluster, model: str) -> str:
@@ -87,6 +90,7 @@ def text_for(config: RunConfig, cluster: Cluster, model: str) -> str:
         UserError: it would be refused.
     """
     check_described(config, cluster)
+    config = at_home(config)
     folder = _folder_to_be(config, model)
     folders.check_new(folder, config)
     return cluster.text(Submission(folder))
@@ -108,8 +112,6 @@ def check_described(config: RunConfig, cluster: Cluster, has_objects: bool = Fal
         raise UserError(
             "objects of your own cannot be sent to another place: name model, data and task as module:function"
         )
-    if is_url(config.run):
-        raise UserError(f"--run {config.run}: a place needs a folder on a common disk, with --mirror {config.run}")
     if config.optimizer.lr_find:
         raise UserError("--lr-find is for this machine: find the rate with --on local, then train with --lr")
     if config.launch.link:
@@ -130,10 +132,10 @@ def _on(config: RunConfig, place: str) -> RunConfig:
     return replace(config, launch=replace(config.launch, on=expanded(place), nodes="1", rendezvous=""))
 
 
-def _hand_over(run: Path, cluster: Cluster) -> Submitted:
+def _hand_over(run: Path, cluster: Cluster, home: str) -> Submitted:
     submission = Submission(run.absolute())
     files = submission.files
-    files.prepare()
+    files.prepare(home)
     (run / "logs").mkdir(exist_ok=True)
     secrets = run / folders.SECRET_FOLDER
     secrets.mkdir(mode=0o700, exist_ok=True)
@@ -143,7 +145,8 @@ def _hand_over(run: Path, cluster: Cluster) -> Submitted:
     write_atomic(files.folder / VERSIONS_FILE, json.dumps(versions()))
     job = cluster.submit(submission)
     files.add_job(job)
-    say(f"job {job}; run folder {run}; Ctrl-C stops the run after a checkpoint, Ctrl-\\ leaves it to go on")
+    where = f"run at {home}, here in {run}" if home else f"run folder {run}"
+    say(f"job {job}; {where}; Ctrl-C stops the run after a checkpoint, Ctrl-\\ leaves it to go on")
     return Submitted(run, job, cluster)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from echelon.config import RunConfig
 from echelon.core.errors import UserError, naming
+from echelon.core.files import write_atomic
 from echelon.run.machine import say
 from echelon.storage.url import check_url, is_url
 
@@ -42,6 +43,58 @@ def at_home(config: RunConfig) -> RunConfig:
     if config.checkpoint.mirror not in ("", url):
         raise UserError(f"--mirror {config.checkpoint.mirror}: --run {url} is kept there already: leave one out")
     return replace(config, run=str(local_copy(url)), checkpoint=replace(config.checkpoint, mirror=url))
+
+
+def home_of(config: RunConfig) -> str:
+    """Return the URL at which a run lives whose folder is named; empty: it lives in that folder."""
+    url = config.checkpoint.mirror
+    return url if url and Path(config.run).absolute() == local_copy(url).absolute() else ""
+
+
+def check_free(url: str) -> None:
+    """Refuse a URL at which a new run is to live and another one does.
+
+    Raises:
+        UserError: there is one, or the URL cannot be reached.
+    """
+    if _newest(url) is not None:
+        raise UserError(f"{url} holds a run: continue it with `echelon resume {url}`, or choose another place")
+
+
+def _newest(url: str) -> Version | None:
+    """Return the newest version at a URL that holds something; None: nothing was sent there yet.
+
+    Raises:
+        UserError: it cannot be reached.
+    """
+    from echelon.storage.archive import Archive
+    from echelon.storage.base import refused_in_words
+    from echelon.storage.url import open_store
+
+    try:
+        newest = Archive(open_store(url)).newest()
+    except OSError as error:
+        raise refused_in_words(url, error) from error
+    return newest if newest is not None and newest.parts else None
+
+
+def refresh(url: str, folder: Path) -> None:
+    """Make the folder of a run that lives at a URL the same as its newest version there, where others wrote it.
+
+    How the run was described for this start stays. A URL where nothing was sent yet changes nothing.
+
+    Raises:
+        UserError: it cannot be reached, or is not whole.
+    """
+    from echelon.records.going import LAUNCH_FILE
+    from echelon.trainer.folder import CONFIG_FILE
+
+    if _newest(url) is None:
+        return
+    described = {name: (folder / name).read_bytes() for name in (CONFIG_FILE, LAUNCH_FILE)}
+    bring(url, folder)
+    for name, content in described.items():
+        write_atomic(folder / name, content.decode())
 
 
 def bring(url: str, folder: Path | None = None, tell: Callable[[str], None] = say) -> Path:

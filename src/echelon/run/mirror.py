@@ -20,6 +20,7 @@ from echelon.core.files import write_atomic
 from echelon.core.patience import DiskNotice, Patience, may_pass, print_notice
 from echelon.core.stop import StopFlag
 from echelon.core.units import format_bytes, format_seconds
+from echelon.launch.places.cluster import MIRRORED_FILE
 from echelon.records.decode import decode
 from echelon.records.events import DiskFails, DiskWorks, Event
 from echelon.records.file import Recorder
@@ -37,7 +38,6 @@ from echelon.storage.base import StoreAway, refused_in_words
 from echelon.storage.url import open_store
 from echelon.trainer.folder import CHECKPOINTS_FOLDER
 
-STATE_FILE = ".mirrored.json"
 _WHAT = "checkpoint"
 _LOOK_S = 0.5
 _STOPPED_S = 60.0  # for the last checkpoint, once a signal has stopped the run
@@ -66,12 +66,12 @@ def write_state(folder: Path, url: str, version: Version) -> None:
     """Note that a folder is the same as a version."""
     others = [state for state in _states(folder) if state.url != url]
     states = [*others, MirrorState(url, version.writer, version.number, version.sha256)]
-    write_atomic(folder / STATE_FILE, json.dumps([asdict(state) for state in states]))
+    write_atomic(folder / MIRRORED_FILE, json.dumps([asdict(state) for state in states]))
 
 
 def _states(folder: Path) -> list[MirrorState]:
     try:
-        return [decode(MirrorState, values) for values in json.loads((folder / STATE_FILE).read_bytes())]
+        return [decode(MirrorState, values) for values in json.loads((folder / MIRRORED_FILE).read_bytes())]
     except (FileNotFoundError, ValueError, TypeError, AttributeError, KeyError):
         return []
 

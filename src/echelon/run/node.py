@@ -26,6 +26,7 @@ from echelon.launch.places.cluster import Cluster, NodeRank, PlaceFiles
 from echelon.records.file import newest
 from echelon.records.kinds import Checkpoint
 from echelon.run.elsewhere import VERSIONS_FILE, versions
+from echelon.run.home import refresh
 from echelon.run.machine import say
 from echelon.run.notify import Notifier
 from echelon.trainer.folder import CONFIG_FILE
@@ -47,6 +48,8 @@ def main(run: Path) -> int:
         node_rank = cluster.node_rank(os.environ)
         _check_versions(files, node_rank)
         if node_rank.number == 0:
+            if files.home and not cluster.shares_disk:  # else who handed it over has brought it
+                refresh(files.home, run)
             _check_progress(run, files)
         code = 0 if _is_over(files, node_rank) else _run_part(run, config, cluster, node_rank)
     except (Stopped, KeyboardInterrupt) as stop:  # before anything was there to save

@@ -20,6 +20,7 @@ from echelon.core.tuning import packages_of
 from echelon.launch.link import check_link
 from echelon.launch.logs import prepare_logs
 from echelon.launch.places.base import Place
+from echelon.launch.places.cluster import PlaceFiles
 from echelon.launch.places.local import start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
 from echelon.launch.supervisor import FirstMachineGone, JobFailed, Refused, StopCut, supervise
@@ -36,7 +37,7 @@ from echelon.run.defaults import are_told_late
 from echelon.run.elsewhere import Around, followed, left_place, submitted, submitted_again
 from echelon.run.ending import check_checkpoints, nothing_left, why_cut
 from echelon.run.foretold import Foretold, foretell, told_by_record, trained_scalars, trains_all
-from echelon.run.home import at_home, local_copy, mend
+from echelon.run.home import at_home, home_of, mend
 from echelon.run.job import RANK
 from echelon.run.machine import Machine, say, this_machine
 from echelon.run.micro_batches import check_micro_batches, is_batch_open, is_open
@@ -335,7 +336,8 @@ def _mirrored(
         return nullcontext()
     from echelon.run.mirror import MirrorTerms, mirrored
 
-    terms = MirrorTerms(asked.mirror, asked.codec, run.io_patience_s, is_home=path == local_copy(asked.mirror))
+    is_home = asked.mirror in (PlaceFiles(path).home, home_of(replace(run.described, run=str(path))))
+    terms = MirrorTerms(asked.mirror, asked.codec, run.io_patience_s, is_home)
     return mirrored(path, terms, record, stop)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from echelon.core.errors import UserError
 from echelon.launch import places
 from echelon.launch.places import PLACES, PlaceChoice
-from echelon.launch.places.cluster import JobPhase, NodeRank, PlaceFiles, Submission
+from echelon.launch.places.cluster import ChainedJob, JobPhase, NodeRank, PlaceFiles, Submission
 from echelon.launch.places.slurm import Slurm
 
 SUBMISSION = Submission(Path("/home/me/runs/digits 1"), Path("/home/me"), "/opt/python")
@@ -217,3 +218,21 @@ def test_files_between_machines(tmp_path: Path) -> None:
     assert files.job() == "9" and files.ended() == (2, "two lines") and not files.meeting(first)
     files.prepare()
     assert files.ended() is None
+
+
+def test_an_array_of_jobs_that_wait_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, does in {"sbatch": "echo '12;lab'", "squeue": 'echo "$@" >$0.given; echo 12_0; echo 12_2'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    place, script = _build("slurm(partition=main)"), tmp_path / "tune.sh"
+    commands = {number: ["echo", f"it's {number}"] for number in (0, 2)}
+    array = ChainedJob("tune", script, commands, is_array=True, after=["7", "9_1"], cores=2, time_s=90)
+    assert place.submit_chained(array) == {0: "12_0", 2: "12_2"} == place.chained("tune")
+    text = script.read_text()
+    for option in ("--array=0,2", "--dependency=afterok:7:9_1", f"--output={tmp_path}/tune-%a.out", "--time=2"):
+        assert f"#SBATCH {option}\n" in text
+    ran = subprocess.run(["bash", str(script)], env={**os.environ, "SLURM_ARRAY_TASK_ID": "2"}, capture_output=True)
+    assert ran.stdout == b"it's 2\n"
+    assert place.submit_chained(replace(array, commands={0: ["echo"]}, is_array=False)) == {0: "12"}
+    assert "--array" not in script.read_text() and script.read_text().endswith("\nexec echo\n")

@@ -23,7 +23,7 @@ from typing import IO
 
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
-from echelon.launch.places.cluster import PLACE_FOLDER, PlaceSilent
+from echelon.launch.places.cluster import MIRRORED_FILE, PLACE_FOLDER, PlaceSilent
 
 TRANSFER_S = 3600.0
 _CHECKPOINTS = "checkpoints"
@@ -96,7 +96,7 @@ def send_run(ssh: Sequence[str], run: Path, there: PurePosixPath, is_first: bool
     names = _SMALL
     if is_first:
         _ask(ssh, f"rm -rf {where}")
-        names = tuple(path.name for path in run.iterdir() if not path.name.startswith(".") and path.name != "logs")
+        names = tuple(path.name for path in run.iterdir() if not _is_hidden(path.name) and path.name != "logs")
     files = [file for name in names for file in _files_below(run / name)]
     relative = [str(file.relative_to(run)) for file in files if file.name != "exit"]
     script = f"mkdir -p {where} && chmod 700 {where} && rm -f {where}/{PLACE_FOLDER}/exit && tar -xf - -C {where}"
@@ -215,11 +215,15 @@ def _bring_new(
     return {name: state for name, state in now.items() if name in found}
 
 
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") and name != MIRRORED_FILE
+
+
 def _listed(text: str) -> Iterator[tuple[str, str, str]]:
     for line in filter(None, text.split("\0")):
         name, size, time = line.rsplit("\t", 2)
         parts = PurePosixPath(name).parts
-        if name in _OF_PLACE or not (parts[0] in _NOT_BROUGHT or any(part.startswith(".") for part in parts)):
+        if name in _OF_PLACE or not (parts[0] in _NOT_BROUGHT or any(map(_is_hidden, parts))):
             yield name, size, time
 
 

@@ -23,7 +23,9 @@ from echelon.launch.places.base import STOP_S
 
 NODE_MODULE = "echelon.run.node"
 PLACE_FOLDER = "place"  # below a run's folder
+MIRRORED_FILE = ".mirrored.json"  # in a run's folder: what it has in common with its copy at a URL; travels with it
 ANSWER_S = 60.0
+_HOME = "home"
 
 
 @dataclass(frozen=True)
@@ -70,19 +72,21 @@ class Submission:
 
 @dataclass(frozen=True)
 class ChainedJob:
-    """One command as a job that waits for others.
+    """A command as a job that waits for others, or several that differ in nothing else as an array of jobs.
 
     Attributes:
         name: under which it is found in the queue again.
         script: file for its text, which all machines see.
-        command: what it runs; 0 ends it well.
+        commands: what runs, by its number in the array; 0 ends it well.
+        is_array: whether there may be others of the name.
         after: jobs that must end well before; where one does not, this one never begins.
         time_s: after which it is ended.
     """
 
     name: str
     script: Path
-    command: Sequence[str]
+    commands: Mapping[int, Sequence[str]]
+    is_array: bool = False
     after: Sequence[str] = ()
     cores: int = 1
     memory_bytes: float = 0.0
@@ -94,11 +98,11 @@ class ChainedJob:
 class TakesChains(Protocol):
     """A place whose queue knows jobs that wait for others."""
 
-    def submit_chained(self, job: ChainedJob) -> str:
-        """Submit a job; returns its number."""
+    def submit_chained(self, job: ChainedJob) -> dict[int, str]:
+        """Submit a job, or an array; returns how the queue calls each, by its number."""
 
-    def chained(self, name: str) -> str:
-        """Return the number of a job of a name that waits or runs; empty: there is none."""
+    def chained(self, name: str) -> dict[int, str]:
+        """Return how the queue calls the jobs of a name that wait or run, by their numbers."""
 
     def state(self, job: str) -> JobState:
         """Return where a job is."""
@@ -249,11 +253,24 @@ class PlaceFiles:
         """Is there when the run was asked to stop: it is not queued again."""
         return self.folder / "stop"
 
-    def prepare(self) -> None:
-        """Make the folder for a new submission, without what an earlier one left."""
+    def prepare(self, home: str = "") -> None:
+        """Make the folder for a new submission, without what an earlier one left.
+
+        Args:
+            home: the URL at which the run lives.
+        """
         self.folder.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(self.folder / _HOME, home)
         for left in (self.exit, self.stop, self.starts):
             left.unlink(missing_ok=True)
+
+    @property
+    def home(self) -> str:
+        """The URL at which the run lives; empty: it lives in its folder."""
+        try:
+            return (self.folder / _HOME).read_text().strip()
+        except FileNotFoundError:
+            return ""
 
     @property
     def starts(self) -> Path:

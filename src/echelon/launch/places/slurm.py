@@ -167,8 +167,8 @@ class Slurm(Cluster):
             raise UserError(str(silent)) from None
         return answer.strip().partition(";")[0]
 
-    def submit_chained(self, job: ChainedJob) -> str:
-        """Submit a job of one node that waits for others, and is queued again after its node's failure.
+    def submit_chained(self, job: ChainedJob) -> dict[int, str]:
+        """Submit a job of one node that waits for others, or an array of such; queued again after a node's failure.
 
         Raises:
             UserError: there is no sbatch, or it refuses.
@@ -180,7 +180,9 @@ class Slurm(Cluster):
             "--kill-on-invalid-dep=yes",
             f"--signal=B:TERM@{self._notice_s()}",
         ]
-        options += [f"--output={shlex.quote(str(job.script.with_suffix('.out')))}"]
+        output = job.script.with_name(f"{job.script.stem}{'-%a' * job.is_array}.out")
+        options += [f"--output={shlex.quote(str(output))}"]
+        options += [f"--array={','.join(map(str, job.commands))}"] if job.is_array else []
         options += [f"--time={math.ceil(job.time_s / 60)}"] if job.time_s else []
         options += [f"--mem={math.ceil(job.memory_bytes / 1e6)}M"] if job.memory_bytes else []
         options += [f"--gpus={job.gpus}"] if job.gpus else []
@@ -189,21 +191,25 @@ class Slurm(Cluster):
         options += [self.extra] if self.extra else []
         lines = "".join(f"#SBATCH {option}\n" for option in options)
         setup = f"{self.setup}\n" if self.setup else ""
-        write_atomic(job.script, f"#!/bin/bash\n{lines}\n{setup}exec {shlex.join(job.command)}\n")
+        runs = {number: f"exec {shlex.join(command)}" for number, command in job.commands.items()}
+        cases = "".join(f"{number}) {run} ;;\n" for number, run in runs.items())
+        body = f'case "$SLURM_ARRAY_TASK_ID" in\n{cases}esac\n' if job.is_array else f"{runs[0]}\n"
+        write_atomic(job.script, f"#!/bin/bash\n{lines}\n{setup}{body}")
         try:
             answer = ask(["sbatch", "--parsable", str(job.script)])
         except PlaceSilent as silent:
             raise UserError(str(silent)) from None
-        return answer.strip().partition(";")[0]
+        given = answer.strip().partition(";")[0]
+        return {number: f"{given}_{number}" if job.is_array else given for number in job.commands}
 
-    def chained(self, name: str) -> str:
-        """Return the number of a job of a name that waits or runs; empty: there is none.
+    def chained(self, name: str) -> dict[int, str]:
+        """Return how the queue calls the jobs of a name that wait or run, by their numbers in the array; alone 0.
 
         Raises:
             PlaceSilent: Slurm does not answer now.
         """
-        lines = ask(["squeue", "-h", "--name", name, "-o", "%i"]).split()
-        return lines[0] if lines else ""
+        found = ask(["squeue", "-h", "--array", "--name", name, "-o", "%i"]).split()
+        return {int(job.partition("_")[2] or 0): job for job in found}
 
     def state(self, job: str) -> JobState:
         """Return where a job is.
