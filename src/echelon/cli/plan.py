@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from echelon.cli.settings import overrides_of, parameter, trust_parameter, with_
 from echelon.config import build
 from echelon.config.machines import read_machines
 from echelon.core.output import print_words
+from echelon.core.units import format_seconds
 
 if TYPE_CHECKING:
     from echelon.planning.plan import PlanReport
@@ -34,6 +36,7 @@ YAML file holds a list of such descriptions.
 Examples:
   echelon plan runs/NAME --at "workers=64, link=1gbit, memory=24GB, price=2"
   echelon plan DATA --at "workers=8, link=100mbit" --at "workers=8, link=1gbit"
+  echelon plan --history runs
   echelon plan TEXT --model MODULE:FUNCTION \\
       --at "workers=1000, per_machine=8, link=400gbit, memory=80GB, tflops=900"
 """
@@ -42,8 +45,13 @@ Examples:
 def command() -> Any:
     """Build `echelon plan`."""
 
-    def plan(at: list[str] | None, config: str | None, page: str, as_json: bool, trust: bool, **settings: Any) -> None:
+    def plan(
+        at: list[str] | None, config: str | None, page: str, as_json: bool, history: str, trust: bool, **settings: Any
+    ) -> None:
         """Print what a run would take, and write the page."""
+        if history:
+            _show_history(Path(history))
+            return
         machines = read_machines(at or ())
         resolved = build(Path(config) if config else None, overrides_of(settings))
         from echelon.planning.request import plan as planned
@@ -66,10 +74,31 @@ def command() -> Any:
             None, "--at", metavar="MACHINES", show_default=False, help="machines, as above; may be repeated")),
         parameter("config", str | None, typer.Option(None, "--config", help="YAML file of settings for DATA")),
         parameter("page", str, typer.Option(_PAGE, "--page", metavar="FILE", help="the page that is written")),
+        parameter("history", str, typer.Option(
+            "", "--history", metavar="RUNS",
+            help="plan nothing: show what was predicted of the runs in this folder, and what was measured")),
         parameter("as_json", bool, typer.Option(False, "--json", help="print the plan as one JSON object, no page")),
         trust_parameter(),
     ]  # fmt: skip
     return as_command(with_settings(plan, extra), "plan", f"{COMMANDS['plan'][1]}\n\n{ABOUT}")
+
+
+def _show_history(folder: Path) -> None:
+    """Print the predictions that runs in a folder were measured by, the oldest first."""
+    from echelon.run.residuals import history_words, residuals_of
+
+    residuals = residuals_of(folder)
+    table = Table(box=None)
+    for name in ("when", "run", "way", "a step: predicted", "measured", "off"):
+        table.add_column(name, no_wrap=True, overflow="fold")
+    for each in residuals:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.when))
+        seconds = format_seconds(each.predicted_s), format_seconds(each.measured_s)
+        table.add_row(when, each.run, each.way, *seconds, f"{each.off:+.0%}")
+    if residuals:
+        Console(width=None if sys.stdout.isatty() else _WIDTH).print(table, highlight=False, markup=False)
+    for line in history_words(residuals):
+        print_words(line)
 
 
 def _show(plan: PlanReport) -> None:

@@ -103,8 +103,11 @@ def expected_max(ranks: int) -> float:
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
 
 
-def calibrate(records: Sequence[RunRecord]) -> Calibration:
+def calibrate(records: Sequence[RunRecord], residual: float = RESIDUAL) -> Calibration:
     """Fit what predictions need to the records of one or two runs, with the same workers.
+
+    Args:
+        residual: relative half width of intervals of what is calibrated, as earlier predictions were off.
 
     Raises:
         UserError: a record has no steps of several workers, or does not say what other ways would cost.
@@ -143,7 +146,7 @@ def calibrate(records: Sequence[RunRecord]) -> Calibration:
         evaluation_s=_median([e.seconds for e in record.of(Evaluation)]),
         checkpoint_s=_median([c.blocked_s for c in record.of(Checkpoint)]),
         start_s=max(0.0, start.t - start.launched_t) if start.launched_t else 0.0,
-        residual=math.hypot(RESIDUAL, _noise(record)),
+        residual=math.hypot(residual, _noise(record)),
         link=_link(record),
         on_cpu=start.device.startswith("cpu"),
     )

@@ -17,12 +17,13 @@ from echelon.config.build import DEFAULT
 from echelon.config.machines import FLAG, Machines
 from echelon.core.errors import UserError
 from echelon.observe.phases import Phase
-from echelon.planning.calibration import Calibration, PhaseCost, calibrate
+from echelon.planning.calibration import RESIDUAL, Calibration, PhaseCost, calibrate
 from echelon.planning.layouts import DescribedModel
 from echelon.planning.plan import Length, PlanReport, make_plan
 from echelon.records.kinds import Alternative
 from echelon.reporting.report.records import CONFIG_FILE, load_run
 from echelon.run.defaults import with_task_defaults
+from echelon.run.residuals import half_width, residuals_of
 from echelon.run.trust import check_trust
 from echelon.tasks import nest
 from echelon.torch_compat import NEEDS_VALUES
@@ -104,7 +105,8 @@ def plan(request: PlanRequest) -> PlanReport:
 
 def _calibrated(request: PlanRequest) -> Calibration:
     if request.run is not None:
-        return calibrate([load_run(request.run)])
+        told = half_width(residuals_of(request.run.resolve().parent))
+        return calibrate([load_run(request.run)], RESIDUAL if told is None else told)
     from echelon.planning.trial import calibrate_by_runs
 
     return calibrate_by_runs(request.config)

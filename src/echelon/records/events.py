@@ -141,6 +141,23 @@ class WayTried(Event):
 
 
 @dataclass(frozen=True)
+class WayPredicted(Event):
+    """At its end, a run is compared with what an earlier one beside it had predicted of its way.
+
+    Attributes:
+        way: as one writes it.
+        source: the earlier run.
+        step_s: that were measured; `predicted_s` of them before.
+    """
+
+    way: str = ""
+    source: str = ""
+    step_s: float = 0.0
+    predicted_s: float = 0.0
+    name: str = field(default="way_predicted", kw_only=True)
+
+
+@dataclass(frozen=True)
 class SharesDealt(Event):
     """After a step, each batch is divided otherwise over the ranks.
 
@@ -341,8 +358,8 @@ class CodecSwitched(Event):
 
 EVENTS: tuple[type[Event], ...] = (
     DataGrew, WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, CallbackError,
-    BadImageSkipped, LossNotFinite, MoreMicroBatches, WayTried, Resumed, StartedOver, CheckpointRejected, MachineLeft,
-    WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SharesDealt, SchedulerRestored,
+    BadImageSkipped, LossNotFinite, MoreMicroBatches, WayTried, WayPredicted, Resumed, StartedOver, CheckpointRejected,
+    MachineLeft, WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SharesDealt, SchedulerRestored,
     DiskFails, DiskWorks, CodecSwitched,
 )  # fmt: skip
 """Events with details, told apart by the default of `name`."""

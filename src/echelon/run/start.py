@@ -31,7 +31,7 @@ from echelon.observe.profile import merge_traces
 from echelon.records.events import CallbackError, Event, MachineLeft, Refusal, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.going import LAUNCH_FILE, read_launch
-from echelon.records.kinds import CommandEnd, End, Evaluation
+from echelon.records.kinds import CommandEnd, End, Evaluation, Record
 from echelon.run.deaths import watched
 from echelon.run.defaults import are_told_late
 from echelon.run.elsewhere import Around, followed, left_place, submitted, submitted_again
@@ -411,16 +411,19 @@ def close_run(path: Path, record: Recorder) -> None:
     What takes long of it comes before the clock is read, so that the command ends when its record says.
     """
     from echelon.reporting.report import compile_templates, load_run, write_report
+    from echelon.run.residuals import predicted_before
 
     if traced := merge_traces(path):
         record.write(Event(traced, name="profile"))
     record.flush()
     compile_templates()
     known = record.patience.insist("report", lambda: load_run(path))
-    ended = CommandEnd(read_launch(path).seconds_since())
-    record.write(ended)
+    told = predicted_before(path, known) if known.of(End) else None
+    lines: list[Record] = [*([told] if told else []), CommandEnd(read_launch(path).seconds_since())]
+    for line in lines:
+        record.write(line)
     record.flush()
-    known = replace(known, records=[*known.records, replace(ended, t=time.time())])
+    known = replace(known, records=[*known.records, *(replace(line, t=time.time()) for line in lines)])
     record.patience.insist("report", lambda: write_report(path, known=known))
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from echelon.core.json_values import JsonObject, finite_object
 from echelon.core.task import BestResult, Metric, TaskFacts
 from echelon.observe.phases import PHASES
-from echelon.records.events import BadImageSkipped, DataGrew, Event, LossNotFinite, RankFailed
+from echelon.records.events import BadImageSkipped, DataGrew, Event, LossNotFinite, RankFailed, WayPredicted
 from echelon.records.kinds import End, EntropyCoding, Evaluation, ServerWindow, Start
 from echelon.reporting.report.advice import Advice, Bound, RunFacts, advise, find_bound, shares_of
 from echelon.reporting.report.clock import sittings
@@ -158,7 +158,9 @@ def summarise(record: RunRecord) -> Summary:
 
 def _notes(record: RunRecord) -> list[str]:
     traced = [event.message for event in record.of(Event) if event.name == "profile"]
-    return [*_entropy_notes(record), *_idle_notes(record), *(f"{text[:1].upper()}{text[1:]}." for text in traced[-1:])]
+    predicted = [event.message for event in record.of(WayPredicted)]
+    told = (f"{text[:1].upper()}{text[1:]}." for text in (*traced[-1:], *predicted[-1:]))
+    return [*_entropy_notes(record), *_idle_notes(record), *told]
 
 
 def _idle_notes(record: RunRecord) -> list[str]:
