@@ -30,11 +30,10 @@ from benchmarks._common import (
 )
 from benchmarks.predictions import CHOICES, IMAGE_MODELS, make_data, options_of, plain_settings
 from echelon.config.machines import read_at
-from echelon.core.spec import parse_spec
 from echelon.planning.calibration import calibrate
+from echelon.planning.plan import over_steps
 from echelon.planning.steps import Replicated
 from echelon.reporting.report.records import load_run
-from echelon.reporting.report.timing import measure
 
 TITLE = "Plans"
 LINKS = ("1gbit", "100mbit", "10mbit")
@@ -77,23 +76,14 @@ def run_model(seed: int, number: int) -> list[Case]:
         found = []
         for link, choice in drawn:
             way = ways[plain_settings(options_of(choice))]
+            way = over_steps(way, STEPS)
             step = Replicated(way).step(known, read_at(f"workers=4, link={link}")[0], 64).seconds
-            words = [f"--{name.rpartition('.')[2]}={_steady(value)}" for name, value in options_of(choice).items()]
+            words = [f"--{name.rpartition('.')[2]}={value}" for name, value in options_of(choice).items()]
             fixed = ["--model", model, "--workers", "4", "--batch-size", "64", "--link", link]
-            timing = measure(load_run(_train(data, run, [*fixed, *words], 2)))
-            assert timing is not None
-            found.append(Case(model, link, choice or "none", step.value, step.low, step.high, timing.step_s))
+            windows = load_run(_train(data, run, [*fixed, *words], 2)).windows
+            seconds = sum(w.seconds for w in windows) / sum(w.count for w in windows)  # of all, begin and end too
+            found.append(Case(model, link, choice or "none", step.value, step.low, step.high, seconds))
         return found
-
-
-def _steady(spec: str) -> str:
-    """Write a spec without what begins and ends a run: a plan is of the steps between, and these runs are short."""
-    read = parse_spec(spec)
-    more = {"local": "warmup=0", "diloco": "warmup=0"}.get(read.name, "")
-    if read.name in ("sign", "topk", "powersgd"):
-        more = "warmup_steps=0, finish_steps=0"
-    inside = ", ".join(filter(None, [str(read).partition("(")[2].removesuffix(")"), more]))
-    return f"{read.name}({inside})" if inside else read.name
 
 
 def _train(data: Path, folder: Path, options: Sequence[str], cores: int) -> Path:
@@ -151,7 +141,9 @@ def main() -> None:
             f"{max(abs(c.off) for c in cases):.0%}; {inside} of {len(cases)} within their interval."
         )
         where = environment_line(command_line("benchmarks.plan"), results[-1]["environment"])
-        update_section(TITLE, f"{where}\n\n{said}\n\n{table(cases)}")
+        update_section(
+            TITLE if options.seed == 1 else f"{TITLE}, seed {options.seed}", f"{where}\n\n{said}\n\n{table(cases)}"
+        )
 
 
 if __name__ == "__main__":

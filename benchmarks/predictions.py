@@ -1,7 +1,8 @@
 """Predictions of whole runs beside what was measured, on (model, link, choice) drawn by a seed.
 
-A run by all-reduce predicts from its own record what another choice would take, from the first step to the end, pauses
-counted. Then that choice is run. None of these runs is used to make the predictions: the draw is all that is given.
+A run by all-reduce (with another seed than 1: of whole gradients, int8, or by powersgd) predicts from its own record
+what another choice would take, from the first step to the end, pauses counted. Then that choice is run. None of these
+runs is used to make the predictions: the draw is all that is given.
 
     python -m benchmarks.predictions --seed 1 --group 0     one model and link, two choices: three runs
     python -m benchmarks.predictions --seed 1 --write       the table of all groups that were run
@@ -51,6 +52,7 @@ CHOICES = (
     *("sync=local(8)", "sync=local(8, overlap=2)", "sync=diloco(20)", "sync=local(8) compression=int8"),
     *("sync=diloco(20) compression=int8", "sync=local(8, overlap=2) compression=sign"),
 )
+BASES = ("", "compression=int8", "compression=powersgd(2)")
 CLOSE = 0.15
 TITLE = "Predictions of whole runs"
 _RUN_LIMIT_S = 300
@@ -60,16 +62,17 @@ _NAMES = {"sync": "strategy.sync", "compression": "strategy.compression"}
 
 @dataclass(frozen=True)
 class Group:
-    """A model over a link, and the choices that are predicted from one run of it."""
+    """A model over a link, and the choices that are predicted from one run of it, by `base`."""
 
     model: str
     link: str
     choices: tuple[str, ...]
+    base: str = ""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One prediction and its measurement, in seconds from the first step to the end; `base_s` are all-reduce's, before
+    """One prediction and its measurement, in seconds from the first step to the end; `base_s` are the base's, before
     and after.
 
     Attributes:
@@ -89,6 +92,7 @@ class Pair:
     measured_step_s: float
     pauses: dict[str, float]
     base_pauses: dict[str, float]
+    base: str = ""
 
     @property
     def off(self) -> float:
@@ -99,13 +103,15 @@ class Pair:
 def drawn(seed: int, number: int) -> Group:
     """Return a group of the draw."""
     choose = random.Random(f"{seed} {number}")
-    return Group(choose.choice(MODELS), choose.choice(list(LINKS)), tuple(choose.sample(CHOICES, 2)))
+    model, link, choices = choose.choice(MODELS), choose.choice(list(LINKS)), tuple(choose.sample(CHOICES, 2))
+    base = "" if seed == 1 else choose.choice(BASES)
+    return Group(model, link, tuple(choice for choice in choices if choice != base), base)
 
 
 def run_group(seed: int, number: int) -> list[Pair]:
-    """Run all-reduce, each choice, and all-reduce again; returns what was predicted and measured.
+    """Run the base, each choice, and the base again; returns what was predicted and measured.
 
-    Both runs by all-reduce predict, and the mean counts: where they differ, the machine has changed meanwhile. A long
+    Both runs of the base predict, and the mean counts: where they differ, the machine has changed meanwhile. A long
     one is not repeated.
     """
     group, measured = drawn(seed, number), []
@@ -116,10 +122,10 @@ def run_group(seed: int, number: int) -> list[Pair]:
             """Do one run, and return it in numbers."""
             return summarise(load_run(_train(data, group, choice, Path(folder) / "run")))
 
-        before = run("")
+        before = run(group.base)
         measured = [(choice, run(choice)) for choice in group.choices]
         drifts = before.whole is not None and before.whole.seconds < _LINK_BOUND_S
-        bases = [before, run("")] if drifts else [before]
+        bases = [before, run(group.base)] if drifts else [before]
     return [pair for choice, found in measured if (pair := _pair(number, group, choice, bases, found))]
 
 
@@ -133,7 +139,7 @@ def _pair(number: int, group: Group, choice: str, bases: Sequence[Summary], foun
     return Pair(
         number, group.model, group.link, choice, [w.seconds for w in wholes], fmean(p.run_then_s for p in predicted),
         found.whole.seconds, [p.now_s for p in predicted], fmean(p.then_s for p in predicted), found.step_s or 0.0,
-        _shares(found.whole), _shares(wholes[0]),
+        _shares(found.whole), _shares(wholes[0]), group.base,
     )  # fmt: skip
 
 
@@ -194,10 +200,11 @@ def make_data(folder: Path, model: str, seed: int) -> Path:
 
 def table(pairs: Sequence[Pair]) -> str:
     """Return the table, the worst last."""
-    head = ["model", "link", "choice", "all-reduce", "predicted", "measured", "off", "a step: predicted", "measured"]
+    head = ["model", "link", "choice", "from", "took", "predicted", "measured", "off", "a step: predicted", "measured"]
     rows = [
         [
-            p.model, p.link or "loopback", f"`{p.choice}`", ", ".join(f"{s:.1f}" for s in p.base_s) + " s",
+            p.model, p.link or "loopback", f"`{p.choice}`", f"`{p.base or 'none'}`",
+            ", ".join(f"{s:.1f}" for s in p.base_s) + " s",
             f"{p.predicted_s:.1f} s",
             f"{p.measured_s:.1f} s", f"{p.off:+.0%}" if abs(p.off) <= CLOSE else f"**{p.off:+.0%}**",
             f"{1e3 * p.then_step_s:.0f} ms", f"{1e3 * p.measured_step_s:.0f} ms",
@@ -222,11 +229,13 @@ def main() -> None:
             print(f"{pair.measured_s:.1f} s measured: {pair.off:+.0%}", flush=True)
     if options.write:
         results = read_results(name)
-        pairs = [Pair(**{f.name: result[f.name] for f in fields(Pair)}) for result in results]
+        pairs = [Pair(**{f.name: result[f.name] for f in fields(Pair) if f.name in result}) for result in results]
         held = sum(abs(p.off) <= CLOSE for p in pairs)
         said = f"{held} of {len(pairs)} within {CLOSE:.0%}; seconds from the first step to the end, pauses counted."
         where = environment_line(command_line("benchmarks.predictions"), results[-1]["environment"])
-        update_section(TITLE, f"{where}\n\n{said}\n\n{table(pairs)}")
+        update_section(
+            TITLE if options.seed == 1 else f"{TITLE}, seed {options.seed}", f"{where}\n\n{said}\n\n{table(pairs)}"
+        )
 
 
 if __name__ == "__main__":

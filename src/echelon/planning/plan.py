@@ -17,7 +17,9 @@ from echelon.core.link import Link
 from echelon.planning.calibration import Calibration
 from echelon.planning.layouts import DescribedModel, PlannedWay, candidates
 from echelon.planning.steps import Estimate, StepForecast, interval
+from echelon.records.kinds import Alternative
 from echelon.run.resolve import resolve
+from echelon.sync.registry import read as read_sync
 
 SHOWN = 3
 _USED_SHARE = 0.9  # of a device's memory: a forecast is no measurement
@@ -124,6 +126,7 @@ def make_plan(
         UserError: there are more workers than samples in a batch.
     """
     answers = []
+    known = replace(known, ways=tuple(over_steps(way, length.steps) for way in known.ways))
     for each in machines:
         if each.workers > length.batch:
             raise UserError(
@@ -134,6 +137,12 @@ def make_plan(
         predictions = _sorted(predict(known, length, each, candidate) for candidate in found)
         answers.append(PlannedMachines(each, predictions, _changes(known, length, each, predictions)))
     return PlanReport(known, length, tuple(answers))
+
+
+def over_steps(way: Alternative, steps: int) -> Alternative:
+    """Return a way as often as a run of so many steps sends it: periods are shorter at its start."""
+    sync = way.settings.get("strategy.sync")
+    return replace(way, share=min(steps, read_sync(sync).messages(steps)) / steps) if sync and way.period > 1 else way
 
 
 def _sorted(predictions: Iterable[RunEstimate]) -> tuple[RunEstimate, ...]:

@@ -109,17 +109,17 @@ class Replicated:
         hops, stretch = self._hops(known, machines, len(buckets)), self._stretch(known, len(buckets))
         moving = [_moving_s(known, machines, bucket, hops, stretch) for bucket in buckets]
         coding_s = cost.coding_s / machines.speed * _passes(n) / _passes(known.workers)
-        compute_s = sum(work.values()) + coding_s / cost.period
+        compute_s = sum(work.values()) + coding_s * cost.often
         if cost.period > 1:
             rest_s = sum(work.values())
-            exposed_s = max(0.0, sum(moving) - cost.overlap * rest_s) / cost.period
+            exposed_s = max(0.0, sum(moving) - cost.overlap * rest_s) * cost.often
             spans = simulate(_averaging_tasks(work, coding_s, sum(moving)))
         else:
             spans = simulate(_reducing_tasks(work, known.spread, coding_s, moving))
             exposed_s = max(0.0, makespan(spans) - compute_s)
         waiting_s = known.jitter_s / machines.speed * expected_max(n) / math.sqrt(cost.period)
         seconds = interval(compute_s + exposed_s + waiting_s, uncertainty(known, machines, batch))
-        return StepForecast(seconds, compute_s, exposed_s, waiting_s, sent / cost.period, tuple(spans))
+        return StepForecast(seconds, compute_s, exposed_s, waiting_s, sent * cost.often, tuple(spans))
 
     def _hops(self, known: Calibration, machines: Machines, buckets: int) -> tuple[float, float]:
         """Return how many messages follow each other for a bucket, between machines and inside one.

@@ -16,7 +16,7 @@ from echelon.forecast.simulator import SimulatedTask, makespan, simulate
 from echelon.observe.phases import Phase
 from echelon.planning.calibration import Calibration, PhaseCost
 from echelon.planning.layouts import PlannedWay
-from echelon.planning.plan import Length, predict
+from echelon.planning.plan import Length, over_steps, predict
 from echelon.planning.steps import (
     GATHER_STRETCH,
     GATHERED_S,
@@ -102,6 +102,17 @@ def test_intervals_widen_away_from_what_was_measured(way: Replicated | Sharded |
         return interval.high / interval.low
 
     assert width(8) < width(64) < width(1024)
+
+
+def test_a_short_runs_replicas_agree_more_often_than_once_in_a_period() -> None:
+    local = Alternative({"strategy.sync": "local(period=8)"}, 8, 4e6, 1.0, 0.0, 1.0)
+    shares = {steps: over_steps(local, steps).often for steps in (60, 6000)}
+    assert shares[60] > 1.1 * shares[6000] > 1.1 * 1.25 / 8
+    on_link = Replicated(over_steps(local, 60)).step(KNOWN, slow("10mbit"), 64)
+    assert on_link.communicate_s == pytest.approx(
+        8 * shares[60] * Replicated(local).step(KNOWN, slow("10mbit"), 64).communicate_s
+    )
+    assert over_steps(NONE, 60) == NONE
 
 
 def test_gloo_gathers_in_turn_with_computing_and_cuts_gradients_up_by_a_whole_sum() -> None:

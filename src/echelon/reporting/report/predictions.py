@@ -5,7 +5,7 @@ of which the network has n, and the run's own codec t - n. At the run's end ever
 were measured (`alternatives`): a run that encodes has n of them, the rest of t being its coding as it was in training;
 of one that does not, all of t is the network's, and n' of others grow as its own did. With h = hidden / t
 
-    c' = c - h (t - n)                                                 coding that was hidden had backward's processor
+    c' = c - h min(t - n, k)                                           coding that was hidden had backward's processor
     n' = n (measured n' / measured n)
     e' = max(n' - spread, tail n')                                     behind a backward that takes spread
     s' = c' + k' + e'                                                  in each step
@@ -130,7 +130,7 @@ def _then_s(
     now, then = ways
     own_network_s, network_s = network_seconds(communication, latency_s, ways)
     hidden = communication.hidden_s / communication.total_s if communication.total_s else 0.0
-    own_coding_s = communication.total_s - own_network_s if now.coding_s else 0.0
+    own_coding_s = min(communication.total_s - own_network_s, now.coding_s)
     rest_s = max(0.0, step_s - communication.exposed_s - hidden * own_coding_s)
     if then.period > 1:
         return rest_s + then.often * (then.coding_s + max(0.0, network_s - then.overlap * rest_s))
