@@ -67,6 +67,8 @@ class Keyword:
         values = ", ".join(f'"{value}"' for value in get_args(self.kind))
         if callables := traits_of(self.field).callables:
             return f"str | {callables}"
+        if words := ", ".join(f'"{word}"' for word in traits_of(self.field).renamed):
+            return f"{self.kind.__name__} | Literal[{words}]"
         return f"Literal[{values}]" if values else str(self.kind.__name__)
 
     @property

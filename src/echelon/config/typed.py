@@ -25,7 +25,7 @@ class ResumeSettings(TypedDict, total=False):
     """passes over the training data [default: 10]"""
     max_steps: int
     """stop after this many optimizer steps; 0: no limit [default: 0]"""
-    accumulate: int
+    accumulate: int | Literal["auto"]
     """micro-batches that a worker's part of a batch is cut into; auto, or 0: as few as fit the memory that is there [default: 1]"""
     on_oom: Literal["fail", "halve"]
     """what follows when a worker runs out of memory: fail (an error as any other) or halve (go on from the newest checkpoint with twice as many micro-batches; the batch stays as it is) [default: 'fail']"""
@@ -110,7 +110,7 @@ class TrainSettings(ResumeSettings, total=False):
     """tokens of a window, where one long text is cut into windows [default: 128]"""
     data_root: str
     """folder for downloaded torchvision data sets, tokenisers that were trained, and indexes of tar shards [default: 'data']"""
-    batch_size: int
+    batch_size: int | Literal["auto"]
     """samples per optimizer step over all workers (global batch); auto, or 0: the most that fit the memory that is there, with 50 steps or more an epoch [default: 128]"""
     eval_batch_size: int
     """samples per evaluation step and worker; 0: as in training [default: 0]"""

@@ -14,7 +14,7 @@ from echelon.core.errors import unknown
 
 _FOLDER = Path(__file__).parents[1] / "data" / "sources"
 _MARKER = "SOURCE"
-_DECLARED = ("names", "form", "folders", "shapes")
+_DECLARED = ("names", "form", "folders", "suffixes", "tasks", "shapes")
 _BARE = re.compile(r"[\w-]+")  # no path, and no form such as `module:function`
 
 
@@ -28,6 +28,8 @@ class DeclaredKind:
         form: how a user writes its other names; empty: it has none.
         text: the file's docstring.
         folders: that a folder of this kind holds, it or its `train/`.
+        suffixes: of a file of this kind.
+        tasks: that it is for where none is named.
         shapes: channels, side in pixels and classes of images whose name tells them.
     """
 
@@ -36,6 +38,8 @@ class DeclaredKind:
     form: str
     text: str
     folders: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
     shapes: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
 
@@ -57,15 +61,27 @@ def _declared() -> Iterator[DeclaredKind]:
             form=str(values.get("form", "")),
             text=ast.get_docstring(tree) or "",
             folders=tuple(values.get("folders", ())),
+            suffixes=tuple(values.get("suffixes", ())),
+            tasks=tuple(values.get("tasks", ())),
             shapes=dict(values.get("shapes", {})),
         )
 
 
 def holds_folders_of_a_kind(path: Path) -> bool:
     """Whether a folder holds the folders by which some kind of data is known."""
-    declared = [kind.folders for kind in declared_kinds() if kind.folders]
-    places = (path, path / "train")
-    return any(all((place / name).is_dir() for name in folders) for folders in declared for place in places)
+    return any(_holds(path, kind.folders) for kind in declared_kinds())
+
+
+def _holds(path: Path, folders: tuple[str, ...]) -> bool:
+    """Whether a folder, or its `train/`, holds some folders; not where there are none to hold."""
+    return bool(folders) and any(all((place / name).is_dir() for name in folders) for place in (path, path / "train"))
+
+
+def kind_by_name(source: str) -> DeclaredKind | None:
+    """Return the kind of data of a file, by its suffix, or of a folder, by the folders in it; None: not known so."""
+    path = Path(source).expanduser()
+    of_file = path.suffix.lower() if not path.is_dir() else None
+    return next((kind for kind in declared_kinds() if of_file in kind.suffixes or _holds(path, kind.folders)), None)
 
 
 def check_data_name(name: str) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from echelon.config import RunConfig
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
+from echelon.core.units import format_seconds
 from echelon.data import LoaderConfig, Shard
 from echelon.data.loader import EvalLoader
 from echelon.models import build_model
@@ -83,11 +84,13 @@ def evaluate_part(
             with Screen(world.leads, to_stderr=True) as screen:
                 if world.leads:
                     on_begin()
-                with screen.bar("evaluation, batch", len(loader)) as bar:
+                with screen.bar(f"evaluation of {loader.total:,} samples, batch", len(loader)) as bar:
                     autocast = PRECISIONS[config.training.precision].autocast
                     report = evaluate(model, loader, task, world, bar.advance, autocast)
         finally:
             loader.close()
+        if world.leads:
+            say(f"{report.samples:,} samples evaluated in {format_seconds(report.seconds)}")
     return {"loss": report.loss, **report.metrics}
 
 

@@ -13,8 +13,8 @@ from echelon.config import ModelConfig, RunConfig
 from echelon.core.hints import name_for_side
 from echelon.records.file import newest
 from echelon.records.kinds import Start
-from echelon.run.data_names import declared_kinds, holds_folders_of_a_kind
-from echelon.tasks.registry import AUTO
+from echelon.run.data_names import declared_kinds, holds_folders_of_a_kind, kind_by_name
+from echelon.tasks.registry import AUTO, TASKS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,6 +60,28 @@ def foretell(config: RunConfig) -> Foretold:
     names = {name_for_side(side) for side in shape.sides}
     name = names.pop() if model.name == AUTO and config.task == AUTO and len(names) == 1 else model.name
     return Foretold(name, _parameters(name, shape) if trains_all(model) else None)
+
+
+def auto_in_words(config: RunConfig) -> str:
+    """Return the model of a run whose data tells more, as far as names tell: it, or what `auto` will be one of."""
+    model, kind = config.model.name, kind_by_name(config.data.source)
+    if model != AUTO or config.optimizer.loss or ":" in config.task:
+        return model
+    tasks = [config.task.replace("-", "_")] if config.task != AUTO else kind.tasks if kind else ()
+    by_columns = kind is not None and len(kind.tasks) > 1
+    models = list(dict.fromkeys(_model_of(task, by_columns) for task in tasks))
+    if len(models) == 1 and models[0]:
+        return models[0]
+    rest = [] if models and "" not in models else ["the one of the task that the data is for"]
+    *others, last = [*filter(None, models), *rest]
+    return f"{AUTO} ({', '.join(others)}{' or ' if others else ''}{last})"
+
+
+def _model_of(task: str, by_columns: bool) -> str:
+    """Return what `auto` becomes by a task's file; empty: more than the task decides."""
+    declared = TASKS.declaration(task).constants
+    named = [ast.literal_eval(declared[name]) for name in ("default_model", *(["table_model"] if by_columns else []))]
+    return next(filter(None, map(str, named)), "")
 
 
 def trains_all(model: ModelConfig) -> bool:

@@ -13,7 +13,8 @@ from echelon.launch.culprit import Living
 from echelon.launch.plan import LaunchPlan
 from echelon.observe.notes import SERVING, START, Note
 from echelon.observe.screen import Bar, Screen
-from echelon.run.foretold import Foretold
+from echelon.run.foretold import Foretold, auto_in_words
+from echelon.tasks.registry import AUTO
 
 _START = "start: "
 
@@ -115,8 +116,8 @@ def describe_untold(config: RunConfig, workers: int, machines: int) -> str:
     where = f"run folder {config.run}" if config.run else "a new run folder in runs/"
     ways = _ways(config, workers, machines)
     return (
-        f"{config.data.source}: reading it, which tells task, model and length; {ways}; {where}; Ctrl-C before it "
-        "begins leaves nothing behind"
+        f"{config.data.source}, model {auto_in_words(config)}; {ways}; {where}; Ctrl-C before it begins leaves nothing "
+        f"behind; reading the data, which tells {'' if config.task != AUTO else 'task, '}parameters and length"
     )
 
 

@@ -337,6 +337,8 @@ class Task(ABC):
         needs_loss: it has no loss but one of the user's own (`--loss`).
         encoding: what it wants a source to make of columns.
         defaults: settings in place of the general defaults, where the user says nothing.
+        default_model: what `--model auto` becomes whatever the data; empty: `auto_model` tells.
+        table_model: what it becomes for the columns of a table.
         generates: metrics that `generated` gives, and `metrics` does not.
         generation_samples: how many samples `generated` is given over all ranks, at most; 0: none.
     """
@@ -352,6 +354,8 @@ class Task(ABC):
     needs_loss: ClassVar[bool] = False
     encoding: ClassVar[Encoding] = Encoding.AUTO
     defaults: ClassVar[TaskDefaults] = TaskDefaults()
+    default_model: ClassVar[str] = ""
+    table_model: ClassVar[str] = ""
     generates: ClassVar[tuple[Metric, ...]] = ()
     generation_samples: ClassVar[int] = 0
 
@@ -450,7 +454,7 @@ class Task(ABC):
 
     def auto_model(self, data: InputFacts) -> str:
         """Return the name of the model that `--model auto` becomes; empty: the one for images of the data's size."""
-        return ""
+        return self.default_model
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs for some samples, as `must return ...`; empty: nothing is."""

@@ -35,7 +35,6 @@ from echelon.tasks.base import (
 from echelon.tasks.classification_metrics import ClassificationMetrics
 from echelon.tasks.classification_report import class_sections
 
-TABLE_MODEL = "table_mlp"
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
 
@@ -58,6 +57,7 @@ class Classification(Task):
     score_label = "top-1"
     takes_shares = True
     encoding = Encoding.CLASSES
+    table_model: ClassVar[str] = "table_mlp"
     defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 2e-3, 1e-2, epochs=20)
 
     def __init__(self) -> None:
@@ -123,8 +123,8 @@ class Classification(Task):
         return class_sections({**result.detail, "metrics": result.metrics})
 
     def auto_model(self, data: InputFacts) -> str:
-        """Return the one for columns of a table; others as by the size of images."""
-        return TABLE_MODEL if data.task == self.name else ""
+        """Return the task's own, else the one for columns of a table; others as by the size of images."""
+        return self.default_model or (self.table_model if data.task == self.name else "")
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 from echelon.core.task import TaskDefaults
-from echelon.tasks.base import DataFacts, Encoding, Examples, InputFacts, TaskSettings
+from echelon.tasks.base import DataFacts, Encoding, Examples, TaskSettings
 from echelon.tasks.classification import Classification
 from echelon.tasks.worst_samples import Pictures, Pixels, WorstSamples
 
@@ -19,6 +19,7 @@ class ImageClassification(Classification):
 
     name = "image_classification"
     encoding = Encoding.AUTO
+    table_model: ClassVar[str] = ""  # by the images' size
     defaults: ClassVar[TaskDefaults] = TaskDefaults()
 
     def __init__(self) -> None:
@@ -42,10 +43,6 @@ class ImageClassification(Classification):
         if not self._worst_samples or self._pictures is None:
             return None
         return WorstSamples(self._worst_samples, self.classes, self._pictures, self._loss.each)
-
-    def auto_model(self, data: InputFacts) -> str:
-        """Return none: it is chosen by the images' size."""
-        return ""
 
 
 TASK = ImageClassification

@@ -25,7 +25,6 @@ from echelon.tasks.base import (
     DataFacts,
     Encoding,
     Generated,
-    InputFacts,
     Prediction,
     TaskSettings,
     TextDecoder,
@@ -48,6 +47,7 @@ class LanguageModelling(TokenTask):
     name = "language_modelling"
     primary = Metric("perplexity", "min")
     encoding = Encoding.NEXT_TOKEN
+    default_model: ClassVar[str] = "small_gpt"
     defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 2e-3, 0.1, epochs=10, batch_size=16, holdout=0.1)
 
     def __init__(self) -> None:
@@ -71,10 +71,6 @@ class LanguageModelling(TokenTask):
         task._decoder = data.tokeniser if isinstance(data.inputs, TensorSpec) else None
         task.primary = replace(self.primary, chance=float(task._vocabulary) or None)
         return task
-
-    def auto_model(self, data: InputFacts) -> str:
-        """Return the small GPT."""
-        return "small_gpt"
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs."""

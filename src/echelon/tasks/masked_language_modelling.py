@@ -25,7 +25,6 @@ from echelon.tasks.base import (
     DataFacts,
     Encoding,
     Generated,
-    InputFacts,
     Prediction,
     TaskSettings,
     Writing,
@@ -48,6 +47,7 @@ class MaskedLanguageModelling(LanguageModelling):
     name = "masked_language_modelling"
     unit = "masked token"
     encoding = Encoding.MASKED_TOKENS
+    default_model: ClassVar[str] = "small_bert"
     defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 2e-3, 0.1, epochs=20, batch_size=16, holdout=0.1)
     generation_samples = 8
 
@@ -65,10 +65,6 @@ class MaskedLanguageModelling(LanguageModelling):
         task = super().fitted(data, settings)
         task._inputs, task._is_shown = data.inputs, settings.worst_samples > 0
         return task
-
-    def auto_model(self, data: InputFacts) -> str:
-        """Return the small encoder."""
-        return "small_bert"
 
     def predict(self, model: Callable[[Nest], Any], inputs: Nest, writing: Writing) -> list[Prediction]:
         """Return each text with its masks filled, each by its likeliest token.

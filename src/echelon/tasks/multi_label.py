@@ -30,7 +30,6 @@ from echelon.tasks.base import (
     Task,
     TaskSettings,
 )
-from echelon.tasks.classification import TABLE_MODEL
 from echelon.tasks.classification_report import class_sections
 from echelon.tasks.gathering import Gathered, RowMessages
 
@@ -45,6 +44,7 @@ class MultiLabel(Task):
     primary = Metric("map", "max", "mAP")
     headlines = (Metric("macro_f1", "max", "macro F1"), Metric("roc_auc", "max", "ROC AUC"))
     encoding = Encoding.LABELS
+    table_model: ClassVar[str] = "table_mlp"
     defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 2e-3, 1e-2, epochs=20)
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class MultiLabel(Task):
 
     def auto_model(self, data: InputFacts) -> str:
         """Return the one for columns of a table; others as by the size of images."""
-        return TABLE_MODEL if data.task == self.name else ""
+        return self.table_model if data.task == self.name else ""
 
 
 TASK = MultiLabel

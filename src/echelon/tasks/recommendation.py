@@ -52,6 +52,7 @@ class PairPrediction(Regression):
 
     name = "recommendation"
     encoding = Encoding.IDS
+    table_model: ClassVar[str] = ""  # by the columns
     defaults: ClassVar[TaskDefaults] = TaskDefaults("sgd", 4.0, 1e-4, epochs=20, batch_size=1024, holdout=0.1)
 
     def __init__(self) -> None:

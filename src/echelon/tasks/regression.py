@@ -61,6 +61,7 @@ class Regression(Task):
     primary = RMSE
     headlines = (Metric("mae", "min", "MAE"), Metric("r2", "max", "R2"))
     encoding = Encoding.NUMBERS
+    table_model: ClassVar[str] = "table_mlp"
     defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 2e-3, 1e-2, epochs=30)
 
     def __init__(self) -> None:
@@ -116,7 +117,7 @@ class Regression(Task):
     def auto_model(self, data: InputFacts) -> str:
         """Return the one for columns of a table; others as by the size of images."""
         columns = all(len(spec.shape) < 2 for spec in nest.leaves(data.inputs))
-        return "table_mlp" if data.task == self.name and columns else ""
+        return self.table_model if data.task == self.name and columns else ""
 
 
 TASK = Regression

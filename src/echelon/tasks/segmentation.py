@@ -30,7 +30,6 @@ from echelon.tasks.base import (
     Encoding,
     EvaluationResult,
     Examples,
-    InputFacts,
     Metrics,
     PendingSection,
     Prediction,
@@ -70,6 +69,7 @@ class Segmentation(Task):
     headlines = (Metric("dice", "max", "Dice"), Metric("pixel_accuracy", "max", "pixel accuracy"))
     curves = (Metric("pixel_accuracy", "max", "pixel accuracy"),)
     encoding = Encoding.MASKS
+    default_model: ClassVar[str] = "small_unet"
     defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 2e-3, 1e-2, epochs=40, batch_size=16)
 
     def __init__(self, classes: Sequence[str] = ()) -> None:
@@ -167,10 +167,6 @@ class Segmentation(Task):
             "means over classes that are there or were predicted. Pixels that are ignored count nowhere."
         ]
         return [ReportSection("Classes of pixels", tables=[ReportTable("Classes", head, rows, summary)], notes=notes)]
-
-    def auto_model(self, data: InputFacts) -> str:
-        """Return the small U-Net."""
-        return "small_unet"
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.core.task import TaskDefaults
-from echelon.tasks.base import DataFacts, Encoding, InputFacts, TaskSettings
+from echelon.tasks.base import DataFacts, Encoding, TaskSettings
 from echelon.tasks.image_classification import ImageClassification
 from echelon.tasks.nest import Nest
 
@@ -25,6 +25,7 @@ class SpeechClassification(ImageClassification):
     name = "speech_classification"
     takes_shares = False
     encoding = Encoding.SPEECH
+    default_model: ClassVar[str] = "speech_cnn"
     defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", lr=2e-3, weight_decay=0.05, epochs=12, batch_size=32)
 
     def fitted(self, data: DataFacts, settings: TaskSettings) -> Self:
@@ -37,10 +38,6 @@ class SpeechClassification(ImageClassification):
         is_sound = isinstance(data.inputs, Mapping) and set(data.inputs) == {"features", "mask"}
         task._pictures = Spectrograms() if is_sound else None
         return task
-
-    def auto_model(self, data: InputFacts) -> str:
-        """Return the network of sounds."""
-        return "speech_cnn"
 
 
 TASK = SpeechClassification

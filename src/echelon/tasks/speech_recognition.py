@@ -31,7 +31,6 @@ from echelon.tasks.base import (
     Encoding,
     EvaluationResult,
     Examples,
-    InputFacts,
     Metrics,
     PendingSection,
     Prediction,
@@ -68,6 +67,7 @@ class SpeechRecognition(Task):
     headlines = (Metric("cer", "min", "CER"),)
     curves = (Metric("cer", "min", "CER"),)
     encoding = Encoding.TRANSCRIPTS
+    default_model: ClassVar[str] = "small_ctc"
     defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", lr=2e-3, weight_decay=0.05, epochs=20, batch_size=16)
 
     def __init__(self) -> None:
@@ -134,10 +134,6 @@ class SpeechRecognition(Task):
         if not self._worst_samples or self._decoder is None:
             return None
         return WorstTranscripts(self._worst_samples, self._decoder)
-
-    def auto_model(self, data: InputFacts) -> str:
-        """Return the small encoder."""
-        return "small_ctc"
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs for inputs that are padding alone, as long as the longest sound."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from echelon.core.figure import ReportSection, ReportText
 from echelon.core.task import TaskDefaults
 from echelon.tasks import nest
-from echelon.tasks.base import DataFacts, Encoding, Examples, InputFacts, PendingSection, TaskSettings, TextDecoder
+from echelon.tasks.base import DataFacts, Encoding, Examples, PendingSection, TaskSettings, TextDecoder
 from echelon.tasks.classification import Classification
 from echelon.tasks.gathering import gather_lines
 from echelon.tasks.nest import Nest
@@ -32,6 +32,7 @@ class TextClassification(Classification):
 
     name = "text_classification"
     encoding = Encoding.TEXT
+    default_model: ClassVar[str] = "text_classifier"
     takes_shares = False
     defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 5e-3, 0.05, epochs=6, batch_size=64)
 
@@ -55,10 +56,6 @@ class TextClassification(Classification):
         if not self._worst_samples or self._decoder is None:
             return None
         return WorstTexts(self._worst_samples, self.classes, self._decoder, self._loss.each)
-
-    def auto_model(self, data: InputFacts) -> str:
-        """Return the small classifier of texts."""
-        return "text_classifier"
 
 
 TASK = TextClassification

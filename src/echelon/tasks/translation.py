@@ -27,7 +27,6 @@ from echelon.tasks.base import (
     DataFacts,
     Encoding,
     Generated,
-    InputFacts,
     Prediction,
     SentenceMarks,
     TaskSettings,
@@ -60,6 +59,7 @@ class Translation(TokenTask):
     curves: ClassVar[tuple[Metric, ...]] = (_PERPLEXITY,)
     generation_samples = 256
     encoding = Encoding.TEXT_PAIRS
+    default_model: ClassVar[str] = "small_seq2seq"
     defaults: ClassVar[TaskDefaults] = TaskDefaults(
         "adamw", 2e-3, 0.01, epochs=8, batch_size=128, holdout=0.1, warmup_epochs=0.5
     )
@@ -89,10 +89,6 @@ class Translation(TokenTask):
             task.primary, task.generates = _PERPLEXITY, ()  # type: ignore[misc]
             task.headlines = self.headlines[1:2]  # type: ignore[misc]
         return task
-
-    def auto_model(self, data: InputFacts) -> str:
-        """Return the small encoder-decoder transformer."""
-        return "small_seq2seq"
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs."""

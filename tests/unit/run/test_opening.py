@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from echelon.config import DataConfig, RunConfig
-from echelon.run.foretold import Foretold
+from echelon.data.base import DataOutline
+from echelon.run.foretold import Foretold, auto_in_words
 from echelon.run.opening import Opening
 from echelon.run.resolve import launch_request
 from echelon.run.start import plan_of, said_before
+from echelon.tasks.registry import TASKS
 
 NAMED = replace(RunConfig(), run="runs/mine")
 
@@ -63,7 +65,10 @@ def _without_torch(folder: Path, command: str) -> str:
 def test_what_is_known_of_a_table_or_a_text_is_said_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("x,y\n1,2\n")
     said = _without_torch(tmp_path, "train t.csv --target y --parallel dp=2 --sync local(8)")
-    words = "t.csv: reading it, which tells task, model and length; 2 workers (dp=2), local(8); a new run folder in "
+    words = (
+        "t.csv, model auto (table_mlp, text_classifier or the one of the task that the data is for); "
+        "2 workers (dp=2), local(8); a new run folder in "
+    )
     assert said.startswith(words), said
     assert {path.name for path in tmp_path.iterdir()} == {"t.csv", "absent"}
 
@@ -80,5 +85,36 @@ def test_nothing_is_said_before_where_the_description_tells_all(tmp_path: Path) 
     (tmp_path / "text.txt").write_text("to be or not to be")
     assert said_before(RunConfig()) == said_before(replace(RunConfig(), task="image-classification")) == ""
     text = replace(RunConfig(), data=DataConfig(source=str(tmp_path / "text.txt")))
-    assert f"{text.data.source}: reading it" in said_before(text)
+    assert f"{text.data.source}, model small_gpt; " in said_before(text)
     assert "run folder runs/mine; " in said_before(replace(text, run="runs/mine"))
+
+
+@pytest.mark.parametrize(
+    ("data", "task", "model"),
+    [
+        ("a.txt", "auto", "small_gpt"), ("a.txt", "masked-language-modelling", "small_bert"),
+        ("t.csv", "regression", "table_mlp"), ("t.csv", "text-classification", "text_classifier"),
+        ("masks", "auto", "small_unet"), ("sounds", "speech-recognition", "small_ctc"),
+        ("t.csv", "recommendation", "auto (the one of the task that the data is for)"),
+        ("sounds", "auto", "auto (the one of the task that the data is for)"),
+    ],
+)  # fmt: skip
+def test_what_auto_becomes_is_known_by_the_names_of_data_and_task(
+    tmp_path: Path, data: str, task: str, model: str
+) -> None:
+    for name in ("masks/images", "masks/masks", "sounds"):
+        (tmp_path / name).mkdir(parents=True)
+    config = replace(RunConfig(), task=task, data=DataConfig(source=str(tmp_path / data)))
+    assert auto_in_words(config) == model
+    assert auto_in_words(replace(config, model=replace(config.model, name="mlp"))) == "mlp"
+
+
+@pytest.mark.parametrize("name", TASKS.names())
+def test_a_task_chooses_the_model_that_its_file_declares(name: str) -> None:
+    task = TASKS.settings_class(name)()
+    declared = TASKS.declaration(name).constants
+    assert repr(task.default_model) == declared["default_model"].replace('"', "'")
+    if task.default_model:
+        assert task.auto_model(DataOutline(name)) == task.default_model
+    elif task.table_model:
+        assert task.auto_model(DataOutline(name)) == task.table_model

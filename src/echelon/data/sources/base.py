@@ -33,6 +33,8 @@ class SourceKind(ABC):
         names: those that are its own; a kind that takes others answers by `takes`.
         form: how a user writes its other names, such as `a folder`; empty: it has none.
         folders: that a folder of this kind holds, it or its `train/`: by them it is known without an import.
+        suffixes: of a file of this kind.
+        tasks: that data of this kind is for where none is named, one alone or as its columns tell.
         shapes: channels, side in pixels and classes of small images, where the name alone tells them.
         takes_whatever_is_there: it has what no other kind takes.
     """
@@ -40,6 +42,8 @@ class SourceKind(ABC):
     names: ClassVar[tuple[str, ...]] = ()
     form: ClassVar[str] = ""
     folders: ClassVar[tuple[str, ...]] = ()
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    tasks: ClassVar[tuple[str, ...]] = ()
     shapes: ClassVar[Mapping[str, tuple[int, int, int]]] = {}
     takes_whatever_is_there: ClassVar[bool] = False
 

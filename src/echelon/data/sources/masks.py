@@ -34,6 +34,7 @@ class MaskFolder(SourceKind):
 
     form: ClassVar[str] = "a folder with images/ and masks/"
     folders: ClassVar[tuple[str, ...]] = ("images", "masks")
+    tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
 
     def takes(self, name: str) -> bool:
         """Whether a folder, or its `train/`, holds `images/` and `masks/`, or one of them and no other folder."""

@@ -57,7 +57,6 @@ from echelon.data.sources.transcripts import Recordings, plain_text, transcribed
 from echelon.tasks.base import Encoding
 from echelon.tasks.nest import Nest, TensorSpec, map_leaves
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _TASKS = {
     Encoding.NUMBERS: "regression",
     Encoding.CLASSES: "classification",
@@ -77,6 +76,10 @@ class TableFile(SourceKind):
     """The path of a table, or of a folder of its parts."""
 
     form: ClassVar[str] = "a table (.csv, .jsonl, .parquet)"
+    suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv", ".jsonl", ".parquet")
+    tasks: ClassVar[tuple[str, ...]] = (
+        "classification", "regression", "multi_label", "text_classification", "recommendation",
+    )  # fmt: skip
 
     def takes(self, name: str) -> bool:
         """Whether it is a file with a suffix of tables, or a folder with `train.csv` or the like."""
@@ -106,6 +109,7 @@ class TableFile(SourceKind):
 
 
 SOURCE = TableFile
+SUFFIXES = TableFile.suffixes
 
 
 def outline_of_tables(request: DataRequest, tables: Mapping[str, pa.Table]) -> DataOutline:

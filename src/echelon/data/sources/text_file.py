@@ -22,7 +22,6 @@ from echelon.tasks.base import NO_TARGET, Encoding
 from echelon.tasks.nest import Nest, TensorSpec
 
 LANGUAGE_MODELLING, MASKED = "language_modelling", "masked_language_modelling"
-SUFFIXES = (".txt", ".text")
 LEAST_TOKENS = 2  # of a part: one, and one that follows it
 PREDICTED = 0.15  # share of a window's tokens that are to be predicted
 _MASKED, _RANDOM = 0.8, 0.1  # of these; the rest stays as it is, so that what is seen may be right or wrong
@@ -32,11 +31,13 @@ class TextFile(SourceKind):
     """The path of a text."""
 
     form: ClassVar[str] = "a text (.txt)"
+    suffixes: ClassVar[tuple[str, ...]] = (".txt", ".text")
+    tasks: ClassVar[tuple[str, ...]] = ("language_modelling",)
 
     def takes(self, name: str) -> bool:
         """Whether it is a file with a suffix of texts."""
         path = Path(name).expanduser()
-        return path.suffix.lower() in SUFFIXES and path.is_file()
+        return path.suffix.lower() in self.suffixes and path.is_file()
 
     def outline(self, request: DataRequest) -> DataOutline:
         """Return the task of a text, where none is chosen that of the next token."""
@@ -54,6 +55,7 @@ class TextFile(SourceKind):
 
 
 SOURCE = TextFile
+SUFFIXES = TextFile.suffixes
 
 
 def is_for_one_text(encoding: Encoding) -> bool:

@@ -114,8 +114,10 @@ def attempt_spans(record: RunRecord) -> list[tuple[float, float]]:
 
 
 def checkpoint_text(saved: Checkpoint) -> str:
-    """Say what a checkpoint cost."""
-    return f"step {saved.step}, {format_bytes(saved.n_bytes)}, copied in {format_seconds(saved.blocked_s)}"
+    """Say what a checkpoint cost; copying it is a part of the pause of training, the rest goes on beside training."""
+    written = f"on the disk after {format_seconds(saved.total_s)}"
+    times = f"copied in {format_seconds(saved.blocked_s)}, {written}" if saved.blocked_s < saved.total_s else written
+    return f"step {saved.step}, {format_bytes(saved.n_bytes)}, {times}"
 
 
 def _evaluation_words(record: RunRecord) -> list[str]:
