@@ -179,7 +179,6 @@ class CopyResult:
     """What the evaluation of a copy gave: the mean loss per unit, metrics by name, and after which step.
 
     Attributes:
-        part: what the samples are called.
         test_loss: of the test set, where there is one beside them and this is the best result so far.
         test_metrics: likewise; empty: it was not evaluated.
         test_samples: that these are of.
@@ -191,7 +190,6 @@ class CopyResult:
     seconds: float
     samples: int
     step: int
-    part: str = "test"
     test_loss: AnyFloat = 0.0
     test_metrics: dict[str, AnyFloat | None] = field(default_factory=dict)
     test_samples: int = 0

@@ -254,9 +254,7 @@ class Chronicle:
                 evaluation.test_loss, evaluation.test_samples, evaluation.test_seconds, result_of_test
             )
         metrics = EvaluationResult(evaluation.metrics)
-        report = EvaluationReport(
-            evaluation.loss, evaluation.samples, evaluation.seconds, metrics, part=evaluation.part, test=test
-        )
+        report = EvaluationReport(evaluation.loss, evaluation.samples, evaluation.seconds, metrics, test=test)
         self._progress.evaluated(epoch, evaluation.step, report)
         self._progress.epoch_ended(epoch, report)
         self._progress.listeners.deliver()

@@ -90,9 +90,9 @@ class Display(Screen):
         result = ""
         if report is not None:
             primary = self.task.primary
-            shown = {f"{report.part} {primary.title}": report.metrics.get(primary.name)}
+            shown = {f"evaluation {primary.title}": report.metrics.get(primary.name)}
             shown |= {metric.title: report.metrics.get(metric.name) for metric in self.task.headlines[:1]}
-            shown |= {f"{report.part} loss": report.loss} if primary.name != "loss" else {}
+            shown |= {"evaluation loss": report.loss} if primary.name != "loss" else {}
             if report.test is not None:
                 shown |= {f"test {primary.title}": report.test.metrics.get(primary.name)}
             result = "".join(f"  {name} {value:.4f}" for name, value in shown.items() if value is not None)

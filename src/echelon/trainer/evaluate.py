@@ -35,7 +35,6 @@ class EvaluationReport:
     Attributes:
         section: that reports show of what the model has generated.
         collect: begins to bring together what reports show of samples; all ranks call it together, or none.
-        part: what the samples are called: `test`, or `val` where there is a test set beside them.
         test: what that gave; None: there is none, or the weights are not the best so far.
     """
 
@@ -45,7 +44,6 @@ class EvaluationReport:
     result: EvaluationResult
     section: ReportSection | None = None
     collect: Callable[[], PendingSection | None] = _nothing
-    part: str = "test"
     test: EvaluationReport | None = None
 
     @property

@@ -294,7 +294,7 @@ def _with_others(
 
 def _copy_result(report: EvaluationReport, step: int) -> CopyResult:
     """Return what the scheduler is told of an evaluation."""
-    result = CopyResult(report.loss, dict(report.metrics), report.seconds, report.samples, step, report.part)
+    result = CopyResult(report.loss, dict(report.metrics), report.seconds, report.samples, step)
     if (test := report.test) is None:
         return result
     return replace(

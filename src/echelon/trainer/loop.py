@@ -163,7 +163,7 @@ def evaluate_agreed(run: TrainingRun) -> EvaluationReport:
         if run.test_loader is not None:
             better = _is_best(run, report)
             test = judge(run.test_loader) if better else None
-            report = replace(report, part="val", test=test)
+            report = replace(report, test=test)
         if run.parts.split:
             run.parts.split.settle()
     return report

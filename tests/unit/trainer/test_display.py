@@ -56,7 +56,7 @@ def test_the_line_of_an_epoch_is_of_its_steps(capsys: pytest.CaptureFixture[str]
     progress.epoch_ended(1, None)
     progress.epoch_ended(1, EvaluationReport(0.25, 100, 1.0, EvaluationResult({"top1": 0.75})))
     first, second, third = capsys.readouterr().out.splitlines()
-    assert "epoch 1/2" in first and "test top-1 0.5000" in first and "test loss 0.2500" in first
+    assert "epoch 1/2" in first and "evaluation top-1 0.5000" in first and "evaluation loss 0.2500" in first
     assert "train loss 2.0000" in first and "20 samples/s" in first and "communication 20%" in first
     assert (
         "epoch 2/2" in second and "40 samples/s" in second and "of step time: backward 50% communication 50%" in second

@@ -146,6 +146,7 @@ _SPEC = re.compile(r"`[^`]+`|--[a-z][a-z-]*|[^\s(),;\[\]]+\([^()\n]{1,80}\)(?:[^
 
 _WORD = re.compile(r"\s+|(?:'[^']*'|\"[^\"]*\"|\S)+")  # of a command, or what is between two
 _LONG = re.compile(r"\S{20}")
+_PHONE = 40  # characters of code that a phone's line holds
 
 
 def with_term(text: str) -> Markup:
@@ -162,8 +163,7 @@ def with_specs(text: str) -> Markup:
     """
     done, pieces = 0, Markup()
     for spec in _SPEC.finditer(text):
-        element = '<code class="spec">{}</code>' if spec[0].startswith("`") else '<span class="spec">{}</span>'
-        pieces += _breakable(text[done : spec.start()]) + Markup(element).format(spec[0].strip("`"))
+        pieces += _breakable(text[done : spec.start()]) + _whole(spec[0].strip("`"), spec[0].startswith("`"))
         done = spec.end()
     return pieces + _breakable(text[done:])
 
@@ -175,9 +175,20 @@ def with_words(command: str) -> Markup:
     '<span class="spec">train</span> <span class="spec">--threads</span> <span class="spec">1</span>'
     """
     words = _WORD.findall(command)
-    return Markup("").join(
-        Markup('<span class="spec">{}</span>').format(word) if word.strip() else escape(word) for word in words
-    )
+    return Markup("").join(_whole(word) if word.strip() else escape(word) for word in words)
+
+
+def _whole(spec: str, is_code: bool = False) -> Markup:
+    """Return a spec or a word, escaped, that no line ends in; one that is longer than a phone's line may break there.
+
+    >>> str(_whole("topk(density=0.01,momentum_correction=false)"))
+    '<span class="spec long">topk(density=0.01,<wbr>momentum_correction=false)</span>'
+    """
+    element = "code" if is_code else "span"
+    if len(spec) <= _PHONE:
+        return Markup(f'<{element} class="spec">{{}}</{element}>').format(spec)
+    shown = Markup("<wbr>").join(map(escape, re.split(r"(?<=[,+/])(?=\S)", spec)))
+    return Markup(f'<{element} class="spec long">{{}}</{element}>').format(shown)
 
 
 def _breakable(text: str) -> Markup:
