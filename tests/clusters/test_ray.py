@@ -68,3 +68,36 @@ def test_a_node_is_lost_and_another_one_added(tmp_path: Path, cluster: Ray) -> N
         assert there.end(600) == 0, there.text()
         assert len((there.folder / "place" / "starts").read_text().split()) == 2
         _check_here(runs, there, *steps)
+
+
+FLOW = """\
+steps:
+  first:
+    command: [sh, -c, "echo 1 >${folder}/out.txt"]
+    outputs: {text: out.txt}
+  after:
+    command: [sh, -c, "cat ${first.text} >${folder}/out.txt; echo ${n} >>${folder}/out.txt"]
+    matrix: {n: [2, 3]}
+    outputs: {text: out.txt}
+  wrong:
+    command: [sh, -c, "exit 3"]
+    needs: [after]
+  never:
+    command: [sh, -c, "exit 0"]
+    needs: [wrong]
+"""
+
+
+@pytest.mark.slow
+def test_steps_of_a_flow_are_jobs(tmp_path: Path, cluster: Ray) -> None:
+    (tmp_path / "flow.yaml").write_text(FLOW)
+    words = ("flow", tmp_path / "flow.yaml", "--run", tmp_path / "there", "--on", f'ray(address="{cluster.dashboard}")')
+    with Runs(tmp_path) as runs:
+        once = runs.start(*words)
+        assert once.end() == 1, once.text()
+        for n in (2, 3):
+            assert (tmp_path / "there" / "steps" / "after" / f"n={n}" / "out.txt").read_text() == f"1\n{n}\n"
+        assert "wrong: ended: failed" in once.text() and "never: job" not in once.text()
+        again = runs.start(*words)
+        assert again.end() == 1, again.text()
+        assert "after[n=2]: kept" in again.text() and "wrong: job" in again.text()

@@ -40,7 +40,9 @@ def command() -> Any:
 
     def flow(
         arguments: Annotated[list[str], typer.Argument(metavar="FILE | status|graph|logs|stop FOLDER [STEP]")],
-        on: Annotated[str, typer.Option("--on", metavar="PLACE", help="where steps run: local, slurm(...)")] = "local",
+        on: Annotated[
+            str, typer.Option("--on", metavar="PLACE", help="where steps run: local, slurm(...), ray, k8s(...)")
+        ] = "local",
         run: Annotated[
             str, typer.Option("--run", metavar="FOLDER", help="the flow's folder [default: flows/NAME]")
         ] = "",

@@ -1,6 +1,8 @@
-"""Do what is missing of a flow as jobs of a cluster's own queue, each waiting for those that it reads from.
+"""Do what is missing of a flow as jobs of a cluster's own queue.
 
-The queue holds the order: the jobs go on when this command ends, and the next one finds them again by their names.
+Where the queue holds the order (Slurm), all are submitted at once, each waiting for those that it reads from, and go on
+when this command ends. Elsewhere (Ray, Kubernetes) each is submitted when those have ended well, by this command. The
+next command finds what goes on by its name.
 """
 
 from __future__ import annotations
@@ -8,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -40,8 +43,10 @@ def run_chained(flow: Flow, folder: Path, place: TakesChains, say: Say) -> FlowO
     with only_driver(folder), stop_on_signals(raises=True):
         jobs: dict[str, str] = {}
         try:
-            kept = _submit(flow, folder, place, say, jobs)
-            _follow(flow, folder, place, say, jobs)
+            (folder / JOBS_FOLDER).mkdir(exist_ok=True)
+            chain = _Chain(flow, folder, place, say, jobs)
+            kept = _submit(chain) if place.holds_order else []
+            _follow(chain, kept)
         except Stopped as stop:
             for name, job in jobs.items():
                 _stop(place, name, job, say)
@@ -49,19 +54,96 @@ def run_chained(flow: Flow, folder: Path, place: TakesChains, say: Say) -> FlowO
         finally:
             write_page(flow, folder)
     ran = [name for name in jobs if completed_end(step_folder(folder, name)) is not None]
-    lines = {name: last_line(step_folder(folder, name)) for name in jobs if name not in ran}
-    failed = [name for name, line in lines.items() if line is not None]
-    blocked = [name for name, line in lines.items() if line is None]
-    return FlowOutcome("partial" if lines else "completed", folder, ran, kept, failed, blocked)
+    rest = [name for name in flow.steps if name not in ran and name not in kept]
+    failed = [name for name in rest if name in jobs and last_line(step_folder(folder, name)) is not None]
+    blocked = [name for name in rest if name not in failed]
+    return FlowOutcome("partial" if rest else "completed", folder, ran, kept, failed, blocked)
 
 
-def _submit(flow: Flow, folder: Path, place: TakesChains, say: Say, jobs: dict[str, str]) -> list[str]:
+@dataclass
+class _Chain:
+    """A flow on its way through a queue.
+
+    Attributes:
+        jobs: how the queue calls the job of each step that has one.
+        handed: steps that this command has submitted or kept.
+    """
+
+    flow: Flow
+    folder: Path
+    place: TakesChains
+    say: Say
+    jobs: dict[str, str]
+    handed: set[str] = field(default_factory=set)
+
+    def is_done(self, name: str) -> bool:
+        """Whether a step needs no job."""
+        step = self.flow.steps[name]
+        now = fingerprint(self.flow, step, lambda before: hashes_of(self.folder, before))
+        return is_done(self.flow, self.folder, step, now)
+
+    def known(self, name: str) -> dict[int, str]:
+        """Return how the queue calls the jobs of a name that go on, by their numbers.
+
+        Raises:
+            UserError: it does not answer.
+        """
+        try:
+            return self.place.chained(name)
+        except PlaceSilent as silent:
+            raise UserError(str(silent)) from None
+
+    def submit(self, job: ChainedJob) -> dict[int, str]:
+        """Submit a job; returns how the queue calls each of it, by its number."""
+        return self.place.submit_chained(job)
+
+    def submit_ready(self, ended: Set[str]) -> list[str]:
+        """Submit the steps whose predecessors have all ended well; returns those that are done already.
+
+        Args:
+            ended: steps that are over for good, or kept.
+        """
+        kept = []
+        for name, step in self.flow.steps.items():
+            if name in self.handed or not {*step.before} <= ended:
+                continue
+            if any(completed_end(step_folder(self.folder, before)) is None for before in step.before):
+                continue  # one failed
+            self.handed.add(name)
+            if self.is_done(name):
+                kept.append(name)
+                self.say(f"{name}: kept")
+            else:
+                _submit_alike(self, _Alike([name], []))
+        return kept
+
+
+class _Shown(_Chain):
+    """Jobs that are shown, and not submitted: what waits for one calls it by its name and number."""
+
+    def known(self, name: str) -> dict[int, str]:
+        """Return nothing: what goes on is shown too."""
+        return {}
+
+    def submit(self, job: ChainedJob) -> dict[int, str]:
+        """Show a job."""
+        self.say(self.place.chained_text(job if self.place.holds_order else replace(job, after=())))
+        return {number: f"{job.name}-{number}" for number in job.commands}
+
+
+def chained_texts(flow: Flow, folder: Path, place: TakesChains) -> list[str]:
+    """Return exactly what would be submitted of a flow, a text a job or array."""
+    texts: list[str] = []
+    _submit(_Shown(flow, folder, place, texts.append, {}))
+    return [text for text in texts if "\n" in text]
+
+
+def _submit(chain: _Chain) -> list[str]:
     """Submit a job for each step that is not done, of a matrix those that wait for the same ones as one array.
 
     Returns those that are done.
     """
-    kept: list[str] = []
-    (folder / JOBS_FOLDER).mkdir(exist_ok=True)
+    flow, jobs, kept = chain.flow, chain.jobs, list[str]()
     sorter = TopologicalSorter({name: step.before for name, step in flow.steps.items()})
     sorter.prepare()
     while sorter.is_active():
@@ -70,13 +152,14 @@ def _submit(flow: Flow, folder: Path, place: TakesChains, say: Say, jobs: dict[s
         for name in ready:
             step = flow.steps[name]
             waits_for = [jobs[before] for before in step.before if before in jobs]
-            if not waits_for and _is_done(flow, folder, step):
+            chain.handed.add(name)
+            if not waits_for and chain.is_done(name):
                 kept.append(name)
-                say(f"{name}: kept")
+                chain.say(f"{name}: kept")
             else:
                 alike.setdefault((step.group, *waits_for), []).append(name)
         for (_, *waits_for), names in alike.items():
-            _submit_alike(flow, folder, place, say, jobs, _Alike(names, waits_for))
+            _submit_alike(chain, _Alike(names, waits_for))
         sorter.done(*ready)
     return kept
 
@@ -89,24 +172,18 @@ class _Alike:
     after: Sequence[str]
 
 
-def _submit_alike(flow: Flow, folder: Path, place: TakesChains, say: Say, jobs: dict[str, str], alike: _Alike) -> None:
+def _submit_alike(chain: _Chain, alike: _Alike) -> None:
     """Submit those steps whose jobs the queue does not know."""
+    flow, folder, jobs = chain.flow, chain.folder, chain.jobs
     step = flow.steps[alike.steps[0]]
     of_group = [name for name, other in flow.steps.items() if other.group == step.group]
     numbers = {name: of_group.index(name) for name in alike.steps}
-    try:
-        known = place.chained(_job_name(folder, step.group))
-    except PlaceSilent as silent:
-        raise UserError(str(silent)) from None
+    known = chain.known(_job_name(folder, step.group))
     missing = {number: name for name, number in numbers.items() if number not in known}
-    given = place.submit_chained(_job(folder, step, missing, alike.after)) if missing else {}
+    given = chain.submit(_job(folder, step, missing, alike.after)) if missing else {}
     for name, number in numbers.items():
         jobs[name] = given[number] if number in given else known[number]
-        say(f"{name}: job {jobs[name]}{'' if number in given else ' goes on'}")
-
-
-def _is_done(flow: Flow, folder: Path, step: FlowStep) -> bool:
-    return is_done(flow, folder, step, fingerprint(flow, step, lambda before: hashes_of(folder, before)))
+        chain.say(f"{name}: job {jobs[name]}{'' if number in given else ' goes on'}")
 
 
 def _job_name(folder: Path, group: str) -> str:
@@ -152,18 +229,27 @@ class _Followed:
         self.is_over = bool(self.over_since_s) and (step_ended or now - self.over_since_s > _SETTLE_S)
 
 
-def _follow(flow: Flow, folder: Path, place: TakesChains, say: Say, jobs: Mapping[str, str]) -> None:
-    """Wait until no job waits or runs, saying how they fare.
+def _follow(chain: _Chain, kept: list[str]) -> None:
+    """Wait until no job waits or runs, saying how they fare; where the queue holds no order, submit what can begin.
+
+    Args:
+        kept: steps that are done; those that need no job are added.
 
     Raises:
-        UserError: the queue does not answer for ten minutes.
+        UserError: the queue does not answer for ten minutes, or refuses a job.
     """
-    followed = {name: _Followed() for name in jobs}
+    flow, folder, say, jobs = chain.flow, chain.folder, chain.say, chain.jobs
+    followed: defaultdict[str, _Followed] = defaultdict(_Followed)
     heard_s = time.monotonic()
-    while going := [name for name in jobs if not followed[name].is_over]:
+    while True:
+        over = {name for name in jobs if followed[name].is_over}
+        while new := chain.submit_ready({*over, *kept}):
+            kept += new
+        if not (going := [name for name in jobs if not followed[name].is_over]):
+            return
         for name in going:
             try:
-                state = place.state(jobs[name])
+                state = chain.place.state(jobs[name])
             except PlaceSilent as silent:
                 if time.monotonic() - heard_s > _GONE_S:
                     raise UserError(f"{silent}; the jobs may go on: the same command finds them again") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from echelon.core.errors import UserError
 from echelon.flows.base import Flow, StepResources, step_folder
-from echelon.flows.chained import run_chained
+from echelon.flows.chained import chained_texts, run_chained
 from echelon.flows.child import hashes_of, is_done
 from echelon.flows.driver import FlowOutcome, Say, check_resources, machine_resources, run_flow
 from echelon.flows.fingerprint import fingerprint
@@ -70,15 +70,15 @@ def start_flow(request: FlowRequest, say: Say) -> FlowOutcome:
 
 
 def plan_flow(request: FlowRequest) -> Iterator[str]:
-    """Yield a line for each step: kept, or why it would run.
+    """Yield a line for each step: kept, or why it would run; then what its place would be given.
 
     Raises:
         UserError: it cannot be.
     """
     flow, folder = _requested(request)
-    here = _chains(request.on) is None
-    check_named(flow, here)
-    if here:
+    place = _chains(request.on)
+    check_named(flow, here=place is None)
+    if place is None:
         check_resources(flow, _resources(request))
     runs: set[str] = set()
     for name in _in_order(flow):
@@ -97,6 +97,8 @@ def plan_flow(request: FlowRequest) -> Iterator[str]:
         before = next(iter(newest(where, FlowStepStart)), None) if where.is_dir() else None
         changed = now.changed(before.parts) if before is not None else []
         yield f"{name}: would run" + f", for its {' and '.join(changed)} changed" * bool(changed)
+    if place is not None:
+        yield from ("", *(text.rstrip() for text in chained_texts(flow, folder, place)))
 
 
 def _in_order(flow: Flow) -> list[str]:

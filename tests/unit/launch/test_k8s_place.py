@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import yaml
 
 from echelon.core.errors import UserError
 from echelon.launch.places import PLACES, PlaceChoice
-from echelon.launch.places.cluster import JobPhase, NodeRank, PlaceSilent, Submission
+from echelon.launch.places.cluster import ChainedJob, JobPhase, NodeRank, PlaceSilent, Submission
 from echelon.launch.places.k8s import JOB_VARIABLE, Kubernetes
 from echelon.messages.identity import make_secret
 
@@ -146,6 +147,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self._path().endswith("/pods"):
             self._answer(200, {"items": self.server.pods})
+        elif self._path().endswith("/jobs"):
+            kept = [value for path, value in self.server.kept.items() if path.startswith(f"{self._path()}/")]
+            self._answer(200, {"items": kept})
         elif (found := self._kept()) is not None:
             self._answer(200, found)
 
@@ -155,6 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(403, {"message": "services is forbidden"})
             return
         value["metadata"]["uid"] = "uid-1"
+        value.setdefault("status", {})
         self.server.kept[f"{self._path()}/{value['metadata']['name']}"] = value
         self._answer(201, value)
 
@@ -233,6 +238,31 @@ def test_a_job_is_made_followed_and_stopped(tmp_path: Path, api: _Api) -> None:
     assert place.state(name).phase is JobPhase.ENDED
     assert place.submit(submission) == name  # in the place of the one that was suspended
     assert "suspend" not in api.kept[f"/apis/batch/v1/namespaces/ml/jobs/{name}"]["spec"]
+
+
+def test_steps_of_a_flow_are_jobs(tmp_path: Path, api: _Api) -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    place = _build(f'k8s(image=i, namespace=ml, claim=c, mount="{tmp_path}", python="/opt/python")')
+    commands = {0: ["python", "-m", "echelon.flows.child", "tune[lr=0.1]"], 3: ["python", "x"]}
+    job = ChainedJob("echelon-Tune_a-12ab34cd", tmp_path / "tune.sh", commands, True, (), 2, 1e9, 1, 60.0)
+    for manifest in yaml.safe_load_all(place.chained_text(job)):
+        schemas.validate(manifest, "1.31", strict=True)
+        assert manifest["spec"]["template"]["spec"]["containers"][0]["resources"] == {
+            "requests": {"cpu": "2", "nvidia.com/gpu": "1", "memory": "1000000000"},
+            "limits": {"nvidia.com/gpu": "1", "memory": "1000000000"},
+        }
+    names = {0: "echelon-tune-a-12ab34cd-0", 3: "echelon-tune-a-12ab34cd-3"}
+    assert place.submit_chained(job) == names == place.chained(job.name) and job.script.exists()
+    kept = api.kept[f"/apis/batch/v1/namespaces/ml/jobs/{names[0]}"]
+    (word,) = kept["spec"]["template"]["spec"]["containers"][0]["command"][2:]
+    assert word.startswith("exec /opt/python -m echelon.flows.child 'tune[lr=0.1]' >>")
+    kept["status"] = {"active": 1, "ready": 1}
+    assert place.state(names[0]).phase is JobPhase.RUNS
+    kept["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    place.stop(names[3])
+    assert place.chained(job.name) == {}, "what is over or was stopped is handed over again"
+    with pytest.raises(UserError, match="all that pods see"):
+        place.submit_chained(replace(job, script=Path("/elsewhere/tune.sh")))
 
 
 def test_what_the_server_refuses_leaves_nothing(tmp_path: Path, api: _Api) -> None:

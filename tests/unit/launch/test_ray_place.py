@@ -11,7 +11,7 @@ import pytest
 
 from echelon.core.errors import UserError
 from echelon.launch.places import PLACES, PlaceChoice
-from echelon.launch.places.cluster import NodeRank, PlaceSilent, Submission
+from echelon.launch.places.cluster import ChainedJob, NodeRank, PlaceSilent, Submission
 from echelon.launch.places.ray import RayCluster, rank_variables, read_rank
 
 SUBMISSION = Submission(Path("/home/me/runs/digits 1"), Path("/home/me"), "/opt/python")
@@ -38,6 +38,14 @@ def test_the_job_is_as_it_was() -> None:
         },
         "placement_group": {"strategy": "STRICT_SPREAD", "bundles": [{"CPU": 8, "GPU": 4}] * 2},
     }
+
+
+def test_steps_of_a_flow_are_jobs() -> None:
+    job = ChainedJob("tune", Path("tune.sh"), {3: ["python", "it's"]}, True, (), 2, 1e9, 1)
+    (step,) = json.loads(_build("ray").chained_text(job))
+    assert (step["submission_id"], step["entrypoint"]) == ("tune-3", "python 'it'\"'\"'s'")
+    asked = {name: step[f"entrypoint_{name}"] for name in ("num_cpus", "num_gpus", "memory")}
+    assert asked == {"num_cpus": 2, "num_gpus": 1, "memory": 1_000_000_000}
 
 
 @pytest.mark.parametrize(

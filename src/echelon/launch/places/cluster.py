@@ -96,7 +96,16 @@ class ChainedJob:
 
 @runtime_checkable
 class TakesChains(Protocol):
-    """A place whose queue knows jobs that wait for others."""
+    """A place whose queue takes single commands as jobs.
+
+    Attributes:
+        holds_order: the queue knows jobs that wait for others; else each is handed over when those have ended well.
+    """
+
+    holds_order: ClassVar[bool]
+
+    def chained_text(self, job: ChainedJob) -> str:
+        """Return exactly what is submitted."""
 
     def submit_chained(self, job: ChainedJob) -> dict[int, str]:
         """Submit a job, or an array; returns how the queue calls each, by its number."""

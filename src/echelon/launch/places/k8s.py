@@ -29,6 +29,7 @@ from echelon.launch.places.base import checked_grace
 from echelon.launch.places.cluster import (
     ANSWER_S,
     NODE_MODULE,
+    ChainedJob,
     Cluster,
     JobPhase,
     JobState,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
 PORT = 29400  # of the first pod, whose network is its own
+_FLOW_LABEL, _NUMBER_LABEL = "echelon/flow", "echelon/step"
 JOB_VARIABLE = "ECHELON_K8S_JOB"
 SECRETS_FOLDER = "machines"  # below a run's folder
 _KEY = "secret"
@@ -85,6 +87,7 @@ class Kubernetes(Cluster):
     grace: Quantity | None = None
 
     exit_codes_decide: ClassVar[bool] = True
+    holds_order: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse what no Job can be.
@@ -152,14 +155,17 @@ class Kubernetes(Cluster):
             "terminationGracePeriodSeconds": math.ceil(self.stop_s),
             "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}},
             "containers": [self._container(submission, name)],
-            "volumes": [
-                {"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}},
-                {"name": "shm", "emptyDir": {"medium": "Memory"}},
-            ],
+            "volumes": self._volumes(),
         }
         if os.getuid():  # files of the run are its user's
             pod["securityContext"] = {"runAsUser": os.getuid(), "runAsGroup": os.getgid()}
         return pod
+
+    def _volumes(self) -> list[Manifest]:
+        return [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ]
 
     def _container(self, submission: Submission, name: str) -> Manifest:
         run = shlex.quote(str(submission.run))
@@ -227,6 +233,76 @@ class Kubernetes(Cluster):
             if error.status != _NOT_FOUND:
                 raise
 
+    def chained_text(self, job: ChainedJob) -> str:
+        """Return the Jobs of steps, one pod each."""
+        return yaml.safe_dump_all(self._steps(job).values(), sort_keys=False)
+
+    def _steps(self, job: ChainedJob) -> dict[int, Manifest]:
+        """Return the Job of each step by its number: a pod that its node loses is made anew, one that failed is not."""
+        found = {}
+        requests = {"cpu": str(job.cores), **({_GPU: str(job.gpus)} if job.gpus else {})}
+        requests |= {"memory": str(math.ceil(job.memory_bytes))} if job.memory_bytes else {}
+        limits = {name: amount for name, amount in requests.items() if name != "cpu"}
+        for number, command in job.commands.items():
+            name = _step_name(job.name, number)
+            labels = {"app": "echelon", _FLOW_LABEL: _step_name(job.name), _NUMBER_LABEL: str(number)}
+            output = shlex.quote(str(job.script.with_name(f"{name}.out")))
+            words = shlex.join([self.python, *command[1:]])
+            container = {
+                "name": "echelon", "image": self.image, "command": ["/bin/sh", "-c", f"exec {words} >>{output} 2>&1"],
+                "volumeMounts": [{"name": "runs", "mountPath": self.mount}, {"name": "shm", "mountPath": "/dev/shm"}],
+                "resources": {"requests": requests, **({"limits": limits} if limits else {})},
+            }  # fmt: skip
+            pod: Manifest = {
+                "restartPolicy": "Never", "terminationGracePeriodSeconds": math.ceil(self.stop_s),
+                "containers": [container], "volumes": self._volumes(),
+            }  # fmt: skip
+            if os.getuid():
+                pod["securityContext"] = {"runAsUser": os.getuid(), "runAsGroup": os.getgid()}
+            lost = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+            found[number] = {
+                "apiVersion": "batch/v1", "kind": "Job",
+                "metadata": {"name": name, "namespace": self.namespace, "labels": labels},
+                "spec": {
+                    "backoffLimit": 0, "podFailurePolicy": {"rules": [lost]},
+                    "template": {"metadata": {"labels": labels}, "spec": pod},
+                },
+            }  # fmt: skip
+        return found
+
+    def submit_chained(self, job: ChainedJob) -> dict[int, str]:
+        """Create the Jobs of steps; what one of the same name left goes.
+
+        Raises:
+            UserError: the cluster is not reached, or refuses.
+        """
+        if not job.script.is_relative_to(self.mount):
+            raise UserError(
+                f"--on k8s: {job.script.parent} is not below mount={self.mount}, which is all that pods see"
+            )
+        write_atomic(job.script, self.chained_text(job))
+        given = {}
+        with _in_words():
+            batch, _ = self._apis()
+            for number, manifest in self._steps(job).items():
+                given[number] = str(manifest["metadata"]["name"])
+                self._remove(given[number])
+                batch.create_namespaced_job(self.namespace, manifest, _request_timeout=ANSWER_S)
+        return given
+
+    def chained(self, name: str) -> dict[int, str]:
+        """Return the names of the Jobs of steps that wait or run, by their numbers.
+
+        Raises:
+            PlaceSilent: the cluster does not answer now.
+        """
+        with _silent():
+            batch, _ = self._apis()
+            labelled = f"{_FLOW_LABEL}={_step_name(name)}"
+            found = batch.list_namespaced_job(self.namespace, label_selector=labelled, _request_timeout=ANSWER_S).items
+        going = [job for job in found if not _is_over(job) and not job.spec.suspend]
+        return {int(job.metadata.labels[_NUMBER_LABEL]): str(job.metadata.name) for job in going}
+
     def state(self, job: str) -> JobState:
         """Return where a job is.
 
@@ -252,7 +328,7 @@ class Kubernetes(Cluster):
                 return JobState(
                     JobPhase.RUNS if status.active else JobPhase.ENDED, "stopping" if status.active else "stopped"
                 )
-            lacking = self.nodes - (status.ready or 0) - (status.succeeded or 0)
+            lacking = (found.spec.completions or 1) - (status.ready or 0) - (status.succeeded or 0)
             if lacking <= 0:
                 return JobState(JobPhase.RUNS, "running")
             pods = core.list_namespaced_pod(self.namespace, label_selector=f"job-name={job}", _request_timeout=ANSWER_S)
@@ -325,6 +401,17 @@ def _failure_rules() -> list[Manifest]:
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": of_exit(_STOPPED_CODES)},
     ]
+
+
+def _step_name(name: str, number: int | None = None) -> str:
+    """Return the name of a step's Job, or of all of an entry, as hosts may be called: the end tells them apart."""
+    word = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[-50:].strip("-")
+    return word if number is None else f"{word}-{number}"
+
+
+def _is_over(job: Any) -> bool:
+    ends = ("Complete", "Failed")
+    return any(each.type in ends and each.status == "True" for each in job.status.conditions or ())
 
 
 def _job_name(submission: Submission) -> str:

@@ -7,14 +7,25 @@ Ray queues the job, gives it machines (an autoscaling cluster gets new ones for 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from echelon.core.errors import UserError
-from echelon.launch.places.cluster import ANSWER_S, Cluster, JobPhase, JobState, NodeRank, PlaceSilent, Submission
+from echelon.core.files import write_atomic
+from echelon.launch.places.cluster import (
+    ANSWER_S,
+    ChainedJob,
+    Cluster,
+    JobPhase,
+    JobState,
+    NodeRank,
+    PlaceSilent,
+    Submission,
+)
 from echelon.launch.plan import visible_gpus
 
 if TYPE_CHECKING:
@@ -44,6 +55,8 @@ class RayCluster(Cluster):
     gpus: int = 0
     cores: int = 1
     address: str = "auto"
+
+    holds_order: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse what no job can be.
@@ -108,6 +121,52 @@ class RayCluster(Cluster):
             else:
                 return job
 
+    def chained_text(self, job: ChainedJob) -> str:
+        """Return the jobs of steps as Ray gets them."""
+        return json.dumps([self._step(job, number) for number in job.commands], indent=2) + "\n"
+
+    def _step(self, job: ChainedJob, number: int) -> dict[str, Any]:
+        cores = {"entrypoint_num_cpus": job.cores, **({"entrypoint_num_gpus": job.gpus} if job.gpus else {})}
+        memory = {"entrypoint_memory": math.ceil(job.memory_bytes)} if job.memory_bytes else {}
+        variables = {"RAY_JOB_STOP_WAIT_TIME_S": f"{self.stop_s:.0f}", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+        return {
+            "entrypoint": shlex.join(job.commands[number]), "submission_id": f"{job.name}-{number}",
+            "runtime_env": {"env_vars": variables}, **cores, **memory,
+        }  # fmt: skip
+
+    def submit_chained(self, job: ChainedJob) -> dict[int, str]:
+        """Hand jobs of steps to Ray; what one of the same name left that is over goes.
+
+        Raises:
+            UserError: Ray is not reached, or refuses.
+        """
+        write_atomic(job.script, self.chained_text(job))
+        try:
+            client = self._client()
+            before = {info.submission_id for info in client.list_jobs()}
+            given = {}
+            for number in job.commands:
+                step = self._step(job, number)
+                if step["submission_id"] in before:
+                    client.delete_job(step["submission_id"])
+                given[number] = str(client.submit_job(**step))
+        except (PlaceSilent, RuntimeError) as error:
+            raise UserError(f"--on ray: {_one_line(error)}") from None
+        return given
+
+    def chained(self, name: str) -> dict[int, str]:
+        """Return how Ray calls the jobs of a name that wait or run, by their numbers.
+
+        Raises:
+            PlaceSilent: Ray does not answer now.
+        """
+        try:
+            known = [(info.submission_id or "", str(info.status.value)) for info in self._client().list_jobs()]
+        except RuntimeError as error:
+            raise PlaceSilent(_one_line(error)) from None
+        going = [job for job, status in known if job.startswith(f"{name}-") and status not in _OVER]
+        return {int(job.removeprefix(f"{name}-")): job for job in going}
+
     def state(self, job: str) -> JobState:
         """Return where a job is.
 
@@ -124,7 +183,8 @@ class RayCluster(Cluster):
         status = str(info.status.value)
         if status in _OVER:
             return JobState(JobPhase.ENDED, status.lower() if status != "FAILED" else _failure(info.message))
-        if status == "PENDING" or self._wants_machines(client, info.job_id):
+        is_run = JOB_MODULE in info.entrypoint  # a step has no placement group
+        if status == "PENDING" or (is_run and self._wants_machines(client, info.job_id)):
             return JobState(JobPhase.WAITS, f"waiting for {self.nodes} node{'s' * (self.nodes != 1)}")
         return JobState(JobPhase.RUNS, "running")
 

@@ -12,6 +12,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
@@ -80,6 +81,8 @@ class Slurm(Cluster):
     notice: Quantity | None = None
     setup: str = ""
     extra: str = ""
+
+    holds_order: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse what no job can be.
@@ -167,12 +170,8 @@ class Slurm(Cluster):
             raise UserError(str(silent)) from None
         return answer.strip().partition(";")[0]
 
-    def submit_chained(self, job: ChainedJob) -> dict[int, str]:
-        """Submit a job of one node that waits for others, or an array of such; queued again after a node's failure.
-
-        Raises:
-            UserError: there is no sbatch, or it refuses.
-        """
+    def chained_text(self, job: ChainedJob) -> str:
+        """Return the script of a job of one node that waits for others, or of an array of such."""
         options = [f"--job-name={shlex.quote(job.name)}", "--nodes=1", "--ntasks=1", f"--cpus-per-task={job.cores}"]
         options += [
             "--requeue",
@@ -194,7 +193,15 @@ class Slurm(Cluster):
         runs = {number: f"exec {shlex.join(command)}" for number, command in job.commands.items()}
         cases = "".join(f"{number}) {run} ;;\n" for number, run in runs.items())
         body = f'case "$SLURM_ARRAY_TASK_ID" in\n{cases}esac\n' if job.is_array else f"{runs[0]}\n"
-        write_atomic(job.script, f"#!/bin/bash\n{lines}\n{setup}{body}")
+        return f"#!/bin/bash\n{lines}\n{setup}{body}"
+
+    def submit_chained(self, job: ChainedJob) -> dict[int, str]:
+        """Submit a job of one node that waits for others, or an array of such; queued again after a node's failure.
+
+        Raises:
+            UserError: there is no sbatch, or it refuses.
+        """
+        write_atomic(job.script, self.chained_text(job))
         try:
             answer = ask(["sbatch", "--parsable", str(job.script)])
         except PlaceSilent as silent:
