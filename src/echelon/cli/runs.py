@@ -19,6 +19,8 @@ def evaluate_command() -> Any:
         """Print the metrics of a checkpoint."""
         from echelon import api
         from echelon.launch.supervisor import JobFailed
+        from echelon.records.file import newest
+        from echelon.records.kinds import Start
 
         try:
             metrics = api.evaluate(run, **options)
@@ -28,8 +30,10 @@ def evaluate_command() -> Any:
         if as_json:
             print(json.dumps(metrics))
             return
+        begun = next(newest(Path(run), Start), None)
         for name, value in metrics.items():
-            print(f"{name:16} {value:.4f}" if value is not None else f"{name:16} undefined")
+            title = begun.task.title_of(name) if begun else name
+            print(f"{title:16} {value:.4f}" if value is not None else f"{title:16} undefined")
 
     options = [
         parameter("run", str, typer.Argument(..., help="the run's folder")),

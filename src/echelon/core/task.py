@@ -146,6 +146,16 @@ class TaskFacts:
     generated: Sequence[str] = ()
     generation_samples: int = 0
 
+    def title_of(self, metric: str) -> str:
+        """Return what people call a metric.
+
+        >>> facts = TaskFacts("t", "t", "sample", Metric("top1", "max", "top-1"))
+        >>> facts.title_of("top1"), facts.title_of("macro_recall")
+        ('top-1', 'macro recall')
+        """
+        known = {each.name: each.title for each in (self.primary, *self.headlines, *self.curves)}
+        return known.get(metric, metric.replace("_", " "))
+
     def samples_of(self, metric: str, evaluated: int) -> int:
         """Return the samples that a metric is of, among those of an evaluation: every k-th, where it is generated.
 

@@ -172,8 +172,9 @@ def _progress(run: Path, config: RunConfig) -> str:
 
 
 def _metric(run: Path) -> str:
-    last = next(newest(run, Evaluation), None)
+    last, begun = next(newest(run, Evaluation), None), next(newest(run, Start), None)
     if last is None:
         return ""
     name, value = next(iter(last.metrics.items()), ("loss", last.loss))
-    return f"{name} {value:.4g}" if value is not None else ""
+    title = begun.task.title_of(name) if begun else name
+    return f"{title} {value:.4g}" if value is not None else ""

@@ -31,7 +31,7 @@ from echelon.observe.profile import merge_traces
 from echelon.records.events import CallbackError, Event, MachineLeft, Refusal, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.going import LAUNCH_FILE, read_launch
-from echelon.records.kinds import CommandEnd, End, Evaluation, Record
+from echelon.records.kinds import CommandEnd, End, Evaluation, Record, Start
 from echelon.run.deaths import watched
 from echelon.run.defaults import are_told_late
 from echelon.run.elsewhere import Around, followed, left_place, submitted, submitted_again
@@ -392,8 +392,9 @@ def _how_it_ended(path: Path) -> str:
     """Return why a run ended, and its newest metrics, in one line."""
     end, last = next(newest(path, End), None), next(newest(path, Evaluation), None)
     reasons = [end.message] if end is not None and end.message else []
-    measured = last.metrics.items() if last is not None else ()
-    return ", ".join([*reasons, *(f"{name} {value:.4g}" for name, value in measured if value is not None)])
+    measured, begun = last.metrics.items() if last is not None else (), next(newest(path, Start), None)
+    title = begun.task.title_of if begun else str
+    return ", ".join([*reasons, *(f"{title(name)} {value:.4g}" for name, value in measured if value is not None)])
 
 
 def write_own_file(path: Path, run: ResolvedRun, status: str, user_objects: UserObjects | None) -> None:

@@ -53,7 +53,7 @@ def _slurm_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str) ->
 def test_a_run_of_this_machine(tmp_path: Path) -> None:
     run = _run(tmp_path / "runs" / "a")
     now = overview_of(run)
-    assert (now.place, now.state, now.progress, now.metric) == ("local", "interrupted", "15/40 steps", "top1 0.9")
+    assert (now.place, now.state, now.progress, now.metric) == ("local", "interrupted", "15/40 steps", "top-1 0.9")
     recorder = Recorder(run)
     recorder.write(End("completed", ""))
     recorder.close()
