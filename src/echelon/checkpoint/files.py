@@ -19,8 +19,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from echelon.core.errors import UserError
+from echelon.core.files import open_plain
 
 MANIFEST = "manifest.json"
 MANIFEST_SUM = "manifest.sha256"
@@ -359,11 +361,18 @@ def read_manifest(entry: CheckpointEntry) -> Manifest:
 
 def _read_manifest(entry: CheckpointEntry) -> tuple[Manifest, dict[str, FileSum]]:
     try:
-        if (entry.path / MANIFEST_SUM).read_bytes() != _sum_line(entry.path / MANIFEST):
+        if _read(entry.path / MANIFEST_SUM) != _sum_line(entry.path / MANIFEST):
             raise DamagedError(f"the checksum of {MANIFEST} does not match {MANIFEST_SUM}")
-        body = json.loads((entry.path / MANIFEST).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
+        body = json.loads(_read(entry.path / MANIFEST))
+    except (FileNotFoundError, NotADirectoryError, UserError, ValueError, RecursionError) as error:
         raise DamagedError(f"no readable manifest: {error}") from error
+    try:
+        return _manifest_of(entry, body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # its checksum is right: somebody wrote it so
+        raise DamagedError(f"no readable manifest: {error!r}") from error
+
+
+def _manifest_of(entry: CheckpointEntry, body: Any) -> tuple[Manifest, dict[str, FileSum]]:
     if body["format"] not in (FORMAT, FORMAT_ON_BASE):
         raise UserError(
             f"{entry.path} has checkpoint format {body['format']}, this version of echelon reads {FORMAT_ON_BASE}: "
@@ -376,12 +385,17 @@ def _read_manifest(entry: CheckpointEntry) -> tuple[Manifest, dict[str, FileSum]
     return Manifest(body["step"], metric, sum(file.bytes for file in files.values()), body.get("base", "")), files
 
 
+def _read(path: Path) -> bytes:
+    with open_plain(path) as file:
+        return file.read()
+
+
 def _sum_line(path: Path) -> bytes:
     return f"{_sha256(path)}  {path.name}\n".encode()
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

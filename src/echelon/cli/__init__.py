@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -74,6 +75,11 @@ def _run() -> int:
         if debug:
             raise
         _say(str(error))
+        code = USER_ERROR_EXIT_CODE
+    except OSError as error:
+        if debug or error.errno != errno.ENAMETOOLONG:
+            raise
+        _say(f"{error.filename}: a name in a path may have 255 bytes, a path 4095")
         code = USER_ERROR_EXIT_CODE
     except usage_error as error:
         _say(_usage(error))

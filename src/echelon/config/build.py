@@ -108,6 +108,8 @@ def load_run_config(file: Path) -> RunConfig:
     Raises:
         UserError: the file is missing or not a run's description.
     """
+    if file.exists() and not file.is_file():  # of a pipe one would wait for a writer that never comes
+        raise UserError(f"{file} cannot be read: it is no plain file")
     return build(file).config
 
 

@@ -7,9 +7,11 @@ import fcntl
 import os
 import resource
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import DEFAULT_BUFFER_SIZE, BufferedReader, FileIO
 from pathlib import Path
 from uuid import uuid4
 
@@ -60,6 +62,25 @@ def full_disk_in_words(folder: Path, command: str = "echelon resume") -> Iterato
         raise UserError(
             f"{folder}: no space left on the disk; free some, then continue with `{command} {folder}`"
         ) from error
+
+
+def open_plain(path: Path, buffer_bytes: int = DEFAULT_BUFFER_SIZE) -> BufferedReader:
+    """Open a file to read, which nothing else may be: of a pipe one would wait for a writer that never comes.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        UserError: it is a folder, a pipe or a device, or a link that leads in a circle.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise UserError(f"{path} cannot be read: it is no plain file")
+    return BufferedReader(FileIO(fd), buffer_bytes)
 
 
 def write_whole(fd: int, data: bytes) -> None:

@@ -50,7 +50,7 @@ def read_info(folder: Path) -> DataInfo | None:
         values = json.loads(file.read_text(encoding="utf-8"))
         known = {each.name for each in fields(DataInfo)} - set(_ELSEWHERE)
         info = DataInfo(**{name: _typed(name, value) for name, value in values.items() if name in known})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read ({error}): what the run keeps of its data is lost") from error
     return replace(info, tokeniser=read_json(tokeniser)) if tokeniser.is_file() else info
 

@@ -325,7 +325,7 @@ def _values(line: bytes) -> Mapping[str, Any] | None:
     except ValueError:
         try:
             values = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     return values if isinstance(values, dict) and isinstance(values.get("kind"), str) else None
 

@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from echelon.core.errors import UserError
+from echelon.core.files import open_plain
 from echelon.records.decode import decode
 from echelon.records.kinds import Start
 
@@ -84,8 +86,9 @@ def _is_alive(pid: int) -> bool:
 def read_launch(folder: Path) -> Launch:
     """Return how a run was started, as far as its folder says."""
     try:
-        return decode(Launch, json.loads((folder / LAUNCH_FILE).read_bytes()))
-    except (FileNotFoundError, NotADirectoryError, AttributeError, TypeError, ValueError):
+        with open_plain(folder / LAUNCH_FILE) as file:
+            return decode(Launch, json.loads(file.read()))
+    except (FileNotFoundError, NotADirectoryError, UserError, AttributeError, TypeError, ValueError, RecursionError):
         return Launch()
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from echelon.core.files import open_plain
+
 RECORD_FILE = "record.jsonl"
 SEGMENT_BYTES = 8 << 20
 FAN = 8
@@ -122,7 +124,7 @@ def _try_open(folder: Path, stack: ExitStack) -> tuple[list[OpenFile], bool]:
 
 def _open(path: Path, stack: ExitStack) -> BinaryIO | None:
     try:
-        return stack.enter_context(path.open("rb", _BUFFER_BYTES))
+        return stack.enter_context(open_plain(path, _BUFFER_BYTES))
     except FileNotFoundError:
         return None
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from echelon.cli import _run as _run_command
+
 LONGEST_S = 0.5  # of the processor's time, for the same reason on a busy machine
 REFUSED = [
     ("--sync", "allreduc", "did you mean allreduce?"),
@@ -45,6 +47,16 @@ def _run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str
 @pytest.mark.parametrize(("flag", "spec", "words"), REFUSED)
 def test_a_misspelt_choice_is_refused_without_torch(flag: str, spec: str, words: str, tmp_path: Path) -> None:
     _is_refused(tmp_path, ["train", "digits", flag, spec], flag, words)
+
+
+@pytest.mark.parametrize("arguments", [["train", "digits", "--run", "a" * 256], ["report", "a/" * 2100]])
+def test_a_name_that_no_disk_takes_is_refused_in_one_line(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["echelon", *arguments])
+    assert _run_command() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(": a name in a path may have 255 bytes, a path 4095")
 
 
 @pytest.mark.parametrize(("arguments", "named", "words"), STUDIES)

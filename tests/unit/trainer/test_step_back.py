@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from echelon.records.file import Recorder
 from echelon.records.kinds import Checkpoint
 from echelon.run.ending import check_checkpoints
 from echelon.run.finetune import tuned_from
-from echelon.trainer.folder import CONFIG_FILE
+from echelon.run.overview import overview_of, runs_below
+from echelon.trainer.folder import CONFIG_FILE, check_is_run
 from echelon.trainer.saving import Captured, Saver, WriterState, best_state, last_saved, start_over
 from echelon.trainer.start_weights import bring_weights
 from echelon.trainer.state import Cursor, Fingerprint
@@ -124,6 +126,51 @@ def test_who_would_start_processes_is_refused_before(run: Path, monkeypatch: pyt
         bring_weights(tuned)
     with pytest.raises(UserError, match="no checkpoint here is whole"):
         tuned_from(run, {})
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _circle(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def _deep(path: Path) -> None:
+    path.write_text("[" * 100_000)
+    if path.name == files.MANIFEST:
+        path.with_name(files.MANIFEST_SUM).write_bytes(files._sum_line(path))
+
+
+def _other(path: Path) -> None:
+    path.write_text("[1, {}]")
+    if path.name == files.MANIFEST:
+        path.with_name(files.MANIFEST_SUM).write_bytes(files._sum_line(path))
+
+
+@pytest.mark.parametrize("damage", [_pipe, _folder, _circle, _deep, _other], ids=lambda damage: damage.__name__[1:])
+@pytest.mark.parametrize("name", [
+    "config.yaml", "launch.json", "record.jsonl", "step-00000030/manifest.json", "step-00000030/manifest.sha256",
+])  # fmt: skip
+def test_no_file_of_a_foreign_run_holds_its_readers_up_or_breaks_them(
+    run: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    write_atomic(run / CONFIG_FILE, to_yaml(RunConfig()))
+    write_atomic(run / "launch.json", "{}")
+    damage(run / ("checkpoints" if "/" in name else "") / name)
+    list(runs_below(run.parent))
+    for read in (check_is_run, overview_of, check_checkpoints, best_state):
+        with suppress(UserError):
+            read(run)
+    if "/" in name:
+        assert best_state(run)["cursor"]["step"] == 20
 
 
 ASKED = """

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from echelon.config.yaml_file import plain, read_yaml
 from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
+from echelon.core.files import open_plain
 from echelon.core.rate_search import LR_FIND
 from echelon.core.task import BEFORE_TASKS, TaskFacts
 from echelon.observe.phases import PAUSES
@@ -277,14 +278,15 @@ def _read_config(file: Path, notes: list[str]) -> Mapping[str, object]:
 
 def _read_evaluation(path: Path, records: Sequence[Record], notes: list[str]) -> StoredEvaluation:
     try:
-        values = json.loads(path.read_bytes())
+        with open_plain(path) as file:
+            values = json.loads(file.read())
         if "sections" in values:
             sections = [decode(ReportSection, section) for section in values["sections"]]
         else:
             sections = _sections_before_tasks(values, records)
     except FileNotFoundError:
         return StoredEvaluation()
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (UserError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         notes.append(f"{path.name} is torn or not JSON: its charts and tables are left out.")
         return StoredEvaluation()
     metrics = values.get("metrics")
