@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from echelon.observe.phases import Phase
 from echelon.records.kinds import Alternative, Alternatives
 from echelon.reporting.report.communication import Communication
 from echelon.reporting.report.records import RunRecord
@@ -94,18 +95,22 @@ def predict(record: RunRecord, timing: Timing | None, whole_run: WholeRun | None
 
 
 def networks_part(timing: Timing | None) -> Communication | None:
-    """Return communication, with what ranks wait for each other because the link serves one of them first.
+    """Return communication, with what else ranks wait because the link serves one of them first.
 
     Over a slow link the same sum ends earlier on one rank than on others, which is then early for the next: it waits
-    for them, but not for their work. Waits beyond what work differs by between ranks and from step to step are such.
+    for them, but not for their work; and who is done has an update that waits while gloo still sends. Waits beyond what
+    work differs by between ranks and from step to step are such.
     """
     communication = timing.communication if timing is not None else None
     if timing is None or communication is None:
         return None
-    work = [own_work(phases) for phases in timing.by_rank]
+    updates = [phases.get(Phase.UPDATE, 0.0) for phases in timing.by_rank]
+    late_updates_s = fmean(updates) - timing.least_update_s
+    work = [own_work(phases) - own + timing.least_update_s for phases, own in zip(timing.by_rank, updates, strict=True)]
     explained_s = max(work) - fmean(work) + UNEVEN * fmean(work)
-    late_s = max(0.0, communication.waited_s - explained_s)
-    return replace(communication, exposed_s=communication.exposed_s + late_s, waited_s=communication.waited_s - late_s)
+    late_s = max(0.0, communication.waited_s + late_updates_s - explained_s)
+    waited_s = max(0.0, communication.waited_s - late_s)
+    return replace(communication, exposed_s=communication.exposed_s + late_s, waited_s=waited_s)
 
 
 def pick_ways(predictions: Sequence[WayPrediction]) -> list[WayPrediction]:

@@ -111,6 +111,7 @@ class Timing:
         wire_bytes_per_step: over all steps, those of warm-up too: what a page says of bytes adds up.
         gc_s: by rank; empty where not recorded.
         waited_for: None where no rank waits for another.
+        least_update_s: of all windows and ranks, the shortest update.
     """
 
     steps: int
@@ -128,6 +129,7 @@ class Timing:
     communication: Communication | None = None
     gc_s: tuple[float, ...] = ()
     waited_for: WaitedFor | None = None
+    least_update_s: float = 0.0
 
     def share(self, phase: str) -> float:
         """A phase's share of a step, mean over ranks."""
@@ -172,6 +174,10 @@ def measure(record: RunRecord) -> Timing | None:
         communication=communication,
         gc_s=_by_rank([w.gc_s for w in windows], steps),
         waited_for=_waited_for(communication, _windows(windows), seconds),
+        least_update_s=min(
+            (_rank_means([w], rank, w.count).get(Phase.UPDATE, 0.0) for w in windows for rank in range(n_ranks)),
+            default=0.0,
+        ),
     )
 
 

@@ -181,6 +181,19 @@ def test_waits_that_work_does_not_explain_are_the_links(tmp_path: Path) -> None:
     assert summary.predictions[0].then_s == pytest.approx(0.11 - network_s / 2, rel=0.02)
 
 
+def test_updates_that_wait_for_the_link_are_the_links(tmp_path: Path) -> None:
+    lines = with_waits(tell(SHORT), waits_s=(0.08, 0.08), busy_s=0.0, spread_s=0.0)
+    rows = [way(NONE, 1e6) | {"network_s": 0.08}, way({"strategy.compression": "bf16"}, 5e5) | {"network_s": 0.04}]
+    told = {"t": lines[-1]["t"], "kind": "alternatives", "now": NONE, "latency_s": 0.0, "rows": rows}
+    for place, line in enumerate(line for line in lines if line["kind"] == "steps"):
+        n, update_s = len(line["losses"]), 0.001 if place == 3 else 0.02
+        line["phases"] = [[0.0, 0.005 * n, 0.005 * n, 0.08 * n, update_s * n, 0.0]] * 2
+    summary, _ = report(tmp_path, [*lines, told])
+    network_s = 0.08 + summary.phases["update"] - 0.001 - 0.25 * 0.011
+    assert network_s > 0.09
+    assert summary.predictions[0].then_s == pytest.approx(0.11 - network_s / 2)
+
+
 def test_a_prediction_of_two_settings_alone_is_said_too(tmp_path: Path) -> None:
     both = {"strategy.sync": "diloco(period=20)", "strategy.compression": "int8"}
     lines = with_waits(tell(SHORT), waits_s=(0.04, 0.04), busy_s=0.0, spread_s=0.0)
