@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from echelon.core.errors import UserError, nearest
 from echelon.core.files import write_atomic
 from echelon.data.base import DataInfo, DataRequest
+from echelon.data.column_numbers import as_numbers, is_string, read_strings, unit_of
 from echelon.data.ragged import RaggedArray
 from echelon.data.tokenisers import Tokeniser, tokeniser_for
 from echelon.tasks.nest import Nest, TensorSpec
@@ -65,11 +66,6 @@ def form_of(values: pa.ChunkedArray) -> Form:
         return Form.OTHER
     long = pc.mean(pc.utf8_length(values)).as_py() >= _TEXT_CHARACTERS
     return Form.TEXTS if long and 4 * pc.count_distinct(values).as_py() > len(values) else Form.CATEGORIES
-
-
-def is_string(values: pa.ChunkedArray) -> bool:
-    """Whether a column holds strings."""
-    return bool(pa.types.is_string(values.type) or pa.types.is_large_string(values.type))
 
 
 def is_whole(values: pa.ChunkedArray) -> bool:
@@ -190,17 +186,6 @@ def is_id(values: pa.ChunkedArray) -> bool:
     return is_whole(values) or is_string(values)
 
 
-def as_numbers(values: pa.ChunkedArray) -> NDArray[np.float64]:
-    """Return a column of numbers `(N,)`, missing ones NaN; times are seconds, or days."""
-    if pa.types.is_temporal(values.type):
-        wide = pa.types.is_timestamp(values.type) or pa.types.is_date64(values.type)
-        values = values.cast(pa.timestamp("s"), safe=False).cast("int64") if wide else values.cast(
-            "int32" if values.type.bit_width == 32 else "int64"
-        )  # fmt: skip
-    numbers: NDArray[np.float64] = values.cast(pa.float64(), safe=False).to_numpy().astype(np.float64)
-    return numbers
-
-
 @dataclass(frozen=True)
 class ColumnFacts:
     """What is measured of a column.
@@ -208,11 +193,13 @@ class ColumnFacts:
     Attributes:
         mean, std: of numbers.
         known: values of any others, in the order of their numbers.
+        unit: of numbers that are times, as `unit_of` returns it; empty: they are none, or of earlier versions.
     """
 
     mean: float = 0.0
     std: float = 1.0
     known: tuple[str | int | bool, ...] = ()
+    unit: str = ""
 
 
 class MeasuredColumns:
@@ -316,10 +303,15 @@ class Standardised:
 
 def standardised(values: pa.ChunkedArray, facts: ColumnFacts) -> Standardised:
     """Standardise a column of numbers."""
-    numbers = as_numbers(values)
+    numbers = as_numbers(values, facts.unit)
     absent = ~np.isfinite(numbers)
     numbers[absent] = facts.mean
     return Standardised(((numbers - facts.mean) / facts.std).astype(np.float32), int(absent.sum()))
+
+
+def number_facts(values: pa.ChunkedArray) -> ColumnFacts:
+    """Return the facts of a column of numbers or of times."""
+    return replace(mean_and_std(as_numbers(values)), unit=unit_of(values.type))
 
 
 def mean_and_std(numbers: NDArray[np.float64]) -> ColumnFacts:
@@ -374,7 +366,10 @@ def inputs_of_rows(table: pa.Table, info: DataInfo, measured: MeasuredColumns) -
             raise UserError(f"no column {name!r}: {nearest(name, table.column_names)}there are {there}")
         facts = measured.known(name)
         try:
-            column = numbered(name, table[name], facts) if facts.known else standardised(table[name], facts)
+            if facts.known:
+                column: Numbered | Standardised = numbered(name, table[name], facts)
+            else:
+                column = standardised(read_strings(name, table[name], facts.unit), facts)
         except pa.ArrowException as error:
             raise UserError(f"column {name}: {str(error).splitlines()[0]}") from error
         if isinstance(column, Numbered):
@@ -413,8 +408,10 @@ def classes_of(name: str, values: pa.ChunkedArray, measured: MeasuredColumns) ->
 
 
 def holds_labels(values: pa.ChunkedArray) -> bool:
-    """Whether a column holds any number of labels a row: lists, or strings joined by `|` or `;`."""
-    return form_of(values) is Form.LISTS or (is_string(values) and bool(_separator(values)))
+    """Whether a column holds any number of labels a row: lists but of floats, or strings joined by `|` or `;`."""
+    if form_of(values) is Form.LISTS:
+        return not pa.types.is_floating(values.type.value_type)
+    return is_string(values) and bool(_separator(values))
 
 
 def labels_of_rows(

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataRequest, Source
+from echelon.data.column_numbers import as_numbers
 from echelon.data.columns import (
     UNSEEN,
     Form,
     MeasuredColumns,
-    as_numbers,
     form_of,
     is_id,
     known_values,

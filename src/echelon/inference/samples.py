@@ -75,7 +75,7 @@ def samples_of(trained: TrainedModel, data: Any) -> Samples:
     if info.tokeniser is not None and trained.task.encoding is Encoding.TEXT and not info.columns:
         return _documents(trained, raw)
     if info.tokeniser is not None:
-        return _texts(trained, _lines(raw, info.columns))
+        return _texts(trained, _lines(raw, info.columns, trained.task.encoding is Encoding.TEXT))
     if info.mean and _are_strings(raw):
         return _images(trained, _files(raw, IMAGE_FILES, "images", follow))
     return _arrays(trained, raw)
@@ -185,8 +185,11 @@ def _rows(trained: TrainedModel, table: pa.Table) -> Samples:
     return Samples(range(1, len(table) + 1), _sample_source(trained, array))
 
 
-def _lines(raw: Any, columns: Sequence[str]) -> list[str]:
+def _lines(raw: Any, columns: Sequence[str], keep_empty: bool) -> list[str]:
     """Return texts: those handed over, the lines of files, or a column of tables.
+
+    Args:
+        keep_empty: lines, which are texts like others where a class is asked for; else they are left out.
 
     Raises:
         UserError: these are none.
@@ -204,7 +207,7 @@ def _lines(raw: Any, columns: Sequence[str]) -> list[str]:
         elif path.suffix.lower() in TABLES and columns:
             texts += _column(read_rows(path), columns[0])
         else:
-            texts += _lines_of(path)
+            texts += _lines_of(path, keep_empty)
     return texts
 
 
@@ -221,9 +224,9 @@ def _column(table: pa.Table, name: str) -> list[str]:
     return [str(value or "") for value in table[name].to_pylist()]
 
 
-def _lines_of(path: Path) -> list[str]:
+def _lines_of(path: Path, keep_empty: bool) -> list[str]:
     try:
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if keep_empty or line.strip()]
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: it is not UTF-8 (byte {error.start}): convert it") from error
     except OSError as error:

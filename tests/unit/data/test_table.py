@@ -201,6 +201,35 @@ def test_text_of_another_encoding_is_refused(tmp_path: Path) -> None:
         opened(str(tmp_path / "rows.csv"), "b")
 
 
+def test_lists_of_numbers_are_no_labels(tmp_path: Path) -> None:
+    table = {"x": list(range(ROWS)), "y": [[0.5 * i, 1.5 * i] for i in range(ROWS)]}
+    with pytest.raises(UserError, match=r"the target y holds lists, such as \[0.0, 0.0\]: .* --target y_1,y_2"):
+        opened(write(tmp_path / "a.parquet", table), "y")
+
+
+def test_short_texts_that_hardly_repeat_are_texts(tmp_path: Path) -> None:
+    table = {"text": [f"good film {i}" for i in range(ROWS)], "label": ["yes", "no"] * (ROWS // 2)}
+    assert opened(write(tmp_path / "a.csv", table), "label", "text").info.task == "text_classification"
+    dates = {**table, "text": [f"{i % 28 + 1}/{i % 12 + 1}/20{i:02}" for i in range(ROWS)]}
+    with pytest.raises(
+        UserError, match=r"column text has another value in nearly each row, .*, such as '1/1/2000': conv"
+    ):
+        opened(write(tmp_path / "b.csv", dates), "label", "text")
+
+
+def test_what_one_part_of_a_table_alone_has_is_said(tmp_path: Path) -> None:
+    table = {"x": [float(i) for i in range(ROWS)], "label": ["yes", "no"] * (ROWS // 2)}
+    write(tmp_path / "train.csv", table)
+    write(tmp_path / "test.csv", {**table, "label": ["yes", "perhaps"] * (ROWS // 2)})
+    notes = opened(str(tmp_path), "label").notes
+    assert any(f"no training row has the class perhaps: the {ROWS // 2} other rows" in note for note in notes), notes
+    write(tmp_path / "test.csv", {**table, "x": [*range(ROWS - 1), "?"]})
+    with pytest.raises(
+        UserError, match=r"column x holds numbers in one of its files, and strings in another .*such as '\?'"
+    ):
+        opened(str(tmp_path), "label")
+
+
 def test_spaces_around_the_names_of_columns_are_no_part_of_them(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("a, b, price \n" + "".join(f"{i}.5, {i % 3}.5, {i}.25\n" for i in range(ROWS)))
     source = opened(str(tmp_path / "rows.csv"), "price", "b,a")

@@ -29,7 +29,8 @@ from echelon.core.errors import UserError, nearest
 from echelon.core.own import HUGGING_FACE
 from echelon.data.base import DataOutline, DataRequest, Source
 from echelon.data.class_folders import FolderLinks
-from echelon.data.columns import is_string, is_whole
+from echelon.data.column_numbers import is_string
+from echelon.data.columns import is_whole
 from echelon.data.images import ImageCells
 from echelon.data.sources.base import SourceKind, held_out, image_source
 from echelon.data.sources.table import open_tables, outline_of_tables

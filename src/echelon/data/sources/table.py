@@ -27,23 +27,23 @@ from pyarrow import parquet
 from echelon.core.errors import UserError, nearest
 from echelon.data.base import CLASS_NUMBER, DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import SOUND_FILES, FolderLinks
+from echelon.data.column_numbers import as_numbers, is_string
 from echelon.data.columns import (
     UNSEEN,
     Form,
     InputForms,
     MeasuredColumns,
     Numbered,
-    as_numbers,
     classes_of,
     encode_texts,
     form_of,
     holds_labels,
     input_forms,
-    is_string,
     is_whole,
     known_values,
     labels_of_rows,
     mean_and_std,
+    number_facts,
     numbered,
     standardised,
     table_digest,
@@ -69,6 +69,7 @@ _VALIDATION = ("val", "valid", "validation")
 _PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # says where a row stood, nothing of what it is
 _NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 _MOST_ROUNDED = 1e-3  # of a target's deviation, that it may lose in single precision
+_NAMED = 5  # classes in a note
 _MOST_WHOLE_CLASSES = 30  # whole numbers with more values are numbers
 
 
@@ -276,7 +277,7 @@ class _Rows:
         if request.encoding is not Encoding.AUTO:
             return request.encoding
         columns = [self.table[name] for name in self.targets]
-        if len(self.inputs) == 1 and form_of(self.table[self.inputs[0]]) is Form.TEXTS:
+        if len(self.inputs) == 1 and _are_texts(self.table[self.inputs[0]]):
             return Encoding.TEXT
         if len(columns) > 1:
             return Encoding.NUMBERS
@@ -343,7 +344,19 @@ class _Rows:
             columns=self.inputs,
         )
         values = inputs["numbers"] if numbers else inputs
-        return self._cut(values, targets, info, notes)
+        return self._cut(values, targets, info, [*notes, *self._unseen(encoding, targets, info)])
+
+    def _unseen(self, encoding: Encoding, targets: NDArray[np.generic], info: DataInfo) -> list[str]:
+        """Say which classes no training row has, and so cannot be learnt."""
+        if encoding is not Encoding.CLASSES or all(info.class_counts):
+            return []
+        lacking = [number for number, count in enumerate(info.class_counts) if not count]
+        names = ", ".join(info.classes[number] for number in lacking[:_NAMED])
+        rows = int(np.isin(targets[self.train :], lacking).sum())
+        return [
+            f"no training row has the class{'es' if len(lacking) > 1 else ''} {names}"
+            f"{' and others' if len(lacking) > _NAMED else ''}: the {rows} other rows of it count as wrong"
+        ]
 
     def ids_source(self, request: DataRequest) -> Source:
         """Return ids, such as of users and items, with a number each: a rating, or whether it was clicked (0 or 1).
@@ -476,17 +489,18 @@ class _Rows:
         for name in self.inputs:
             values, form = self.table[name], forms.forms[name]
             if form is Form.NUMBERS:
-                facts = self.measured.of(name, mean_and_std, as_numbers(values[: self.train]))
+                facts = self.measured.of(name, number_facts, values[: self.train])
                 column = standardised(values, facts)
                 numbers.append(column.values)
                 if column.missing:
                     notes.append(f"{name}: {column.missing} of {len(values)} values are missing: the mean stands there")
             elif form is Form.CATEGORIES:
                 known = numbered(name, values, self.measured.of(name, known_values, values[: self.train]))
-                if not self.measured.is_kept and 2 * known.count > self.train + 4 and known.count > _MOST_WHOLE_CLASSES:
+                if not self.measured.is_kept and _hardly_repeat(known.count, self.train):
                     raise UserError(
                         f"column {name} has another value in nearly each row, which is no number and no category"
-                        f"{_stray(values)}: leave it out of --input"
+                        f"{_stray(values)}: convert it (numbers as 1234.5, dates as 2020-12-31), or leave it out of "
+                        "--input"
                     )
                 categories.append(known.ids + count)
                 count += known.count
@@ -530,6 +544,11 @@ class _Rows:
         for name in self.targets:
             if form_of(self.table[name]) is not Form.NUMBERS:
                 example = self.table[name][0].as_py()
+                if isinstance(example, list):
+                    raise UserError(
+                        f"the target {name} holds lists, such as {example!r}: make a column of each number, and name "
+                        f"them: --target {name}_1,{name}_2"
+                    )
                 raise UserError(
                     f"the target {name} holds no numbers, but such as {example!r}: is another --task meant?"
                 )
@@ -558,17 +577,44 @@ class _Rows:
         return values.astype(np.float32).reshape(len(values), *shape), facts
 
 
+def _hardly_repeat(different: int, rows: int) -> bool:
+    """Whether values are so many that nothing can be learnt of each."""
+    return 2 * different > rows + 4 and different > _MOST_WHOLE_CLASSES
+
+
+def _are_texts(values: pa.ChunkedArray) -> bool:
+    """Whether the only input holds texts: strings that are long, or are neither categories nor numbers."""
+    if form_of(values) is Form.TEXTS or not is_string(values):
+        return form_of(values) is Form.TEXTS
+    return _hardly_repeat(pc.count_distinct(values).as_py(), len(values)) and bool(pc.any(_has_words(values)).as_py())
+
+
+def _has_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    return pc.match_substring_regex(values, r"\pL{2,}\s+\pL")
+
+
 def _stray(values: pa.ChunkedArray) -> str:
-    """Say which value of strings is the first that is no number, where most of them are; else nothing."""
+    """Say which value of strings is the first that is no number, where most of them are; else the first of all."""
     matched = (
         pc.match_substring_regex(values, r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$")
         if is_string(values)
         else None
     )
     if matched is None or 2 * (pc.sum(matched).as_py() or 0) < len(values):
-        return ""
+        first = next((value for value in values.slice(0, 1000).to_pylist() if value is not None), None)
+        return "" if first is None else f", such as {str(first)[:60]!r}"
     place = pc.index(pc.fill_null(matched, True), False).as_py()
     return f" (most are numbers, but not such as {values[place].as_py()!r})" if place >= 0 else ""
+
+
+def _difference(tables: Sequence[pa.Table]) -> str:
+    """Say which column holds strings in one file and numbers in another, with the first that is none; else nothing."""
+    for name in tables[0].column_names:
+        columns = [table[name] for table in tables]
+        strings = [values for values in columns if is_string(values)]
+        if strings and any(form_of(values) is Form.NUMBERS for values in columns):
+            return f"column {name} holds numbers in one of its files, and strings in another{_stray(strings[0])}"
+    return ""
 
 
 def _some(column: NDArray[np.generic] | RaggedArray, rows: NDArray[np.int64]) -> NDArray[np.generic] | RaggedArray:
@@ -654,9 +700,8 @@ class _Files:
         try:
             return pa.concat_tables(tables, promote_options="permissive")
         except pa.ArrowException as error:
-            raise UserError(
-                f"data {self.source}: columns of its parts differ in type ({_first_line(error)})"
-            ) from error
+            differs = _difference(tables) or f"columns of its parts differ in type ({_first_line(error)})"
+            raise UserError(f"data {self.source}: {differs}") from error
 
 
 @dataclass(frozen=True)

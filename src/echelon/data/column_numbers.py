@@ -1,0 +1,84 @@
+"""Columns of numbers and of times as arrays: a time is its seconds, a date its days, or what unit a run keeps of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from echelon.core.errors import UserError
+
+_SECONDS = {"d": 86_400.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+def is_string(values: pa.ChunkedArray) -> bool:
+    """Whether a column holds strings."""
+    return bool(pa.types.is_string(values.type) or pa.types.is_large_string(values.type))
+
+
+def unit_of(kind: pa.DataType) -> str:
+    """Return the unit of times, such as `s` or `d`, by a column's type; empty: it holds no times."""
+    if pa.types.is_date32(kind):
+        return "d"
+    if pa.types.is_timestamp(kind) or pa.types.is_date64(kind):
+        return "s"
+    return str(kind.unit) if pa.types.is_time(kind) or pa.types.is_duration(kind) else ""
+
+
+def as_numbers(values: pa.ChunkedArray, unit: str = "") -> NDArray[np.float64]:
+    """Return a column of numbers `(N,)`, missing ones NaN.
+
+    Args:
+        unit: of times; empty: that of the column's type, as `unit_of` returns it.
+    """
+    own = unit_of(values.type)
+    if own == "s" and not pa.types.is_time(values.type) and not pa.types.is_duration(values.type):
+        values = values.cast(pa.timestamp("s"), safe=False).cast("int64")
+    elif own:
+        values = values.cast("int32" if values.type.bit_width == 32 else "int64")
+    numbers: NDArray[np.float64] = values.cast(pa.float64(), safe=False).to_numpy().astype(np.float64)
+    return numbers * (_SECONDS[own] / _SECONDS[unit]) if own and unit and own != unit else numbers
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What strings are read as, and what they have to look like."""
+
+    types: tuple[pa.DataType, ...]
+    words: str
+
+
+_NUMBERS = _Kind((pa.float64(),), "no number")
+_TIMES = _Kind(
+    (pa.timestamp("us"), pa.timestamp("us", "UTC")), "no time such as 2021-03-01 07:00, and no date such as 2021-03-01"
+)
+
+
+def read_strings(name: str, values: pa.ChunkedArray, unit: str) -> pa.ChunkedArray:
+    """Return a column of strings as the times or numbers that it stands for, as JSON has them; any other as it is.
+
+    Args:
+        unit: of the times that the run has there; empty: it has numbers.
+
+    Raises:
+        UserError: names the first row that is none.
+    """
+    if not is_string(values):
+        return values
+    kind = _TIMES if unit in ("d", "s") else _NUMBERS
+    for wanted in kind.types:
+        if (read := _cast(values, wanted)) is not None:
+            return read
+    row = next(
+        row for row in range(len(values)) if all(_cast(values.slice(row, 1), wanted) is None for wanted in kind.types)
+    )
+    raise UserError(f"column {name}: {values[row].as_py()!r} in row {row + 1} is {kind.words}")
+
+
+def _cast(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | None:
+    try:
+        return values.cast(kind)
+    except pa.ArrowException:
+        return None
