@@ -14,6 +14,7 @@ from echelon.config.keywords import RESUMABLE, for_compare, for_resume, for_trai
 from echelon.config.typed import ResumeSettings, TrainSettings
 from echelon.core.errors import UserError
 from echelon.core.own import of_object
+from echelon.core.system import short_spins_inside
 from echelon.run.defaults import with_task_defaults
 from echelon.run.home import bring
 from echelon.run.machine import say
@@ -109,10 +110,11 @@ def train(
     overrides["tracking.callbacks"] = callbacks if isinstance(callbacks, str) else ""
     resolved = build(None, overrides, in_python=True)
     check_trust(resolved, trust=False)  # all of it is the caller's own: remembered, for what resumes or evaluates it
-    resolved = with_task_defaults(resolved, None if isinstance(task, str) else task, isinstance(data, str))
+    with short_spins_inside():  # likewise
+        resolved = with_task_defaults(resolved, None if isinstance(task, str) else task, isinstance(data, str))
     given = {"model": module, "data": data, "task": task, "loss": loss, "metrics": metrics, "callbacks": callbacks}
     objects = _user_objects({**given, **own, "loggers": _logger_objects(loggers)}, resolved.config)
-    return _started(resolved, objects)
+    return _told(_started(resolved, objects))
 
 
 def finetune(
@@ -169,8 +171,8 @@ def _started(resolved: Resolved, objects: UserObjects | None) -> Outcome:
     config = resolved.config
     folders.check_weights(config.model.weights)
     if resolved.origins["launch.max_restarts"] == DEFAULT and not config.optimizer.lr_find:
-        from echelon.run.in_process import runs_in_process, start_in_process
-
+        with short_spins_inside():  # where torch is not imported yet, this does so
+            from echelon.run.in_process import runs_in_process, start_in_process
         request = launch_request(config)
         if runs_in_process(request):
             return _ended(start_in_process(request, objects), objects)
@@ -236,6 +238,19 @@ def resume(
             would make it another run.
         RunFailed: the run could not go on.
     """
+    return _told(continue_run(run, {**settings}, overrides, trust, from_scratch, rescan, detach))
+
+
+def continue_run(
+    run: str | Path,
+    settings: Mapping[str, Any],
+    overrides: Mapping[str, SettingValue] | None = None,
+    trust: bool = False,
+    from_scratch: bool = False,
+    rescan: bool = False,
+    detach: bool = False,
+) -> Outcome:
+    """Continue a run as `resume` does, without saying how it ended."""
     path, keywords = _brought(run), dict(settings)
     loggers = keywords.pop("loggers", ())
     given = [name for name in OBJECTS if not isinstance(keywords.get(name, ""), str)]
@@ -258,14 +273,14 @@ def _ended(outcome: Outcome, objects: UserObjects | None) -> Outcome:
     outcome = replace(outcome, objects=objects)
     if outcome.status == "failed":
         raise RunFailed(outcome)
-    _tell_end(outcome)
     return outcome
 
 
-def _tell_end(outcome: Outcome) -> None:
+def _told(outcome: Outcome) -> Outcome:
     """Say in a line how a run ended, as the command does in several."""
     for words in outcome.words[:1]:
         say(f"{words} Report: {outcome.folder / 'report.html'}")
+    return outcome
 
 
 def evaluate(

@@ -43,9 +43,9 @@ def test_the_test_set_is_seen_when_a_checkpoint_is_the_best(tmp_path: Path, capf
     run = tmp_path / "run"
     outcome = echelon.train(data=NAME, model="mlp", epochs=4, lr=0.5, run=run, workers=1, device="cpu", threads=1)
     check(run, outcome)
-    assert "val top-1" in capfd.readouterr().out
+    assert "evaluation top-1" in capfd.readouterr().out
     said = (run / "report.html").read_text()
-    assert "the checkpoint was chosen by validation data" in said and "test top1" in said
+    assert "the checkpoint was chosen by validation data" in said and "test top-1" in said
 
 
 @pytest.mark.long

@@ -141,7 +141,9 @@ def _entropy_coder() -> Entry:
 
 
 def _models() -> Iterator[Entry]:
-    yield Entry("auto", "by the images' size: mlp, small_cnn, resnet20 or timm/resnet50")
+    yield Entry(
+        "auto", "by the images' size: mlp, small_cnn, resnet20 or timm/resnet50; of other data the task's model"
+    )
     for file in _model_files():
         text = _docstring(file)
         yield Entry(file.stem, _summary(text, file.stem), text)

@@ -262,7 +262,7 @@ def resume_command() -> Any:
         from echelon.run.outcome import SUBMITTED, RunFailed
 
         try:
-            outcome = api.resume(run_folder, overrides_of(settings), trust, from_scratch, rescan, detach)
+            outcome = api.continue_run(run_folder, {}, overrides_of(settings), trust, from_scratch, rescan, detach)
         except RunFailed as failure:
             outcome = failure.outcome
         if outcome.status != SUBMITTED:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 UNTRIED = "ECHELON_UNTRIED"  # set to 1: go on where Echelon was never tried
 _SPINS, _WAIT_POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
@@ -57,3 +58,15 @@ def short_spins(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     {'GOMP_SPINCOUNT': '1000'}
     """
     return {} if _SPINS in environment or _WAIT_POLICY in environment else {_SPINS: _FEW_SPINS}
+
+
+@contextmanager
+def short_spins_inside() -> Iterator[None]:
+    """Let what is imported or started inside read `short_spins`; then this process's environment is as it was."""
+    added = short_spins()
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

@@ -70,7 +70,7 @@ def _on_workers(folder: Path, config: RunConfig, checkpoint: str, workers: int) 
         )
         deaths: list[Death] = []
         with ExitStack() as start, ranks_here(plan) as machine:
-            what = f"{which} checkpoint of {folder} on {config.data.source}"  # in the bar: a refusal is one line
+            what = f"{which} checkpoint on {config.data.source}"  # in the bar: a refusal is one line
             start.enter_context(screen.bar(f"{what}: starting {workers} workers"))
 
             def look(_: Sequence[Living]) -> None:

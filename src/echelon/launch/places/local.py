@@ -22,7 +22,7 @@ from echelon.core.errors import UserError
 from echelon.core.patience import PATIENCE_S, may_pass
 from echelon.core.spec import Quantity
 from echelon.core.stop import STOP_SIGNALS
-from echelon.core.system import short_spins
+from echelon.core.system import short_spins_inside
 from echelon.core.units import format_seconds
 from echelon.launch.places.base import Event, Exited, Place, PlaceFailed, Process, Started, checked_grace
 from echelon.launch.process import IMPORTS_VARIABLE, is_stopped, run_process
@@ -219,18 +219,16 @@ def start_import_server(modules: tuple[str, ...]) -> None:
         ["echelon.launch.import_server", *modules, "echelon.launch.imports_done"]
     )
     unblocked, temporary = signal.pthread_sigmask(signal.SIG_BLOCK, []), tempfile.tempdir
-    spins = short_spins()
     try:  # what is started inherits what is blocked: signals to the whole group end neither the server nor the tracker
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # starting the tracker let some pass again
         tempfile.tempdir = _folder_for_sockets()
         IMPORTING.begins()
-        os.environ.update(spins)  # this process is its user's: what it computes itself is as it was
-        forkserver.ensure_running()
+        with short_spins_inside():
+            forkserver.ensure_running()
     finally:
-        for name in (IMPORTS_VARIABLE, *spins):
-            os.environ.pop(name, None)
+        os.environ.pop(IMPORTS_VARIABLE, None)
         tempfile.tempdir = temporary
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 

@@ -88,7 +88,7 @@ def _shown(s: RunView) -> list[tuple[str, str]]:
     found = {
         "train loss": _format(s.loss, ".4f") + " (this epoch, last 10 s)" * (s.loss is not None),
         f"train {s.score_label}": _format(s.train_score, ".3f"),
-        f"test {s.metric}": _format(s.value, ".4f") + best,
+        f"evaluation {s.metric}": _format(s.value, ".4f") + best,
         "samples/s": _format(s.samples_per_s, ",.0f"),
         "step": format_seconds(s.step_s) if s.step_s is not None else "",
         "communication": _format(s.communication, ".0%") + " of step time" * (s.communication is not None),

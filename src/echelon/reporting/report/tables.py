@@ -134,7 +134,8 @@ def evaluation_table(record: RunRecord) -> Table | None:
         "epoch",
         "step",
         "loss",
-        *(n.replace("_", " ") for n in [*names, *(f"test {n}" for n in tested)]),
+        *map(record.task.title_of, names),
+        *(f"test {record.task.title_of(n)}" for n in tested),
         "samples",
         "took",
     ]
