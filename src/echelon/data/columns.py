@@ -136,12 +136,12 @@ def input_forms(
     open_ones = [name for name in whole if name not in wanted and name not in known]
     if are_ids:
         has_floats = any(form is Form.NUMBERS and name not in whole for name, form in own.items())
-        ids = [name for name in open_ones if not has_floats or _is_named_id(name)]
+        ids = [name for name in open_ones if not has_floats or is_named_id(name)]
         decided = {**own, **dict.fromkeys(ids, Form.CATEGORIES), **known, **wanted}
         lacking = max(0, 2 - sum(form is Form.CATEGORIES for form in decided.values()))
         ids += [name for name in open_ones if name not in ids][:lacking]
     else:
-        ids = [name for name in open_ones if _is_named_id(name) and _repeats(columns[name])]
+        ids = [name for name in open_ones if is_named_id(name) and _repeats(columns[name])]
     forms = {**own, **dict.fromkeys(ids, Form.CATEGORIES), **known, **wanted}
     return InputForms(forms, tuple(whole))
 
@@ -150,13 +150,19 @@ def _own_form(values: pa.ChunkedArray, are_ids: bool) -> Form:
     return Form.CATEGORIES if are_ids and is_string(values) else form_of(values)
 
 
-def _is_named_id(name: str) -> bool:
+def is_named_id(name: str) -> bool:
+    """Whether a column's name says that it holds ids."""
     return bool(_ID_NAME.search(name) or _ID_SUFFIX.search(name))
+
+
+def count_different(values: pa.ChunkedArray) -> int:
+    """Return how many different values a column has."""
+    return int(pc.count_distinct(values).as_py())
 
 
 def _repeats(values: pa.ChunkedArray) -> bool:
     """Whether values are the same in many rows, so that something can be learnt of each."""
-    count = pc.count_distinct(values).as_py()
+    count = count_different(values)
     return bool(count <= _FEW_VALUES or 2 * count <= len(values))
 
 

@@ -50,7 +50,7 @@ from echelon.tasks.base import Task
 from echelon.tasks.own_loss import LossFunction
 from echelon.tasks.registry import TaskObjects
 from echelon.trainer.balance import Balancer, BatchParts, make_balancer, why_not
-from echelon.trainer.compatibility import interplay_notes, length_notes, worker_notes
+from echelon.trainer.compatibility import interplay_notes, length_notes, sent_whole_notes, worker_notes
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.inputs import model_input, units_of
 from echelon.trainer.leases import Commands, Leases
@@ -430,7 +430,8 @@ def _model_notes(resolved: ResolvedRun, run_parts: RunParts, world: World) -> li
     """Say what the model's layers mean for a run of several workers."""
     synced = resolved.config.model.sync_batchnorm
     tables = table_notes(resolved, run_parts.model, world.size)
-    return [*tables, *worker_notes(run_parts.model, world.data_size, synced)]
+    whole = sent_whole_notes(resolved, run_parts.model, world.size)
+    return [*tables, *whole, *worker_notes(run_parts.model, world.data_size, synced)]
 
 
 def _connecting(membership: Membership | None) -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from echelon.collectives.reducer import check_combination
+from echelon.collectives.wire import SMALL_NUMEL, is_small
 from echelon.config import OptimizerConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
@@ -258,6 +259,18 @@ def _path_notes(run: ResolvedRun, ranks: int) -> list[str]:
 
 _DROP_RATES = ("drop_prob", "drop_rate", "attention_dropout")
 """Numbers of modules of timm and transformers that drop without a layer of torch's for it."""
+
+
+def sent_whole_notes(run: ResolvedRun, model: nn.Module, ranks: int) -> list[str]:
+    """Say where a codec has nothing to encode, because all parameters that train are sent whole."""
+    if not run.compression.encodes or run.sync.uses_servers or ranks == 1:
+        return []
+    if not all(is_small(parameter) for parameter in model.parameters() if parameter.requires_grad):
+        return []
+    return [
+        f"--compression {run.described.strategy.compression} does nothing: parameters of one dimension, or of fewer "
+        f"than {SMALL_NUMEL:,} elements, are sent whole, and the model trains no others"
+    ]
 
 
 def worker_notes(model: nn.Module, data_size: int, sync_batchnorm: bool) -> list[str]:

@@ -331,6 +331,12 @@ def test_whole_numbers_are_categories_where_their_name_or_the_user_says_so(
     assert again.notes[0].partition(" (")[0] == source.notes[0].partition(" (")[0], "a run's columns stay what they are"
 
 
+def test_ids_that_never_repeat_are_said(tmp_path: Path) -> None:
+    table = {"id": [7000 + i for i in range(ROWS)], "x": [0.5 * i for i in range(ROWS)], "y": ["a", "b"] * (ROWS // 2)}
+    notes = opened(write(tmp_path / "a.csv", table), "y").notes
+    assert any(note.startswith("id has another value in nearly each row, and is taken as a number") for note in notes)
+
+
 @pytest.mark.parametrize(
     ("described", "words"),
     [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from echelon.trainer.compatibility import worker_notes
+from echelon.config import build
+from echelon.run.resolve import resolve
+from echelon.trainer.compatibility import sent_whole_notes, worker_notes
 
 
 def test_batchnorm_and_dropout_are_named_where_batches_are_cut() -> None:
@@ -17,3 +19,13 @@ def test_batchnorm_and_dropout_are_named_where_batches_are_cut() -> None:
     assert not worker_notes(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), 2, sync_batchnorm=False)
     model[0].eval()  # frozen: it keeps its statistics
     assert "BatchNorm" not in worker_notes(model, 2, sync_batchnorm=False)[0]
+
+
+def test_a_codec_that_has_nothing_to_encode_is_said() -> None:
+    run = resolve(build(None, {"strategy.compression": "int8"}).config)
+    (said,) = sent_whole_notes(run, nn.Linear(8, 8), 2)
+    assert said.startswith("--compression int8 does nothing: ") and "1,024" in said
+    assert not sent_whole_notes(run, nn.Linear(8, 8), 1) and not sent_whole_notes(run, nn.Linear(64, 64), 2)
+    assert not sent_whole_notes(resolve(build(None, {}).config), nn.Linear(8, 8), 2)
+    frozen = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.Linear(8, 8))
+    assert sent_whole_notes(run, frozen, 2)

@@ -35,10 +35,12 @@ from echelon.data.columns import (
     MeasuredColumns,
     Numbered,
     classes_of,
+    count_different,
     encode_texts,
     form_of,
     holds_labels,
     input_forms,
+    is_named_id,
     is_whole,
     known_values,
     labels_of_rows,
@@ -492,6 +494,11 @@ class _Rows:
                 facts = self.measured.of(name, number_facts, values[: self.train])
                 column = standardised(values, facts)
                 numbers.append(column.values)
+                if is_named_id(name) and is_whole(values) and _hardly_repeat(count_different(values), len(values)):
+                    notes.append(
+                        f"{name} has another value in nearly each row, and is taken as a number: if it is an id, "
+                        "nothing is learnt of it; --input names the others"
+                    )
                 if column.missing:
                     notes.append(f"{name}: {column.missing} of {len(values)} values are missing: the mean stands there")
             elif form is Form.CATEGORIES:
@@ -586,7 +593,7 @@ def _are_texts(values: pa.ChunkedArray) -> bool:
     """Whether the only input holds texts: strings that are long, or are neither categories nor numbers."""
     if form_of(values) is Form.TEXTS or not is_string(values):
         return form_of(values) is Form.TEXTS
-    return _hardly_repeat(pc.count_distinct(values).as_py(), len(values)) and bool(pc.any(_has_words(values)).as_py())
+    return _hardly_repeat(count_different(values), len(values)) and bool(pc.any(_has_words(values)).as_py())
 
 
 def _has_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
