@@ -137,7 +137,7 @@ def _check_launch(config: RunConfig) -> None:
         raise UserError("--trusted-network is for machines that meet: give --nodes and --rendezvous, or leave it out")
     if config.launch.link and nodes.most > 1:
         raise UserError("--link shapes the links between workers of one machine: leave out --nodes")
-    here = config.launch.on == _HERE  # a place says by itself how many machines there are
+    here = config.launch.on.partition("(")[0] == _HERE  # another place says by itself how many machines there are
     if here and config.launch.workers and nodes.least == nodes.most and config.strategy.parallel != AUTO:
         check_world(config, config.launch.workers * nodes.most)
     try:
