@@ -17,14 +17,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from echelon.core.errors import UserError
 from echelon.core.hints import Hints, matching
 from echelon.parallel.reach import BlockOrder, ReachedShards
-from echelon.torch_compat import ATTENTION_OPS, BatchNormBase
+from echelon.torch_compat import ATTENTION_OPS, BatchNormBase, tree_leaves
 
 LEAST_SHARE = 0.5  # of the parameters that repeated classes must hold to count as the model's blocks
+_FACTS = frozenset(
+    ("device", "dim", "dtype", "is_cuda", "is_floating_point", "ndim", "numel", "requires_grad", "shape", "size")
+)
+"""What a sharded parameter says of itself as the whole one does."""
 
 
 def find_blocks(model: nn.Module, hints: Hints | None) -> dict[str, nn.Module]:
@@ -89,6 +94,57 @@ def _has_own(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+def read_outside(model: nn.Module, blocks: Mapping[str, nn.Module], forward: Callable[[], object]) -> set[str]:
+    """Return the blocks of which a forward pass of the model reads a parameter while the block itself is not running.
+
+    Such as a weight that is used transposed a second time, or that a penalty is taken of. Sharded by itself, a block
+    has only pieces of its parameters then.
+
+    Args:
+        forward: computes an example by the whole model; its buffers and the random numbers are put back afterwards.
+    """
+    watch = _OutsideReads(blocks)
+    hooks = []
+    for name, block in blocks.items():
+        hooks.append(block.register_forward_pre_hook(partial(watch.enter, name)))
+        hooks.append(block.register_forward_hook(partial(watch.leave, name), always_call=True))
+    cuda = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=cuda), _keeping_buffers(model), watch:
+            forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return watch.found
+
+
+class _OutsideReads(TorchFunctionMode):
+    """Looks at the arguments of every function of torch for parameters of blocks that are not running."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self._holders = {id(p): name for name, block in blocks.items() for p in block.parameters()}
+        self._running: Counter[str] = Counter()
+
+    def enter(self, name: str, block: nn.Module, inputs: Any) -> None:
+        """Note that a block begins."""
+        self._running[name] += 1
+
+    def leave(self, name: str, block: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Note that a block ends, by an error too."""
+        self._running[name] -= 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        property_of = getattr(func, "__self__", None)
+        if _FACTS.isdisjoint((getattr(func, "__name__", ""), getattr(property_of, "__name__", ""))):
+            for each in tree_leaves((args, kwargs)):
+                name = self._holders.get(id(each), "")
+                if name and not self._running[name]:
+                    self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
 def shard(
     model: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, param_dtype: torch.dtype | None = None
 ) -> ReachedShards:
@@ -113,7 +169,10 @@ def shard(
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
-            raise UserError(f"--parallel fsdp={mesh.size()}: the parameter {name} is a single number and has no rows")
+            raise UserError(
+                f"--parallel fsdp={mesh.size()}: the parameter {name} is a single number and has no rows: make it "
+                "one row, torch.ones(1), or use dp=N"
+            )
         if parameter.is_complex():
             raise UserError(
                 f"--parallel fsdp={mesh.size()}: the parameter {name} is complex, and only real ones are sharded: "
@@ -123,6 +182,7 @@ def shard(
             parameter.data = parameter.data.contiguous()
     empty = {parameter for parameter in model.parameters() if not parameter.numel()}
     separate = _separate(model, blocks)
+    _check_types(model, separate, mesh)
     for block in separate.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=empty)
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=empty)
@@ -144,6 +204,26 @@ def _separate(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn
         holders.setdefault(id(parameter), set()).add(block)
     tied = {block for names in holders.values() if len(names) > 1 for block in names}
     return {name: block for name, block in blocks.items() if name not in tied}
+
+
+def _check_types(model: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
+    """Refuse parameters of two types that are gathered together.
+
+    Raises:
+        UserError: names the first that is of another type than those before it.
+    """
+    first: dict[str, tuple[str, torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.numel() or not parameter.requires_grad:  # frozen ones may be of any type
+            continue
+        block = next((each for each in blocks if name.startswith(f"{each}.")), "")
+        other, dtype = first.setdefault(block, (name, parameter.dtype))
+        if parameter.dtype != dtype:
+            here, there = (str(each).removeprefix("torch.") for each in (parameter.dtype, dtype))
+            raise UserError(
+                f"--parallel fsdp={mesh.size()}: the parameter {name} is {here} and {other} is {there}, and those that "
+                "are gathered together must be of one type: make them so, or use dp=N"
+            )
 
 
 def reshard(model: nn.Module) -> None:
@@ -195,13 +275,14 @@ def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 @contextmanager
 def _keeping_buffers(block: nn.Module) -> Iterator[None]:
     """Give buffers the values back that they have now: a second pass must not enter BatchNorm's statistics."""
-    own = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    own = [(m, name, b, b.clone()) for m in block.modules() for name, b in m.named_buffers(recurse=False)]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in own:
+            for module, name, buffer, value in own:
                 buffer.copy_(value)
+                setattr(module, name, buffer)  # forward may have put another in its place
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -14,12 +14,13 @@ from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.hints import Hints, Style
 from echelon.parallel.base import Placement
-from echelon.parallel.blocks import Recompute, find_blocks, recompute_blocks, reshard, shard
+from echelon.parallel.blocks import Recompute, find_blocks, read_outside, recompute_blocks, reshard, shard
 from echelon.parallel.deferred_init import DeferredInit
 from echelon.parallel.local_shards import LocalShards
 from echelon.parallel.precision import cast_blocks, cast_parameters
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.tensor import TensorPlan, answer, apply_plan, plan_tensor, same_function
+from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 
 if TYPE_CHECKING:
@@ -91,6 +92,11 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
     plan = _plan_layers(model, placement, hints, options)
     tried = plan is not None and (plan.found or bool(options.tensor_plan))
     before = answer(model, options.example) if tried else None
+    separate = blocks
+    if placement.axis(Axis.FSDP) is not None and options.unmade is None:  # models made late declare their blocks
+        known = _present(model, blocks)
+        outside = read_outside(model, known, lambda: nest.call(model, options.example)) if known else set()
+        separate = [name for name in blocks if name not in outside]
     pipeline = _cut(model, placement, hints, options, plan.styles if plan is not None else {})
     modules = pipeline.stage_modules if pipeline is not None else [model]
     if options.statistics is not None:  # not before, for one rank alone measures the pipeline's blocks
@@ -106,7 +112,7 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
         same_function(split, options.example, before)
     reached = []
     if along_fsdp is not None:
-        reached = [shard(module, _present(module, blocks), along_fsdp, options.parameters) for module in modules]
+        reached = [shard(module, _present(module, separate), along_fsdp, options.parameters) for module in modules]
     if pipeline is None and param_dtype is not None:
         cast_parameters(model, param_dtype)
     if options.unmade is not None:
