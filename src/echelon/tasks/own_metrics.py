@@ -131,7 +131,7 @@ def choose_primary(text: str, task: Task, metrics: Mapping[str, Metric]) -> Metr
 
 
 class OwnMetrics:
-    """A task's metrics, the user's own, and the loss where that is the primary one."""
+    """A task's metrics, the user's own, and the loss where that is among those that are shown."""
 
     def __init__(self, task: Task, base: Metrics, metrics: Mapping[str, Metric], device: torch.device) -> None:
         """Take the task whose `primary` is to be there, its own metrics, and copies of the user's."""
@@ -139,6 +139,7 @@ class OwnMetrics:
         self._own = {name: copy.deepcopy(metric).to(device) for name, metric in metrics.items()}
         for metric in self._own.values():
             metric.reset()
+        self._shows_loss = LOSS.name in {task.primary.name, *(metric.name for metric in task.headlines)}
         self._loss = torch.zeros(2, dtype=torch.float64)
 
     def stream(self, messages: RowMessages, samples: int) -> None:
@@ -156,7 +157,7 @@ class OwnMetrics:
         self._base.update(outputs, targets)
         for metric in self._own.values():
             metric.update(_beside(outputs, targets), targets)
-        if self._task.primary.name == LOSS.name:
+        if self._shows_loss:
             self._loss += torch.tensor([float(self._task.loss_sum(outputs, targets)), self._task.units(targets)])
 
     def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
@@ -175,11 +176,11 @@ class OwnMetrics:
                     metric.sync()
                 metrics |= _numbers(name, metric.compute())
         primary = self._task.primary.name
-        if primary == LOSS.name:
+        if self._shows_loss and (primary == LOSS.name or LOSS.name not in metrics):  # a task may count its own
             loss = self._loss.to(self._device)
             if group is not None:
                 dist.all_reduce(loss, group=group)
-            metrics[primary] = float(loss[0] / loss[1].clamp(min=1))
+            metrics[LOSS.name] = float(loss[0] / loss[1].clamp(min=1))
         if primary not in {*metrics, *(metric.name for metric in self._task.generates)}:
             raise UserError(f"unknown {PRIMARY_FLAG} {primary!r}: evaluations give {', '.join(metrics)}")
         return EvaluationResult(metrics, result.detail)
