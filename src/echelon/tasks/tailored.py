@@ -108,7 +108,10 @@ class TailoredTask(Task):
         return self._task.report_sections(result)
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
-        """Say what is wrong with a model's outputs; a loss of one's own may take any."""
-        if isinstance(self._loss, OwnLoss):
+        """Say what is wrong with a model's outputs; a loss of one's own may take any tensor."""
+        wrong = self._task.wrong_outputs(outputs, samples)
+        if not isinstance(self._loss, OwnLoss):
+            return wrong
+        if not wrong or isinstance(outputs, Tensor):
             return ""
-        return self._task.wrong_outputs(outputs, samples)
+        return f"{wrong}: by it the task's metrics go; with task=supervised only the loss and metrics of your own count"

@@ -52,6 +52,22 @@ def test_any_targets_are_learnt_with_a_loss_of_ones_own() -> None:
         choice(task="supervised").fitted(NUMBERS)
 
 
+def test_the_loss_is_counted_where_another_metric_is_the_primary_one() -> None:
+    settings = {"optimizer.loss": "L1Loss", "training.metrics": "MeanSquaredError"}
+    task = choice(**settings, **{"training.primary_metric": "mean_squared_error"}).fitted(NUMBERS)
+    metrics = task.metrics(torch.device("cpu"))
+    metrics.update(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 4.0]))
+    assert metrics.compute().metrics == {"mean_squared_error": 2.5, "loss": 1.5}
+
+
+def test_outputs_that_are_no_tensor_are_refused_where_a_tasks_metrics_need_one() -> None:
+    outputs, settings = {"logits": LOGITS}, {"optimizer.loss": "CrossEntropyLoss"}
+    said = choice(**settings).fitted(DATA).wrong_outputs(outputs, 6)
+    assert "must return logits of shape (batch, 3)" in said and "task=supervised" in said
+    assert choice(**settings).fitted(DATA).wrong_outputs(LOGITS[:, :2], 6) == ""
+    assert choice(task="supervised", **settings).fitted(DATA).wrong_outputs(outputs, 6) == ""
+
+
 @pytest.mark.parametrize(
     ("given", "names"),
     [
