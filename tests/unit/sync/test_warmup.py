@@ -55,3 +55,5 @@ def test_too_few_periods_are_told() -> None:
     assert any("periods" in note for note in read("easgd(50)").length_notes(188))
     assert not any("may lose" in note for note in read("local(8)").length_notes(188))
     assert not read("allreduce").length_notes(188)
+    [said] = read("local(8,warmup=0)").length_notes(12)
+    assert said.startswith("12 steps are 1 period of 8") and said.endswith("may lose accuracy: use --sync allreduce")

@@ -174,9 +174,11 @@ def length_notes(plan: AveragingPlan, steps: int) -> list[str]:
         )
     periods = (steps - plan.start) // plan.period
     if steps and periods < FEWEST_PERIODS and plan.period > 1:
-        better = max(1, (steps - plan.start) // FEWEST_PERIODS)
+        better = (steps - plan.start) // FEWEST_PERIODS
+        count = "1 period" if periods == 1 else f"{max(0, periods)} periods"
+        advice = f"use a period of at most {better}" if better > 1 else "use --sync allreduce"
         notes.append(
-            f"{steps} steps are {max(0, periods)} periods of {plan.period}, and a run of fewer than {FEWEST_PERIODS} "
-            f"may lose accuracy: use a period of at most {better}"
+            f"{steps} steps are {count} of {plan.period}, and a run of fewer than {FEWEST_PERIODS} may lose accuracy: "
+            f"{advice}"
         )
     return notes
