@@ -228,7 +228,7 @@ def main() -> None:
             print(pair.model, pair.link or "loopback", pair.choice, f"{pair.predicted_s:.1f} s predicted", end=", ")
             print(f"{pair.measured_s:.1f} s measured: {pair.off:+.0%}", flush=True)
     if options.write:
-        results = read_results(name)
+        results = [*{(result["group"], result["choice"]): result for result in read_results(name)}.values()]
         pairs = [Pair(**{f.name: result[f.name] for f in fields(Pair) if f.name in result}) for result in results]
         held = sum(abs(p.off) <= CLOSE for p in pairs)
         said = f"{held} of {len(pairs)} within {CLOSE:.0%}; seconds from the first step to the end, pauses counted."
