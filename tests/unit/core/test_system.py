@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-from echelon.core.system import why_unsupported
+from echelon.core.system import short_spins_inside, why_unsupported
 
 COMMAND = "import echelon.cli; sys.argv = ['echelon', 'train', 'digits']; echelon.cli.command()"
 PYTHON = "import echelon; echelon.train"
@@ -15,6 +16,18 @@ PYTHON = "import echelon; echelon.train"
 
 def test_this_system_is_supported() -> None:
     assert why_unsupported() == ""
+
+
+def test_what_threads_read_is_in_the_environment_for_a_moment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    with short_spins_inside():
+        assert os.environ["GOMP_SPINCOUNT"] == "1000"
+    assert "GOMP_SPINCOUNT" not in os.environ
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    with short_spins_inside():
+        assert os.environ["GOMP_SPINCOUNT"] == "7"
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
 
 
 def test_where_nobody_tried_it_the_user_may(monkeypatch: pytest.MonkeyPatch) -> None:
