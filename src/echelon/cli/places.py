@@ -18,19 +18,24 @@ from echelon.core.errors import UserError
 from echelon.core.units import format_seconds
 
 _WHOLE = 1000  # columns
-_RUN = typer.Argument(metavar="RUN", help="the run's folder")
+_RUN = typer.Argument(metavar="RUN", help="the run's folder, or its URL")
+_RUNS = "runs"
 
 
 def runs_command() -> Any:
     """Build `echelon runs`."""
 
     def runs(
-        folder: Annotated[str, typer.Argument(metavar="[FOLDER]", help="where runs lie [default: runs]")] = "runs",
+        folder: Annotated[
+            str, typer.Argument(metavar="[FOLDER]", help="where runs lie [default: runs, and those that live at URLs]")
+        ] = _RUNS,
     ) -> None:
         """Print how all runs stand."""
+        from echelon.run.home import local_copies
         from echelon.run.overview import overview_of, runs_below
 
         found = list(runs_below(Path(folder)))
+        found += runs_below(local_copies()) if folder == _RUNS else []
         if not found:
             raise UserError(f"{folder}: no runs there; name the folder in which they lie")
         table = Table(Column("run", overflow="fold"), "place", "state", "progress", "metric", "age", box=None)
@@ -41,7 +46,7 @@ def runs_command() -> Any:
                 table.add_row(str(run), "", str(error), "", "", "")
                 continue
             age = "" if now.age_s is None else format_seconds(now.age_s)
-            table.add_row(str(run), now.place, now.state, now.progress, now.metric, age)
+            table.add_row(now.home or str(run), now.place, now.state, now.progress, now.metric, age)
         console = Console(soft_wrap=True)
         if not console.is_terminal:
             console.width = _WHOLE  # who reads a pipe wants names whole, on one line
@@ -63,13 +68,15 @@ def logs_command() -> Any:
     ) -> None:
         """Print the log of a run's process, or what a run elsewhere prints."""
         from echelon.run.elsewhere import ASK_S, FIRST_NODE, LogTail
+        from echelon.run.home import folder_of
         from echelon.run.overview import bring_from_place, cluster_of
 
-        bring_from_place(Path(run), logs=True)
-        file = Path(run) / "logs" / f"rank{rank or 0}.log"
+        path = folder_of(run)
+        bring_from_place(path, logs=True)
+        file = path / "logs" / f"rank{rank or 0}.log"
         if not file.parent.is_dir():
             raise UserError(f"{run}: no logs there: name a run's folder")
-        if rank is None and cluster_of(Path(run)) is not None:
+        if rank is None and cluster_of(path) is not None:
             file = file.with_name(FIRST_NODE)
         if not file.exists() and not follow:
             known = ", ".join(sorted(p.name for p in file.parent.iterdir())) or "nothing"
@@ -80,7 +87,7 @@ def logs_command() -> Any:
             while follow:
                 time.sleep(0.5)
                 if time.monotonic() - brought_s >= ASK_S:
-                    bring_from_place(Path(run), logs=True)
+                    bring_from_place(path, logs=True)
                     brought_s = time.monotonic()
                 tail.show()
         except KeyboardInterrupt:  # the way to end it
@@ -95,9 +102,10 @@ def stop_command() -> Any:
     def stop(run: Annotated[str, _RUN]) -> None:
         """Ask a run to save a checkpoint and end."""
         from echelon.run.elsewhere import stop as stop_there
+        from echelon.run.home import folder_of
         from echelon.run.overview import cluster_of
 
-        path = Path(run)
+        path = folder_of(run)
         cluster = cluster_of(path)
         if cluster is not None:
             asked = stop_there(path, cluster)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -33,16 +32,18 @@ def command() -> Any:
             raise UserError("--port is the page's: it needs --serve")
         if once and serve:
             raise UserError("--once and --serve exclude each other")
+        from echelon.run.home import folder_of
         from echelon.run.overview import kept_near
         from echelon.study.serving import serve_here
         from echelon.study.view import show, wait_for_folder
 
+        path = folder_of(run)
         with contextlib.suppress(KeyboardInterrupt):  # the way to end it
-            wait_for_folder(Path(run), 0.0 if once else wait_s)
-            with kept_near(Path(run)):
+            wait_for_folder(path, 0.0 if once else wait_s)
+            with kept_near(path):
                 if serve:
-                    serve_here(Path(run), port)
+                    serve_here(path, port)
                 else:
-                    show(Path(run), once)
+                    show(path, once)
 
     return as_command(watch, "watch", COMMANDS["watch"][1])

@@ -25,9 +25,19 @@ _SEGMENTS = "record-*.jsonl"
 
 def local_copy(url: str) -> Path:
     """Return the folder on this machine of the run at a URL: below the user's cache folder, XDG_CACHE_HOME."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = PurePosixPath(url.rstrip("/")).name or "run"
-    return cache / "echelon" / "runs" / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+    return local_copies() / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+
+
+def local_copies() -> Path:
+    """Return the folder on this machine of all runs that live at URLs."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "echelon" / "runs"
+
+
+def folder_of(run: str) -> Path:
+    """Return the folder on this machine of a run that is named by its folder or its URL."""
+    return local_copy(run) if is_url(run) else Path(run)
 
 
 def at_home(config: RunConfig) -> RunConfig:

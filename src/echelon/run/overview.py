@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.config import RunConfig, load_run_config
@@ -20,6 +20,7 @@ from echelon.records.file import newest
 from echelon.records.going import is_held, read_launch
 from echelon.records.kinds import End, Evaluation, Start, Steps
 from echelon.run.elsewhere import ASK_S, brought
+from echelon.run.home import home_of
 from echelon.run.machine import say
 from echelon.trainer.folder import CONFIG_FILE, check_is_run
 
@@ -36,6 +37,7 @@ class RunOverview:
         progress: steps done of all, as far as known.
         metric: of the newest evaluation; empty: there is none.
         age_s: since it was started last; None: not known.
+        home: the URL at which it lives; empty: its folder is all there is of it.
     """
 
     run: Path
@@ -44,6 +46,7 @@ class RunOverview:
     progress: str
     metric: str
     age_s: float | None
+    home: str = ""
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
@@ -63,7 +66,8 @@ def overview_of(run: Path) -> RunOverview:
     launched_t = read_launch(run).launched_t
     age_s = None if launched_t is None else time.time() - launched_t
     place = config.launch.on.partition("(")[0]
-    return RunOverview(run, place, state, _progress(run, config), _metric(run), age_s)
+    home = home_of(replace(config, run=str(run)))
+    return RunOverview(run, place, state, _progress(run, config), _metric(run), age_s, home)
 
 
 def cluster_of(run: Path) -> Cluster | None:
@@ -141,7 +145,8 @@ def _state(run: Path, config: RunConfig) -> str:
     if cluster is None or not job:
         return "running" if is_held(run) else _recorded(run)
     try:
-        state = None if ended is not None and ended[0] in _OVER else cluster.state(job)
+        over = ended is not None and (ended[0] in _OVER or not cluster.starts_again)
+        state = None if over else cluster.state(job)
         cluster.bring(run)
     except (PlaceSilent, UserError) as silent:
         return f"{_recorded(run)} by its record ({silent})"

@@ -17,6 +17,7 @@ from echelon.records.file import Recorder
 from echelon.records.going import holder, is_held
 from echelon.records.kinds import End, Evaluation, Start, Steps
 from echelon.run.elsewhere import LogTail, stop
+from echelon.run.home import folder_of, local_copies
 from echelon.run.overview import cluster_of, overview_of, runs_below
 from echelon.trainer import folder as folders
 
@@ -87,6 +88,29 @@ def test_a_run_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert stop(run, cluster) and cancelled.read_text().endswith("\n7\n")
     _slurm_says(tmp_path, monkeypatch, "COMPLETED|None||N/A")
     assert overview_of(run).state == "interrupted" and not stop(run, cluster)
+
+
+def test_hosts_of_a_run_that_has_ended_are_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _run(tmp_path / "a", "ssh(hosts=a+b)")
+    PlaceFiles(run).prepare()
+    PlaceFiles(run).add_job("7")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "ssh is not there" in overview_of(run).state
+    PlaceFiles(run).end(143)
+    recorder = Recorder(run)
+    recorder.write(End("stopped", ""))
+    recorder.close()
+    assert overview_of(run).state == "stopped"
+
+
+def test_a_run_that_lives_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    url = f"file://{tmp_path}/store/one"
+    run = folder_of(url)
+    described = {"run": str(run), "checkpoint.mirror": url}
+    folders.prepare(run, build(None, described).config, 1000.0)
+    assert list(runs_below(local_copies())) == [run] and overview_of(run).home == url
+    assert overview_of(_run(tmp_path / "other")).home == "" and folder_of("runs/a") == Path("runs/a")
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:

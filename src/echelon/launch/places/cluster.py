@@ -146,6 +146,8 @@ class Cluster(ABC):
     runs_here: ClassVar[bool] = False
     exit_codes_decide: ClassVar[bool] = False
     """Whether the place starts a machine's part again by the exit code of its node command, not by what is noted."""
+    starts_again: ClassVar[bool] = True
+    """Whether the place may start a run again that has noted its stop, as after a time limit."""
 
     @property
     def shares_disk(self) -> bool:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
@@ -132,6 +132,8 @@ class Ssh(Cluster):
     python: str = ""
     code: bool = True
     options: str = ""
+
+    starts_again: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse what no host can be.
