@@ -194,6 +194,12 @@ class GivenObjects(ModelObjects, total=False):
     data: OwnData
 
 
+class EvaluateObjects(ModelObjects, total=False):
+    """What makes a run's model and task, and changes its evaluation samples."""
+
+    eval_transform: Callable[[Any], Any]
+
+
 class ResumeKeywords(ResumeSettings, total=False):
     """Keywords of `resume`: settings that may change, and what was not given by name."""
 
@@ -287,30 +293,34 @@ def evaluate(
     run: str | Path,
     trust: bool = False,
     follow_links: bool = False,
-    data: str = "",
+    data: str | OwnData = "",
     checkpoint: str = "best",
     workers: int = 0,
+    **objects: Unpack[EvaluateObjects],
 ) -> Mapping[str, float | None]:
     """Evaluate a checkpoint of a run on its evaluation data; returns the metrics, the same for any number of workers.
 
     Args:
-        data: other data than the run's, by name or folder.
+        data: other data than the run's, by name or folder; or data sets as for `train`, where the run was given such.
         checkpoint: `best`, `newest`, or the number of its step.
         workers: processes that share the work; 1: this one alone; 0: as many as the run has, where this machine has
             GPUs or cores for them.
         trust: import code that the run's description names (`module:function`) and you have not used before.
         follow_links: use links in the data folder that lead out of it, as the run may have done.
+        objects: `model=...`, `task=...`, `loss=...`, `metrics=...`, `eval_transform=...`, where the run was given such
+            from Python.
 
     Raises:
         UserError: the folder holds no run that can be evaluated, or names code that is not trusted.
         JobFailed: a worker died.
     """
     path = Path(run)
-    resolved = _read(path, _links(follow_links) | ({"data.source": data} if data else {}))
+    resolved = _read(path, _links(follow_links) | ({"data.source": data} if isinstance(data, str) and data else {}))
     check_trust(resolved, trust)
     from echelon.run.evaluate import rescore
 
-    return rescore(path, resolved.config, checkpoint, workers)
+    given = _user_objects({"data": data, **objects}, resolved.config)
+    return rescore(path, resolved.config, checkpoint, workers, given)
 
 
 def export(run: str | Path, file: str | Path, trust: bool = False, **objects: Unpack[GivenObjects]) -> Exported:

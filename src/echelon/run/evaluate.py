@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echelon.checkpoint.files import check_whole
 from echelon.config import RunConfig, StrategyConfig
@@ -23,11 +24,16 @@ from echelon.run.job import EVALUATOR, EvaluationFiles
 from echelon.run.machine import ranks_here
 from echelon.trainer.folder import CHECKPOINTS_FOLDER
 
+if TYPE_CHECKING:
+    from echelon.trainer.assemble import UserObjects
+
 _PRELOAD = ("torch", "echelon.tasks.metrics_import", "echelon.run.evaluator")
 _USUAL = 2  # processes of a run that does not say, without GPUs
 
 
-def rescore(folder: Path, config: RunConfig, checkpoint: str = "best", workers: int = 0) -> Mapping[str, float | None]:
+def rescore(
+    folder: Path, config: RunConfig, checkpoint: str = "best", workers: int = 0, objects: UserObjects | None = None
+) -> Mapping[str, float | None]:
     """Evaluate a checkpoint of a run on its test data, or where there is none apart, on its evaluation data.
 
     Returns the metrics, the same on any number of processes.
@@ -35,6 +41,7 @@ def rescore(folder: Path, config: RunConfig, checkpoint: str = "best", workers: 
     Args:
         checkpoint: `best`, `newest`, or the number of its step.
         workers: processes; 0: those of the run, as far as this machine has GPUs or cores for them.
+        objects: what the caller gave in place of names.
 
     Raises:
         UserError: no such checkpoint that is whole, the data is gone, or the model does not fit it.
@@ -47,20 +54,27 @@ def rescore(folder: Path, config: RunConfig, checkpoint: str = "best", workers: 
         config = replace(config, training=replace(config.training, device="auto"))
     config = replace(config, strategy=StrategyConfig(), training=replace(config.training, worst_samples=0))
     if workers > 1 and not is_worker():
-        return _on_workers(folder, config, checkpoint, workers)
+        return _on_workers(folder, config, checkpoint, workers, objects)
     from echelon.run.evaluator import evaluate_part
 
-    return evaluate_part(folder, config, checkpoint)
+    return evaluate_part(folder, config, checkpoint, objects)
 
 
-def _on_workers(folder: Path, config: RunConfig, checkpoint: str, workers: int) -> Mapping[str, float | None]:
+def _on_workers(
+    folder: Path, config: RunConfig, checkpoint: str, workers: int, objects: UserObjects | None
+) -> Mapping[str, float | None]:
+    parcel = None
+    if objects is not None:
+        from echelon.run.parcel import Parcel
+
+        parcel = Parcel.of(objects)
     start_import_server(_PRELOAD)
     with scratch_folder() as results, closing(Local()) as place, Screen(to_stderr=True) as screen:
         which = checkpoint if checkpoint in ("best", "newest") else f"step-{checkpoint}"
         files = EvaluationFiles(results)
         plan = LaunchPlan(
             entry=EVALUATOR,
-            args=(files, str(folder), config, checkpoint),
+            args=(files, str(folder), config, checkpoint, parcel),
             workers=workers,
             threads=thread_count(replace(config.launch, threads=0), workers),
             nodes=Nodes(1, 1),

@@ -21,11 +21,14 @@ from echelon.core.units import format_seconds
 from echelon.data import LoaderConfig, Shard
 from echelon.data.loader import EvalLoader
 from echelon.models import build_model
+from echelon.models.trial import own_copy
 from echelon.observe.notes import RankNotes
 from echelon.observe.screen import Screen
 from echelon.run.job import EvaluationFiles
 from echelon.run.machine import say
+from echelon.run.parcel import Parcel
 from echelon.run.resolve import resolve
+from echelon.trainer.assemble import UserObjects
 from echelon.trainer.evaluate import evaluate
 from echelon.trainer.folder import SECRET_FOLDER
 from echelon.trainer.inputs import model_input
@@ -35,13 +38,16 @@ from echelon.trainer.start_weights import best_weights, rebuild, without_tuning
 from echelon.trainer.world import join_world
 
 
-def run_evaluator(files: EvaluationFiles, folder: str, config: RunConfig, checkpoint: str) -> None:
+def run_evaluator(
+    files: EvaluationFiles, folder: str, config: RunConfig, checkpoint: str, parcel: Parcel | None
+) -> None:
     """Be one of several processes; the first one writes the metrics, any of them what went wrong."""
     rank = os.environ["RANK"]
     log_to(files.folder / f"rank{rank}.log")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        metrics = evaluate_part(Path(folder), config, checkpoint, on_begin=files.begun.touch)
+        objects = parcel.open() if parcel is not None else None
+        metrics = evaluate_part(Path(folder), config, checkpoint, objects, on_begin=files.begun.touch)
     except UserError as error:
         write_atomic(files.refusal, str(error))
         leave(USER_ERROR_EXIT_CODE)
@@ -55,22 +61,31 @@ def run_evaluator(files: EvaluationFiles, folder: str, config: RunConfig, checkp
 
 
 def evaluate_part(
-    folder: Path, config: RunConfig, checkpoint: str, on_begin: Callable[[], None] = lambda: None
+    folder: Path,
+    config: RunConfig,
+    checkpoint: str,
+    objects: UserObjects | None = None,
+    on_begin: Callable[[], None] = lambda: None,
 ) -> Mapping[str, float | None]:
     """Evaluate this process's part of the data; returns the loss and the metrics over all of it.
 
     Args:
         checkpoint: `best`, `newest`, or the number of its step.
+        objects: what the caller gave in place of names; the model given stays as it is.
         on_begin: is called by the first process before its first batch.
 
     Raises:
         UserError: no such checkpoint that is whole, the data is gone, or the model does not fit it.
     """
+    objects = objects or UserObjects()
     run = resolve(replace(config, run=str(folder)))  # a folder may have been moved
     with join_world(run, folder / SECRET_FOLDER, RankNotes()) as world:
-        source = run.source.open()
-        task = run.task.fitted(source.info)
-        model = build_model(config.model, model_input(source.info, task)).to(world.device)
+        source = objects.source or run.source.open()
+        task = run.task.fitted(source.info, objects.of_task)
+        if objects.model is not None:
+            model = own_copy(objects.model).to(world.device)
+        else:
+            model = build_model(config.model, model_input(source.info, task)).to(world.device)
         rebuild(model, config.model)
         if world.leads:
             for note in source.notes:
@@ -78,7 +93,7 @@ def evaluate_part(
             _load(model, folder, config, checkpoint)
         if world.size > 1:
             _share(model)
-        settings = LoaderConfig.of(config.data, config.training.seed, world.device)
+        settings = LoaderConfig.of(config.data, config.training.seed, world.device, objects.transforms)
         loader = EvalLoader(source, settings, Shard(world.data_rank, world.data_size), source.test)
         try:
             with Screen(world.leads, to_stderr=True) as screen:
