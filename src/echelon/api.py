@@ -29,7 +29,7 @@ from echelon.trainer import folder as folders
 if TYPE_CHECKING:
     from torch import nn
 
-    from echelon.data import OwnData
+    from echelon.data import OwnData, Source
     from echelon.flows.driver import FlowOutcome
     from echelon.inference.export import Exported
     from echelon.inference.predict import PredictedRow
@@ -111,7 +111,10 @@ def train(
     resolved = build(None, overrides, in_python=True)
     check_trust(resolved, trust=False)  # all of it is the caller's own: remembered, for what resumes or evaluates it
     with short_spins_inside():  # likewise
-        resolved = with_task_defaults(resolved, None if isinstance(task, str) else task, isinstance(data, str))
+        of_data = None if isinstance(task, str) else task
+        if not isinstance(data, str) and task == "auto":
+            data, of_data = _with_its_task(data, resolved.config)
+        resolved = with_task_defaults(resolved, of_data, isinstance(data, str))
     given = {"model": module, "data": data, "task": task, "loss": loss, "metrics": metrics, "callbacks": callbacks}
     objects = _user_objects({**given, **own, "loggers": _logger_objects(loggers)}, resolved.config)
     return _told(_started(resolved, objects))
@@ -572,6 +575,18 @@ def _name_of_data(data: OwnData) -> str:
     from echelon.data import name_of_data
 
     return name_of_data(data)
+
+
+def _with_its_task(data: OwnData, config: RunConfig) -> tuple[Source, Task]:
+    """Return a caller's data as a source, and the task that it is for where none is named.
+
+    That neither holds out another share by default, nor forgets a loss of one's own, which is in the description.
+    """
+    from echelon.data import source_of
+    from echelon.tasks.registry import TaskChoice, TaskObjects, build_task
+
+    source = source_of(data, config.data.holdout, config.training.seed)
+    return source, build_task(TaskChoice.of(config).name_for(source.info, TaskObjects()))
 
 
 def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjects | None:

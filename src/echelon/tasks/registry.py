@@ -104,13 +104,13 @@ class TaskChoice:
             UserError: there is no such task, loss or metric, or it does not fit the data.
         """
         objects = objects or TaskObjects()
-        task = (objects.task or build_task(self._name_for(data, objects))).fitted(data, self.settings)
+        task = (objects.task or build_task(self.name_for(data, objects))).fitted(data, self.settings)
         has_loss = bool(self.loss) or objects.loss is not None
         if not (has_loss or task.needs_loss or self.metrics or objects.metrics is not None or self.primary):
             return task
         return self._tailored(task, objects, len(data.classes))
 
-    def _name_for(self, data: DataFacts, objects: TaskObjects) -> str:
+    def name_for(self, data: DataFacts, objects: TaskObjects) -> str:
         """Return the task's name; data without classes is for any task where the loss is the user's own."""
         if self.name != AUTO:
             return self.name
