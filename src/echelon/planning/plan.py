@@ -18,8 +18,7 @@ from echelon.planning.calibration import Calibration
 from echelon.planning.layouts import DescribedModel, PlannedWay, candidates
 from echelon.planning.steps import Estimate, StepForecast, interval
 from echelon.records.kinds import Alternative
-from echelon.run.resolve import resolve
-from echelon.sync.registry import read as read_sync
+from echelon.run.resolve import agreements, resolve
 
 SHOWN = 3
 _USED_SHARE = 0.9  # of a device's memory: a forecast is no measurement
@@ -142,7 +141,7 @@ def make_plan(
 def over_steps(way: Alternative, steps: int) -> Alternative:
     """Return a way as often as a run of so many steps sends it: periods are shorter at its start."""
     sync = way.settings.get("strategy.sync")
-    return replace(way, share=min(steps, read_sync(sync).messages(steps)) / steps) if sync and way.period > 1 else way
+    return replace(way, share=min(steps, agreements(sync, steps)) / steps) if sync and way.period > 1 else way
 
 
 def _sorted(predictions: Iterable[RunEstimate]) -> tuple[RunEstimate, ...]:

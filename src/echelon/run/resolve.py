@@ -145,6 +145,17 @@ def canonical(setting: str, spec: str) -> str:
     return registries[setting].canonical(spec)
 
 
+def agreements(sync: str, steps: int) -> int:
+    """Return how often replicas agree on a parameter in a run of so many steps.
+
+    Raises:
+        UserError: the spec cannot be read.
+    """
+    from echelon.sync import registry as strategies  # it imports torch
+
+    return strategies.read(sync).messages(steps)
+
+
 def _log_limit(config: RunConfig) -> int:
     with naming("--log-limit"):
         limit = parse_bytes(config.launch.log_limit)
