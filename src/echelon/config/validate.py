@@ -89,6 +89,11 @@ def check_world(config: RunConfig, world_size: int) -> Layout:
     return layout
 
 
+def splits_model(config: RunConfig) -> bool:
+    """Whether a replica of the described layout is more than one rank; False where it is to be chosen yet."""
+    return config.strategy.parallel != AUTO and parse_layout(config.strategy.parallel).splits
+
+
 def check_batch(config: RunConfig, layout: Layout) -> None:
     """Refuse a batch that is smaller than the ranks that share it.
 

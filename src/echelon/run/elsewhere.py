@@ -18,10 +18,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from echelon.config import RunConfig, load_run_config
-from echelon.config.validate import check_world
+from echelon.config.validate import check_world, splits_model
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
-from echelon.core.layout import AUTO, parse_layout
+from echelon.core.layout import AUTO
 from echelon.core.stop import Stopped, stop_on_signals
 from echelon.launch.places import PlaceChoice, expanded
 from echelon.launch.places.cluster import Cluster, JobPhase, JobState, PlaceFiles, PlaceSilent, Submission
@@ -116,11 +116,9 @@ def check_described(config: RunConfig, cluster: Cluster, has_objects: bool = Fal
         raise UserError("--lr-find is for this machine: find the rate with --on local, then train with --lr")
     if config.launch.link:
         raise UserError("--link shapes links of this machine: it needs --on local")
-    if config.strategy.parallel == AUTO:
-        return
-    if config.launch.workers:
+    if config.launch.workers and config.strategy.parallel != AUTO:
         check_world(config, config.launch.workers * cluster.machines)
-    if parse_layout(config.strategy.parallel).splits and cluster.machines > 1 and not cluster.shares_disk:
+    if splits_model(config) and cluster.machines > 1 and not cluster.shares_disk:
         raise UserError(
             f"--parallel {config.strategy.parallel}: all ranks write parts of a checkpoint of a model that is split: "
             "leave folder out of --on, and use a disk that all hosts share"

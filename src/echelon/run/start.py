@@ -161,6 +161,13 @@ def start_again(
             raise UserError("--rescan needs the run here for a moment: give --on local")
         handed = submitted_again(path, config, cluster, user_objects is not None)
         return Outcome(SUBMITTED, path, {}) if detach else followed(handed)
+    return _start_again_here(path, request, user_objects, rescan, given_t)
+
+
+def _start_again_here(
+    path: Path, request: LaunchRequest, user_objects: UserObjects | None, rescan: bool, given_t: float
+) -> Outcome:
+    config = request.config
     with _lock(path, request.nodes):
         if is_worker():
             run = resolve(config)
