@@ -29,7 +29,7 @@ from echelon.trainer import folder as folders
 if TYPE_CHECKING:
     from torch import nn
 
-    from echelon.data import OwnData, Source
+    from echelon.data import OwnData
     from echelon.flows.driver import FlowOutcome
     from echelon.inference.export import Exported
     from echelon.inference.predict import PredictedRow
@@ -111,10 +111,8 @@ def train(
     resolved = build(None, overrides, in_python=True)
     check_trust(resolved, trust=False)  # all of it is the caller's own: remembered, for what resumes or evaluates it
     with short_spins_inside():  # likewise
-        of_data = None if isinstance(task, str) else task
-        if not isinstance(data, str) and task == "auto":
-            data, of_data = _with_its_task(data, resolved.config)
-        resolved = with_task_defaults(resolved, of_data, isinstance(data, str))
+        data, known_task = _with_its_task(data, task, resolved.config)
+        resolved = with_task_defaults(resolved, known_task, isinstance(data, str))
     given = {"model": module, "data": data, "task": task, "loss": loss, "metrics": metrics, "callbacks": callbacks}
     objects = _user_objects({**given, **own, "loggers": _logger_objects(loggers)}, resolved.config)
     return _told(_started(resolved, objects))
@@ -577,11 +575,16 @@ def _name_of_data(data: OwnData) -> str:
     return name_of_data(data)
 
 
-def _with_its_task(data: OwnData, config: RunConfig) -> tuple[Source, Task]:
-    """Return a caller's data as a source, and the task that it is for where none is named.
+def _with_its_task(data: str | OwnData, task: str | Task, config: RunConfig) -> tuple[str | OwnData, Task | None]:
+    """Return data with the task that is known: the caller's own, or what data sets of the caller's are for.
 
-    That neither holds out another share by default, nor forgets a loss of one's own, which is in the description.
+    Where none is named these are made a source here, once: the tasks that targets tell hold out no other share. A loss
+    of the caller's own is in the description.
     """
+    if not isinstance(task, str):
+        return data, task
+    if isinstance(data, str) or task != "auto":
+        return data, None
     from echelon.data import source_of
     from echelon.tasks.registry import TaskChoice, TaskObjects, build_task
 
