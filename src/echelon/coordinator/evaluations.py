@@ -184,6 +184,11 @@ class Evaluations:
         """Whether one wants to begin."""
         return self.present is None and bool(self._waiting)
 
+    @property
+    def is_next_due(self) -> bool:
+        """Whether one waits for the present one to end."""
+        return bool(self._waiting)
+
     def begin(self, servers: Iterable[int]) -> EvaluationJob:
         """Begin the next one: all servers are to keep a copy."""
         self.present = self._waiting.popleft()

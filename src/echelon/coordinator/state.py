@@ -296,8 +296,8 @@ class Coordinator:
                 self._window.add_bytes(content.moved)  # what is counted begins with the setup
             case CopyKept():
                 if self._evaluations.kept(content.tag, content.index):
-                    if self._leases is not None:
-                        self._leases.hold_back(False)
+                    if self._leases is not None:  # the next copy is of where training stands
+                        self._leases.hold_back(self._evaluations.is_next_due)
                     self._give_all(now_s)
             case ServerHolds():
                 self._server_holds(content)

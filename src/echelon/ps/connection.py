@@ -409,6 +409,8 @@ class Connection:
                 if task.task not in self._holding:
                     self._holding.add(task.task)
                     self.tasks.append(task)
+                else:  # it is under way here, and another one may be waited for
+                    self.ask()
             case TaskHeard(task=number):
                 self._unconfirmed.pop(number, None)
                 self._holding.discard(number)

@@ -121,6 +121,21 @@ def test_a_worker_has_the_same_share_in_every_step_whoever_asks_first_and_while_
             leases.finish(task.task, worker, 0, False)
 
 
+def test_a_step_that_has_begun_is_finished_before_a_copy() -> None:
+    leases = SharedLeases(StepCount(2, 2))
+    for worker in ("a", "b"):
+        leases.join(worker, (), 0)
+    first = leases.take("a", 0)
+    leases.hold_back(True)
+    second = leases.take("b", 0)
+    assert first and second and second.step == first.step
+    for task, worker in ((first, "a"), (second, "b")):
+        leases.finish(task.task, worker, 0, False)
+    assert leases.at_boundary and leases.take("a", 0) is None
+    leases.hold_back(False)
+    assert leases.take("a", 0) is not None
+
+
 def test_backup_shares_may_be_late() -> None:
     leases = SharedLeases(StepCount(3, 3), backup=1)
     for worker in ("a", "b", "slow"):

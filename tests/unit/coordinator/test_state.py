@@ -570,6 +570,35 @@ def test_a_copy_that_is_lost_is_kept_again_and_another_worker_reads_it() -> None
     assert isinstance(task, EvaluateTask) and task.tag == again.tag
 
 
+def test_what_is_evaluated_next_is_of_its_own_step_though_an_earlier_copy_comes_late() -> None:
+    run = Run(SHARED, plan=TrainingPlan(3, 0, 1, None, None))
+    run.begin("a", "b")
+
+    def epoch() -> None:
+        """Train an epoch; who asks is given its share."""
+        for _ in range(STEPS // 2):
+            for worker in ("a", "b"):
+                run.done(worker, run.ask(worker).task)
+
+    epoch()
+    first = _evaluation(run, "a")
+    run.say("a", EvaluationDone(first.task, lost=True))  # with the server that kept it: once more
+    epoch()
+    (again,) = run.sent("server0", KeepCopy)
+    assert isinstance(again, KeepCopy)
+    run.say("server0", CopyKept(again.tag, 0))
+    run.say("a", AskTask())
+    (second,) = run.sent("a", EvaluateTask)
+    run.say("b", AskTask())
+    assert not run.sent("b", TrainTask), "the copy of the second epoch is not kept yet"
+    assert isinstance(second, EvaluateTask)
+    run.say("a", EvaluationDone(second.task))
+    (copy,) = run.sent("server0", KeepCopy)
+    assert isinstance(copy, KeepCopy)
+    run.say("server0", CopyKept(copy.tag, 0))
+    assert run.sent("b", TrainTask)
+
+
 def _evaluation(run: Run, worker: str) -> EvaluateTask:
     """Let a server keep the copy that it is asked for, and a worker take what is to be done with it."""
     for copy in run.sent("server0", KeepCopy):

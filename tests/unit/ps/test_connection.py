@@ -1,0 +1,39 @@
+"""What a worker's connection does with the tasks that come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echelon.compression.registry import read
+from echelon.coordinator.messages import AskTask, TaskHeard, TrainTask
+from echelon.messages.framing import Content, Message
+from echelon.messages.identity import derive_keys
+from echelon.ps.connection import Connection
+from echelon.ps.worker_state import ClientConfig
+
+
+def test_a_task_that_comes_twice_is_done_once_and_another_one_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes long is offered once more: the worker may have it, or be done meanwhile and wait for another."""
+    keys = derive_keys(bytes(32))
+    connection = Connection(ClientConfig("worker0", keys, f"ipc://{tmp_path}/none", read("none"), 0, 0, 1.0))
+    sent: list[Content] = []
+    monkeypatch.setattr(connection._scheduler, "send", sent.append)
+    task = TrainTask(7, 7, 0, 7)
+
+    def hear(content: Content) -> None:
+        connection._from_scheduler(Message(content, "scheduler", 1, 1))
+
+    connection.ask()
+    hear(task)
+    assert connection.tasks.popleft() == task
+    connection.ask()  # the next one travels while this one is worked on
+    hear(task)
+    assert not connection.tasks and sent == [AskTask()] * 3
+    hear(TaskHeard(task.task))
+    connection.ask()
+    assert sent == [AskTask()] * 3, "one is asked for"
+    connection.close()
