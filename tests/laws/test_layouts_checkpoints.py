@@ -111,6 +111,7 @@ def check_reload(model: str, layouts: dict[int, list[str]], folder: Path) -> Non
         assert len(weights) == len(alone.parts.model.state_dict())
 
 
+@pytest.mark.long
 def test_each_layout_reads_what_each_other_wrote(tmp_path: Path) -> None:
     check_reload("vit", {2: ["dp=2,zero1", "fsdp=2", "tp=2,sequence", "pp=2,microbatches=1"]}, tmp_path)
 

@@ -164,7 +164,7 @@ def _check_alike(parts: RunParts, trial: Trial) -> None:
         assert alike, trial
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_resume_in_the_middle_of_a_period_is_bit_identical(world: int) -> None:
     """Law 2, with every codec, means on their way and moments of each replica's own."""
     trials = _trials() if world == 2 else [t for t in _trials() if t.compression in ("none", "topk(0.1)")]

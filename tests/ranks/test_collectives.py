@@ -97,7 +97,13 @@ def lose_a_peer(rank: Rank) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(  # of two by the backend, of three by a schedule
-    ("world_size", "how"), [(2, "kill"), pytest.param(2, "stop", marks=pytest.mark.slow), (3, "kill"), (3, "stop")]
+    ("world_size", "how"),
+    [
+        (2, "kill"),
+        pytest.param(2, "stop", marks=pytest.mark.slow),
+        (3, "kill"),
+        pytest.param(3, "stop", marks=pytest.mark.long),
+    ],
 )
 def test_a_lost_peer_ends_the_wait_in_words(world_size: int, how: str) -> None:
     ended = run_ranks(lose_a_peer, world_size, faults=[fail_at(0, 1, how)])  # type: ignore[arg-type]

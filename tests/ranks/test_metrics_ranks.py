@@ -42,7 +42,7 @@ def on_rank(rank: Rank, parts: tuple[int, ...]) -> list[EvaluationResult]:
     return [evaluate(parts, rank.index, dist.group.WORLD, limit, s) for limit in LIMITS for s in (False, True)]
 
 
-@pytest.mark.parametrize("parts", [(51, 50), (100, 0, 1)], ids=str)
+@pytest.mark.parametrize("parts", [pytest.param((51, 50), marks=pytest.mark.slow), (100, 0, 1)], ids=str)
 def test_each_sample_counts_once_however_the_set_is_cut(parts: tuple[int, ...]) -> None:
     expected = [evaluate((SAMPLES,), 0, None, limit) for limit in LIMITS for _ in range(2)]
     assert all(result == expected for result in run_ranks(on_rank, len(parts), parts))

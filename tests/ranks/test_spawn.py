@@ -53,11 +53,13 @@ def test_a_traceback_is_shown() -> None:
         run_ranks(raise_on_one, 2)
 
 
+@pytest.mark.long
 def test_the_time_ends_a_hanging_rank_and_shows_where_it_stood() -> None:
     with pytest.raises(RanksFailed, match=r"(?s)rank 1 was still at.*in hang"):
         run_ranks(hang, 2, timeout_s=6, backend=None)
 
 
+@pytest.mark.long
 def test_a_process_left_behind_is_found() -> None:
     with pytest.raises(RanksFailed, match="rank 0 left a process behind"):
         run_ranks(leak, 1, backend=None)

@@ -81,6 +81,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: 
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_a_choice_that_only_its_own_file_can_refuse_leaves_nothing(tmp_path: Path) -> None:
     cases = {
         ("--sync", "ps(mode=asink)"): "did you mean async?",

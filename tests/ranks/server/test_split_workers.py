@@ -87,6 +87,7 @@ def test_a_pipeline_is_the_same_worker(tmp_path: Path) -> None:
     check_same_run(tmp_path / "runs", ["dp=2,pp=2"])
 
 
+@pytest.mark.long
 def test_split_and_sharded_tensors_are_the_same_worker(tmp_path: Path) -> None:
     check_same_run(tmp_path / "runs", ["dp=2,tp=2", "dp=2,fsdp=2"])
 

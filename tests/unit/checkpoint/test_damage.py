@@ -140,6 +140,7 @@ def save_until_killed(folder: Path, at: int) -> None:
     store.close()
 
 
+@pytest.mark.long
 def test_a_writer_killed_before_any_change_to_the_disk(tmp_path: Path) -> None:
     """Every moment at which the folder changes, in turn; each in a process of its own."""
     at, killed, newest_steps = 0, True, []

@@ -56,6 +56,7 @@ def test_the_fewest_micro_batches_that_fit_are_chosen_and_none_that_does_is_refu
         fewest(lambda count: 1000 // count, 6, 100)
 
 
+@pytest.mark.long
 def test_what_is_chosen_fits_what_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     given = {"training.accumulate": "auto", "data.batch_size": 1024, "training.device": "cpu"}
     monkeypatch.setattr(fit_memory, "free_bytes", lambda device, ranks: 10_000_000)
