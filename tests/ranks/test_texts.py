@@ -10,8 +10,6 @@ import pytest
 
 from tests.ranks.runs import Run, Runs
 
-pytestmark = pytest.mark.long
-
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog")
 SHORT = ("--context", "16", "--batch-size", "16", "--epochs", "1", "--max-steps", "3", "--holdout", "0.1")
 
@@ -29,14 +27,21 @@ def written(run: Run) -> str:
     return str(text)
 
 
-def test_a_text_trains_the_same_in_every_layout_and_is_evaluated_without_its_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [pytest.param(("pp=2",), marks=pytest.mark.long), pytest.param(("fsdp=2", "tp=2"), marks=pytest.mark.slow)],
+    ids=lambda layouts: " ".join(layouts),
+)
+def test_a_text_trains_the_same_in_a_layout_and_is_evaluated_without_its_cache(
+    tmp_path: Path, layouts: tuple[str, ...]
+) -> None:
     file = long_text(tmp_path / "long.txt")
     trained = ("--task", "language-modelling", "--tokeniser", "bpe(300)", "--lr", "1e-3", *SHORT)
     with Runs(tmp_path) as runs:
         alone = runs.train(file, *trained, "--workers", "1", folder="alone")
         assert alone.end() == 0, alone.text()
         text, perplexity = written(alone), alone.records("evaluation")[-1]["metrics"]["perplexity"]
-        for layout in ("fsdp=2", "tp=2", "pp=2"):
+        for layout in layouts:
             run = runs.train(file, *trained, "--workers", "2", "--parallel", layout, folder=layout)
             assert run.end() == 0, run.text()
             assert run.losses() == pytest.approx(alone.losses(), rel=1e-4), layout
@@ -49,6 +54,7 @@ def test_a_text_trains_the_same_in_every_layout_and_is_evaluated_without_its_cac
         assert not (tmp_path / "data").exists(), "the tokeniser is the run's own"
 
 
+@pytest.mark.long
 def test_texts_of_a_table_are_classified_on_two_workers_as_on_one(tmp_path: Path) -> None:
     rows = [
         f"{WORDS[i % 7]} {WORDS[i % 9]} {'mat ' * (i % 4)}{'dog' if i % 3 else 'cat'},{i % 3 > 0}" for i in range(90)

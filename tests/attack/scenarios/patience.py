@@ -255,7 +255,12 @@ SCENARIOS = [
         )
         for name in ("allreduce", "ps")
     ),
-    Scenario("stays-full", "A disk that stays full ends the run after --io-patience; it can be resumed.", _stays_full),
+    Scenario(
+        "stays-full",
+        "A disk that stays full ends the run after --io-patience; it can be resumed.",
+        _stays_full,
+        short=False,
+    ),
     Scenario("full-at-the-end", "The last save waits for a full disk.", _full_at_the_end),
     Scenario(
         "dies-while-full", "A rank that dies while the disk is full is started again.", _dies_while_full, short=False
