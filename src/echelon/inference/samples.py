@@ -23,11 +23,11 @@ from echelon.data.columns import MOST_TOKENS, MeasuredColumns, inputs_of_rows, w
 from echelon.data.images import FileNames, ImageArray, ImageFiles, LabelledFiles, TensorArray
 from echelon.data.masks import ImagesToMask
 from echelon.data.sounds import measured
-from echelon.data.sources.table import SUFFIXES as TABLES
-from echelon.data.sources.table import read_rows
 from echelon.data.sources.text_file import SUFFIXES as TEXTS
 from echelon.data.sources.text_file import read_text
 from echelon.data.sources.texts import TEXT_FILES
+from echelon.data.table_files import SUFFIXES as TABLES
+from echelon.data.table_files import read_rows
 from echelon.data.tokenisers import Ids, Tokeniser
 from echelon.run.machine import say
 from echelon.run.trained import TrainedModel

@@ -16,6 +16,8 @@ from echelon.config import DataConfig, build
 from echelon.core.errors import UserError
 from echelon.data import open_data
 from echelon.data.base import Source
+from echelon.data.sources.table import TableFile
+from echelon.data.table_files import SUFFIXES
 from echelon.run.defaults import with_task_defaults
 from echelon.tasks.base import TaskSettings
 from echelon.tasks.nest import TensorSpec
@@ -228,6 +230,10 @@ def test_what_one_part_of_a_table_alone_has_is_said(tmp_path: Path) -> None:
         UserError, match=r"column x holds numbers in one of its files, and strings in another .*such as '\?'"
     ):
         opened(str(tmp_path), "label")
+
+
+def test_suffixes_are_known_without_an_import() -> None:
+    assert TableFile.suffixes == SUFFIXES
 
 
 def test_spaces_around_the_names_of_columns_are_no_part_of_them(tmp_path: Path) -> None:

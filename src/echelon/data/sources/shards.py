@@ -24,7 +24,7 @@ from echelon.data.class_folders import FolderLinks
 from echelon.data.images import FileNames, ImageRanges, OpenFiles
 from echelon.data.sample_index import NamedSampleIndex
 from echelon.data.sources.base import SourceKind, grown_images, held_out_of_begun
-from echelon.data.sources.table import SUFFIXES
+from echelon.data.table_files import SUFFIXES
 from echelon.data.tar_index import TAR, MemberChoice, ShardIndex, compressed_shard, index_shards
 from echelon.tasks.base import Encoding
 

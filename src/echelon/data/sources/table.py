@@ -9,10 +9,8 @@ Needs: `--target`, the column that is to be predicted; `--input` names the other
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,11 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
-from pyarrow import csv as arrow_csv
-from pyarrow import json as arrow_json
-from pyarrow import parquet
 
-from echelon.core.errors import UserError, nearest
+from echelon.core.errors import UserError
 from echelon.data.base import CLASS_NUMBER, DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import SOUND_FILES, FolderLinks
 from echelon.data.column_numbers import as_numbers, is_string
@@ -56,6 +51,7 @@ from echelon.data.ragged import RaggedArray
 from echelon.data.sample_index import RowSampleIndex
 from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.data.sources.transcripts import Recordings, plain_text, transcribed
+from echelon.data.table_files import SUFFIXES, TableParts, check_known, listed, parts_in, stray
 from echelon.tasks.base import Encoding
 from echelon.tasks.nest import Nest, TensorSpec, map_leaves
 
@@ -67,9 +63,6 @@ _TASKS = {
     Encoding.IDS: "recommendation",
     Encoding.TRANSCRIPTS: "speech_recognition",
 }
-_VALIDATION = ("val", "valid", "validation")
-_PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # says where a row stood, nothing of what it is
-_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 _MOST_ROUNDED = 1e-3  # of a target's deviation, that it may lose in single precision
 _NAMED = 5  # classes in a note
 _MOST_WHOLE_CLASSES = 30  # whole numbers with more values are numbers
@@ -79,14 +72,14 @@ class TableFile(SourceKind):
     """The path of a table, or of a folder of its parts."""
 
     form: ClassVar[str] = "a table (.csv, .jsonl, .parquet)"
-    suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv", ".jsonl", ".parquet")
+    suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv", ".jsonl", ".parquet")  # SUFFIXES: read without an import
     tasks: ClassVar[tuple[str, ...]] = (
         "classification", "regression", "multi_label", "text_classification", "recommendation",
     )  # fmt: skip
 
     def takes(self, name: str) -> bool:
         """Whether it is a file with a suffix of tables, or a folder with `train.csv` or the like."""
-        return Path(name).suffix.lower() in SUFFIXES or "train" in _parts_in(Path(name).expanduser())
+        return Path(name).suffix.lower() in SUFFIXES or "train" in parts_in(Path(name).expanduser())
 
     def check(self, name: str) -> None:
         """Refuse a file that is not there.
@@ -102,22 +95,21 @@ class TableFile(SourceKind):
         self.check(request.config.source)
         if _is_implicit(request):
             return DataOutline(_TASKS[Encoding.IDS], (TensorSpec((), "int64"), TensorSpec((), "int64")))
-        return _outline(request, _Files.of(request))
+        return _outline(request, TableParts.of(request))
 
     def open(self, request: DataRequest) -> Source:
         """Read the table; where it has no part for evaluation, rows are held out by the seed."""
         if _is_implicit(request):
             return _interactions(request)
-        return _opened(request, _Files.of(request))
+        return _opened(request, TableParts.of(request))
 
 
 SOURCE = TableFile
-SUFFIXES = TableFile.suffixes
 
 
 def outline_of_tables(request: DataRequest, tables: Mapping[str, pa.Table]) -> DataOutline:
     """Return what the target column of tables that are read already is for (`open_tables`)."""
-    return _outline(request, _Files.of_tables(request, tables))
+    return _outline(request, TableParts.of_tables(request, tables))
 
 
 def open_tables(request: DataRequest, tables: Mapping[str, pa.Table]) -> Source:
@@ -129,20 +121,10 @@ def open_tables(request: DataRequest, tables: Mapping[str, pa.Table]) -> Source:
     Raises:
         UserError: a column is not there, or holds what the task cannot use.
     """
-    return _opened(request, _Files.of_tables(request, tables))
+    return _opened(request, TableParts.of_tables(request, tables))
 
 
-def read_rows(path: Path) -> pa.Table:
-    """Return all columns of a table's file.
-
-    Raises:
-        UserError: it is not there, empty, or not of its format.
-    """
-    file = _File.of(path)
-    return file.read(file.names)
-
-
-def _outline(request: DataRequest, files: _Files) -> DataOutline:
+def _outline(request: DataRequest, files: TableParts) -> DataOutline:
     inputs, targets = files.columns(request)
     specs = tuple(TensorSpec() for _ in inputs)
     _check_encoding(request)
@@ -170,7 +152,7 @@ def _forms(request: DataRequest, table: pa.Table, inputs: Sequence[str], measure
     return input_forms(columns, request.config.columns, measured, request.encoding is Encoding.IDS)
 
 
-def _opened(request: DataRequest, files: _Files) -> Source:
+def _opened(request: DataRequest, files: TableParts) -> Source:
     rows = _Rows.read(request, files)
     encoding = rows.encoding(request)
     try:
@@ -192,16 +174,16 @@ def _interactions(request: DataRequest) -> Source:
     Raises:
         UserError: there are several parts, or the columns are no ids.
     """
-    first, *others = _Files.of(request).files
+    first, *others = TableParts.of(request).files
     if others:
         raise UserError(
             f"data {request.config.source}: without --target, the last of each user are held out of one table; here "
             f"are {', '.join(file.path.name for file in (first, *others))}"
         )
-    named = _listed(request.config.input)
+    named = listed(request.config.input)
     time = request.config.time or time_among(first.names, named)
     inputs = named or tuple(name for name in first.names if name != time)
-    _known(first.names, (*inputs, *([time] if time else [])), first.path)
+    check_known(first.names, (*inputs, *([time] if time else [])), first.path)
     measured = MeasuredColumns(request.folder)
     table = first.read(tuple(dict.fromkeys((*inputs, *([time] if time else [])))))
     try:
@@ -233,13 +215,13 @@ class _Rows:
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
     measured: MeasuredColumns
-    files: _Files
+    files: TableParts
     origin: NDArray[np.int64]
     sample_index: RowSampleIndex
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, request: DataRequest, files: _Files) -> _Rows:
+    def read(cls, request: DataRequest, files: TableParts) -> _Rows:
         """Read the files, and divide their rows.
 
         Raises:
@@ -506,7 +488,7 @@ class _Rows:
                 if not self.measured.is_kept and _hardly_repeat(known.count, self.train):
                     raise UserError(
                         f"column {name} has another value in nearly each row, which is no number and no category"
-                        f"{_stray(values)}: convert it (numbers as 1234.5, dates as 2020-12-31), or leave it out of "
+                        f"{stray(values)}: convert it (numbers as 1234.5, dates as 2020-12-31), or leave it out of "
                         "--input"
                     )
                 categories.append(known.ids + count)
@@ -600,237 +582,11 @@ def _has_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.match_substring_regex(values, r"\pL{2,}\s+\pL")
 
 
-def _stray(values: pa.ChunkedArray) -> str:
-    """Say which value of strings is the first that is no number, where most of them are; else the first of all."""
-    matched = (
-        pc.match_substring_regex(values, r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$")
-        if is_string(values)
-        else None
-    )
-    if matched is None or 2 * (pc.sum(matched).as_py() or 0) < len(values):
-        first = next((value for value in values.slice(0, 1000).to_pylist() if value is not None), None)
-        return "" if first is None else f", such as {str(first)[:60]!r}"
-    place = pc.index(pc.fill_null(matched, True), False).as_py()
-    return f" (most are numbers, but not such as {values[place].as_py()!r})" if place >= 0 else ""
-
-
-def _difference(tables: Sequence[pa.Table]) -> str:
-    """Say which column holds strings in one file and numbers in another, with the first that is none; else nothing."""
-    for name in tables[0].column_names:
-        columns = [table[name] for table in tables]
-        strings = [values for values in columns if is_string(values)]
-        if strings and any(form_of(values) is Form.NUMBERS for values in columns):
-            return f"column {name} holds numbers in one of its files, and strings in another{_stray(strings[0])}"
-    return ""
-
-
 def _some(column: NDArray[np.generic] | RaggedArray, rows: NDArray[np.int64]) -> NDArray[np.generic] | RaggedArray:
     """Return some rows of a column."""
     return column.subset(rows) if isinstance(column, RaggedArray) else np.ascontiguousarray(column[rows])
 
 
-def _parts_in(path: Path) -> dict[str, Path]:
-    """Return the parts of a table that lie in a folder, by name, such as `train`."""
-    if not path.is_dir():
-        return {}
-    return {file.stem: file for file in sorted(path.iterdir()) if file.suffix.lower() in SUFFIXES and file.is_file()}
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The files of a table: of training, of validation where there is one, and of a test set.
-
-    Attributes:
-        source: as the user wrote it, for messages.
-        notes: what a user has to know of links that lead elsewhere.
-    """
-
-    source: str
-    files: tuple[_File, ...]
-    has_validation: bool
-    has_test: bool
-    notes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, request: DataRequest) -> _Files:
-        """Open the files that a description names.
-
-        Raises:
-            UserError: one cannot be read, or a link leads out of the folder.
-        """
-        path = Path(request.config.source).expanduser()
-        parts = _parts_in(path) or {"train": path}
-        held = [name for name in _VALIDATION if name in parts][:1]
-        names = ["train", *held, *(["test"] if "test" in parts else [])]
-        links = FolderLinks(path, request.config.follow_links)
-        links.count(parts[name] for name in names)
-        links.check()
-        files = tuple(_File.of(parts[name]) for name in names)
-        return cls(str(path), files, bool(held), "test" in parts, links.notes)
-
-    @classmethod
-    def of_tables(cls, request: DataRequest, tables: Mapping[str, pa.Table]) -> _Files:
-        """Return tables that are read already, by the names of their parts, in place of files."""
-        source = request.config.source
-        files = [
-            _File(Path(f"{source}, part {name}"), tuple(tables[name].column_names), tables[name])
-            for name in ("train", "val", "test")
-            if name in tables
-        ]
-        return cls(source, tuple(files), "val" in tables, "test" in tables)
-
-    def columns(self, request: DataRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names of inputs and targets; all files have them.
-
-        Raises:
-            UserError: one lacks a column, or no target is named.
-        """
-        inputs, targets = _columns(request, self.files[0].names, self.files[0].path)
-        for file in self.files:
-            _known(file.names, (*inputs, *targets), file.path)
-        return inputs, targets
-
-    def each(self, columns: Sequence[str]) -> list[pa.Table]:
-        """Read columns of each file."""
-        return [file.read(columns) for file in self.files]
-
-    def read(self, columns: Sequence[str]) -> pa.Table:
-        """Read columns of all files as one table."""
-        return self.joined(self.each(columns))
-
-    def joined(self, tables: Sequence[pa.Table]) -> pa.Table:
-        """Put the files' tables one after another.
-
-        Raises:
-            UserError: a column has two types that are not of one kind.
-        """
-        try:
-            return pa.concat_tables(tables, promote_options="permissive")
-        except pa.ArrowException as error:
-            differs = _difference(tables) or f"columns of its parts differ in type ({_first_line(error)})"
-            raise UserError(f"data {self.source}: {differs}") from error
-
-
-@dataclass(frozen=True)
-class _File:
-    """One file, its columns known by their names.
-
-    Attributes:
-        whole: its rows, where the format has to be read as a whole to know its columns.
-        written: names as they stand in the file, where spaces may surround them.
-    """
-
-    path: Path
-    names: tuple[str, ...]
-    whole: pa.Table | None = None
-    written: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, path: Path) -> _File:
-        """Read the names of the columns.
-
-        Raises:
-            UserError: it is not there, empty, or not of its format.
-        """
-        whole = None
-        with _refused(path):
-            if path.suffix.lower() == ".parquet":
-                names = [name for name in parquet.read_schema(path).names if not _PANDAS_INDEX.fullmatch(name)]
-            elif path.suffix.lower() == ".jsonl":
-                whole = arrow_json.read_json(path)
-                names = whole.column_names
-            else:
-                with arrow_csv.open_csv(path, **_csv_options(path)) as stream:
-                    names = stream.schema.names
-        stripped = tuple(name.strip() for name in names)  # as in a head of `a, b`
-        if len(set(stripped)) < len(names):
-            raise UserError(f"data {path}: two columns have the same name")
-        return cls(path, stripped, whole, dict(zip(stripped, names, strict=True)))
-
-    def read(self, columns: Sequence[str]) -> pa.Table:
-        """Read some columns.
-
-        Raises:
-            UserError: it has no rows, or is not of its format.
-        """
-        written = [self.written.get(name, name) for name in columns]
-        with _refused(self.path):
-            if self.whole is not None:
-                table = self.whole.select(written)
-            elif self.path.suffix.lower() == ".parquet":
-                table = parquet.read_table(self.path, columns=written)
-            else:
-                table = arrow_csv.read_csv(self.path, **_csv_options(self.path, written))
-            table = table.rename_columns(list(columns))
-        if not len(table):
-            raise UserError(f"data {self.path}: it has no rows")
-        return self._plain(table)
-
-    def _plain(self, table: pa.Table) -> pa.Table:
-        """Return the columns without a dictionary of their values, as pandas' categories have.
-
-        Raises:
-            UserError: texts of a file are no UTF-8.
-        """
-        for place, name in enumerate(table.column_names):
-            kind = table[name].type
-            if pa.types.is_dictionary(kind):
-                table = table.set_column(place, name, table[name].cast(kind.value_type))
-            elif pa.types.is_binary(kind) and self.path.suffix.lower() in (".csv", ".tsv"):
-                raise UserError(f"data {self.path}: column {name} holds text that is not UTF-8: save the file as UTF-8")
-        return table
-
-
 def _check_encoding(request: DataRequest) -> None:
     if request.encoding is not Encoding.AUTO and request.encoding not in _TASKS:
         raise UserError(f"data {request.config.source} is a table, which --task {request.task} does not take")
-
-
-def _columns(request: DataRequest, names: Sequence[str], file: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of inputs and targets, as they are described."""
-    wanted, target = (_listed(text) for text in (request.config.input, request.config.target))
-    if not target:
-        raise UserError(f"data {request.config.source}: name the column to predict with --target: {', '.join(names)}")
-    _known(names, (*wanted, *target), file)
-    inputs = wanted or tuple(name for name in names if name not in target)
-    if not inputs or set(inputs) & set(target):
-        both = next(iter(set(inputs) & set(target)), "")
-        reason = f"{both} is both input and target" if both else "no column is left for the input"
-        raise UserError(f"data {request.config.source}: {reason}")
-    return inputs, target
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
-
-
-def _known(names: Sequence[str], wanted: Sequence[str], file: Path) -> None:
-    for name in wanted:
-        if name not in names:
-            raise UserError(f"data {file}: no column {name!r}: {nearest(name, names)}it has {', '.join(names)}")
-
-
-@contextmanager
-def _refused(file: Path) -> Iterator[None]:
-    """Say of a file in one line why it cannot be read."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"data {file}: cannot be read ({_first_line(error)})") from error
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise UserError(f"data {file}: cannot be read as {file.suffix[1:].lower()} ({_first_line(error)})") from error
-
-
-def _csv_options(file: Path, columns: Sequence[str] = ()) -> dict[str, object]:
-    """Return how a CSV file is read: its delimiter by its first line, and of the columns those named, else all."""
-    with file.open("rb") as stream:
-        head = stream.readline()
-    delimiter = "\t" if file.suffix.lower() == ".tsv" else ";" if b";" in head and b"," not in head else ","
-    return {
-        "parse_options": arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        "convert_options": arrow_csv.ConvertOptions(strings_can_be_null=True, include_columns=list(columns)),
-    }
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,271 @@
+"""The files of a table: a csv, jsonl or parquet file, or one for each part, of which only wanted columns are read.
+
+`TableParts` are all files of a source, `TablePart` is one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv as arrow_csv
+from pyarrow import json as arrow_json
+from pyarrow import parquet
+
+from echelon.core.errors import UserError, nearest
+from echelon.data.base import DataRequest
+from echelon.data.class_folders import FolderLinks
+from echelon.data.column_numbers import is_string
+from echelon.data.columns import Form, form_of
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
+_VALIDATION = ("val", "valid", "validation")
+_PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # says where a row stood, nothing of what it is
+_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
+
+
+def parts_in(path: Path) -> dict[str, Path]:
+    """Return the parts of a table that lie in a folder, by name, such as `train`."""
+    if not path.is_dir():
+        return {}
+    return {file.stem: file for file in sorted(path.iterdir()) if file.suffix.lower() in SUFFIXES and file.is_file()}
+
+
+@dataclass(frozen=True)
+class TableParts:
+    """The files of a table: of training, of validation where there is one, and of a test set.
+
+    Attributes:
+        source: as the user wrote it, for messages.
+        notes: what a user has to know of links that lead elsewhere.
+    """
+
+    source: str
+    files: tuple[TablePart, ...]
+    has_validation: bool
+    has_test: bool
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, request: DataRequest) -> TableParts:
+        """Open the files that a description names.
+
+        Raises:
+            UserError: one cannot be read, or a link leads out of the folder.
+        """
+        path = Path(request.config.source).expanduser()
+        parts = parts_in(path) or {"train": path}
+        held = [name for name in _VALIDATION if name in parts][:1]
+        names = ["train", *held, *(["test"] if "test" in parts else [])]
+        links = FolderLinks(path, request.config.follow_links)
+        links.count(parts[name] for name in names)
+        links.check()
+        files = tuple(TablePart.of(parts[name]) for name in names)
+        return cls(str(path), files, bool(held), "test" in parts, links.notes)
+
+    @classmethod
+    def of_tables(cls, request: DataRequest, tables: Mapping[str, pa.Table]) -> TableParts:
+        """Return tables that are read already, by the names of their parts, in place of files."""
+        source = request.config.source
+        files = [
+            TablePart(Path(f"{source}, part {name}"), tuple(tables[name].column_names), tables[name])
+            for name in ("train", "val", "test")
+            if name in tables
+        ]
+        return cls(source, tuple(files), "val" in tables, "test" in tables)
+
+    def columns(self, request: DataRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of inputs and targets; all files have them.
+
+        Raises:
+            UserError: one lacks a column, or no target is named.
+        """
+        inputs, targets = _columns(request, self.files[0].names, self.files[0].path)
+        for file in self.files:
+            check_known(file.names, (*inputs, *targets), file.path)
+        return inputs, targets
+
+    def each(self, columns: Sequence[str]) -> list[pa.Table]:
+        """Read columns of each file."""
+        return [file.read(columns) for file in self.files]
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Read columns of all files as one table."""
+        return self.joined(self.each(columns))
+
+    def joined(self, tables: Sequence[pa.Table]) -> pa.Table:
+        """Put the files' tables one after another.
+
+        Raises:
+            UserError: a column has two types that are not of one kind.
+        """
+        try:
+            return pa.concat_tables(tables, promote_options="permissive")
+        except pa.ArrowException as error:
+            differs = _difference(tables) or f"columns of its parts differ in type ({_first_line(error)})"
+            raise UserError(f"data {self.source}: {differs}") from error
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """One file, its columns known by their names.
+
+    Attributes:
+        whole: its rows, where the format has to be read as a whole to know its columns.
+        written: names as they stand in the file, where spaces may surround them.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    whole: pa.Table | None = None
+    written: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: Path) -> TablePart:
+        """Read the names of the columns.
+
+        Raises:
+            UserError: it is not there, empty, or not of its format.
+        """
+        whole = None
+        with _refused(path):
+            if path.suffix.lower() == ".parquet":
+                names = [name for name in parquet.read_schema(path).names if not _PANDAS_INDEX.fullmatch(name)]
+            elif path.suffix.lower() == ".jsonl":
+                whole = arrow_json.read_json(path)
+                names = whole.column_names
+            else:
+                with arrow_csv.open_csv(path, **_csv_options(path)) as stream:
+                    names = stream.schema.names
+        stripped = tuple(name.strip() for name in names)  # as in a head of `a, b`
+        if len(set(stripped)) < len(names):
+            raise UserError(f"data {path}: two columns have the same name")
+        return cls(path, stripped, whole, dict(zip(stripped, names, strict=True)))
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Read some columns.
+
+        Raises:
+            UserError: it has no rows, or is not of its format.
+        """
+        written = [self.written.get(name, name) for name in columns]
+        with _refused(self.path):
+            if self.whole is not None:
+                table = self.whole.select(written)
+            elif self.path.suffix.lower() == ".parquet":
+                table = parquet.read_table(self.path, columns=written)
+            else:
+                table = arrow_csv.read_csv(self.path, **_csv_options(self.path, written))
+            table = table.rename_columns(list(columns))
+        if not len(table):
+            raise UserError(f"data {self.path}: it has no rows")
+        return self._plain(table)
+
+    def _plain(self, table: pa.Table) -> pa.Table:
+        """Return the columns without a dictionary of their values, as pandas' categories have.
+
+        Raises:
+            UserError: texts of a file are no UTF-8.
+        """
+        for place, name in enumerate(table.column_names):
+            kind = table[name].type
+            if pa.types.is_dictionary(kind):
+                table = table.set_column(place, name, table[name].cast(kind.value_type))
+            elif pa.types.is_binary(kind) and self.path.suffix.lower() in (".csv", ".tsv"):
+                raise UserError(f"data {self.path}: column {name} holds text that is not UTF-8: save the file as UTF-8")
+        return table
+
+
+def read_rows(path: Path) -> pa.Table:
+    """Return all columns of a table's file.
+
+    Raises:
+        UserError: it is not there, empty, or not of its format.
+    """
+    file = TablePart.of(path)
+    return file.read(file.names)
+
+
+def stray(values: pa.ChunkedArray) -> str:
+    """Say which value of strings is the first that is no number, where most of them are; else the first of all."""
+    matched = (
+        pc.match_substring_regex(values, r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$")
+        if is_string(values)
+        else None
+    )
+    if matched is None or 2 * (pc.sum(matched).as_py() or 0) < len(values):
+        first = next((value for value in values.slice(0, 1000).to_pylist() if value is not None), None)
+        return "" if first is None else f", such as {str(first)[:60]!r}"
+    place = pc.index(pc.fill_null(matched, True), False).as_py()
+    return f" (most are numbers, but not such as {values[place].as_py()!r})" if place >= 0 else ""
+
+
+def _difference(tables: Sequence[pa.Table]) -> str:
+    """Say which column holds strings in one file and numbers in another, with the first that is none; else nothing."""
+    for name in tables[0].column_names:
+        columns = [table[name] for table in tables]
+        strings = [values for values in columns if is_string(values)]
+        if strings and any(form_of(values) is Form.NUMBERS for values in columns):
+            return f"column {name} holds numbers in one of its files, and strings in another{stray(strings[0])}"
+    return ""
+
+
+def _columns(request: DataRequest, names: Sequence[str], file: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of inputs and targets, as they are described."""
+    wanted, target = (listed(text) for text in (request.config.input, request.config.target))
+    if not target:
+        raise UserError(f"data {request.config.source}: name the column to predict with --target: {', '.join(names)}")
+    check_known(names, (*wanted, *target), file)
+    inputs = wanted or tuple(name for name in names if name not in target)
+    if not inputs or set(inputs) & set(target):
+        both = next(iter(set(inputs) & set(target)), "")
+        reason = f"{both} is both input and target" if both else "no column is left for the input"
+        raise UserError(f"data {request.config.source}: {reason}")
+    return inputs, target
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Return the names in a text that are divided by commas, each once."""
+    return tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+
+
+def check_known(names: Sequence[str], wanted: Sequence[str], file: Path) -> None:
+    """Refuse names of columns that a file does not have.
+
+    Raises:
+        UserError: names the first, and the nearest that there is.
+    """
+    for name in wanted:
+        if name not in names:
+            raise UserError(f"data {file}: no column {name!r}: {nearest(name, names)}it has {', '.join(names)}")
+
+
+@contextmanager
+def _refused(file: Path) -> Iterator[None]:
+    """Say of a file in one line why it cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"data {file}: cannot be read ({_first_line(error)})") from error
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise UserError(f"data {file}: cannot be read as {file.suffix[1:].lower()} ({_first_line(error)})") from error
+
+
+def _csv_options(file: Path, columns: Sequence[str] = ()) -> dict[str, object]:
+    """Return how a CSV file is read: its delimiter by its first line, and of the columns those named, else all."""
+    with file.open("rb") as stream:
+        head = stream.readline()
+    delimiter = "\t" if file.suffix.lower() == ".tsv" else ";" if b";" in head and b"," not in head else ","
+    return {
+        "parse_options": arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        "convert_options": arrow_csv.ConvertOptions(strings_can_be_null=True, include_columns=list(columns)),
+    }
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
