@@ -151,7 +151,7 @@ def test_it_trains_resumes_evaluates_and_reports(runs: Runs) -> None:
     assert again.end() == 0, again.text()
     assert rmse(half) == rmse(whole), "a resumed run goes on otherwise"
     evaluated = runs.start("evaluate", str(whole.folder), environment=environment)
-    assert evaluated.end() == 0 and "rmse" in evaluated.text(), evaluated.text()
+    assert evaluated.end() == 0 and "RMSE" in evaluated.text(), evaluated.text()
     (start,) = read_records(whole.folder, Start)
     assert (start.task.spec, start.task.primary.direction) == ("toys.regression:Regression", "min")
     best = min(e.metrics["rmse"] for e in read_records(whole.folder, Evaluation))

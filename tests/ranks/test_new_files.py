@@ -169,7 +169,7 @@ def test_one_more_file_in_each_folder_is_all_that_it_takes(tmp_path: Path) -> No
         again = runs.start("resume", str(run.folder), "--max-steps", "0", environment=environment)
         assert again.end() == 0, again.text()
         evaluated = runs.start("evaluate", str(run.folder), environment=environment)
-        assert evaluated.end() == 0 and "rmse" in evaluated.text(), evaluated.text()
+        assert evaluated.end() == 0 and "RMSE" in evaluated.text(), evaluated.text()
         assert listed.end() == 0
         for name in ("now_and_then", "halves", "star", "toy-regression", "shell", "mixed", "weights", "pairs"):
             assert name in listed.text(), f"{name} is not listed:\n{listed.text()}"
