@@ -44,8 +44,8 @@ def sittings(record: RunRecord) -> list[Sitting]:
     stretches: list[Sitting] = []
     lines: list[Record] = []  # of the present stretch, steps and evaluations left out
     for line in record.records:
-        if isinstance(line, CommandEnd) and not lines and stretches:
-            stretches[-1] = stretches[-1].closed(line)
+        if isinstance(line, CommandEnd) and stretches and _closes(line, stretches[-1], lines):
+            stretches[-1], lines = stretches[-1].closed(line), []
         elif isinstance(line, End) and not lines:
             stretches.append(Sitting(line.t, line.t, line.seconds))
         elif isinstance(line, Steps | Evaluation) or not (lines or isinstance(line, Start | Event)):
@@ -62,6 +62,11 @@ def sittings(record: RunRecord) -> list[Sitting]:
     if lines:
         _add(stretches, _stretch(lines, stretches, record.last_t))
     return stretches
+
+
+def _closes(command: CommandEnd, last: Sitting, lines: Sequence[Record]) -> bool:
+    """Whether a command that ends is that of the last stretch, with events between, such as a profile's."""
+    return not lines or (command.t - command.seconds <= last.end and not any(isinstance(line, Start) for line in lines))
 
 
 def _add(stretches: list[Sitting], later: Sitting) -> None:

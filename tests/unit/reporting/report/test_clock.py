@@ -29,9 +29,12 @@ def resumed_at(lines: list[Line], seconds: float, step: int) -> list[Line]:
     return later
 
 
-def test_a_run_lasts_until_its_command_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("between", [(), ("profile", "way_predicted")], ids=["at once", "after events"])
+def test_a_run_lasts_until_its_command_ends(tmp_path: Path, between: tuple[str, ...]) -> None:
     lines = tell(STORY)
     end = lines[-1]
+    for name in between:
+        lines.append({"t": end["t"] + 1.5, "kind": "event", "name": name, "message": "told where the command ends"})
     summary, words = report(
         tmp_path, [*lines, {"t": end["t"] + 1.6, "kind": "command_end", "seconds": end["seconds"] + 1.7}]
     )
