@@ -16,6 +16,7 @@ from echelon.core.errors import UserError
 from echelon.core.own import of_object
 from echelon.core.system import short_spins_inside
 from echelon.run.defaults import with_task_defaults
+from echelon.run.export_names import export_format
 from echelon.run.home import bring
 from echelon.run.machine import say
 from echelon.run.outcome import Outcome, RunFailed
@@ -343,10 +344,8 @@ def export(run: str | Path, file: str | Path, trust: bool = False, **objects: Un
     Raises:
         UserError: no whole checkpoint, no such format, one that does not suit the model, or the check failed.
     """
+    export_format(Path(file))
     resolved = usable(run, "best", trust)
-    from echelon.inference.exports import format_of
-
-    format_of(Path(file))
     from echelon.inference.export import write_export
 
     given = _user_objects(dict(objects), resolved.config)

@@ -7,7 +7,7 @@ spec that it has there (`expanded`).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING
 
 from echelon.config.machines import read_place
@@ -108,11 +108,12 @@ class PlaceChoice:
         from echelon.launch.places.base import Place
 
         check_place(self.name)
+        place: object
         if is_own(self.name):
             place = find_own("--on", self.name)()
         else:
             with naming("--on"):
-                place = PLACES.bind(self._spec)
+                place = self._bound()
         if not isinstance(place, Place):
             raise UserError(
                 f"--on {self.name}: it gives a {type(place).__name__}, not a Place (echelon.launch.places.base)"
@@ -121,3 +122,16 @@ class PlaceChoice:
         if self.stop_s is not None:
             place.stop_s = self.stop_s
         return place
+
+    def _bound(self) -> object:
+        """Return the place of a file here; one that is no dataclass has no settings.
+
+        Raises:
+            UserError: it has none of these settings.
+        """
+        settings = PLACES.settings_class(self._spec.name)
+        if is_dataclass(settings):
+            return PLACES.bind(self._spec)
+        if self._spec.args or self._spec.kwargs:
+            raise UserError(f"{self._spec.name} has no settings: give the name alone")
+        return settings()
