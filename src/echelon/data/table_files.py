@@ -193,11 +193,7 @@ def read_rows(path: Path) -> pa.Table:
 
 def stray(values: pa.ChunkedArray) -> str:
     """Say which value of strings is the first that is no number, where most of them are; else the first of all."""
-    matched = (
-        pc.match_substring_regex(values, r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$")
-        if is_string(values)
-        else None
-    )
+    matched = pc.match_substring_regex(values, _NUMBER) if is_string(values) else None
     if matched is None or 2 * (pc.sum(matched).as_py() or 0) < len(values):
         first = next((value for value in values.slice(0, 1000).to_pylist() if value is not None), None)
         return "" if first is None else f", such as {str(first)[:60]!r}"

@@ -33,7 +33,7 @@ from echelon.compression import read as read_codec
 from echelon.compression.base import Codec
 from echelon.core.errors import UserError
 from echelon.core.shards import FlatTensor
-from echelon.forecast.link_rates import LinkRates, Meeting
+from echelon.forecast.link_rates import LinkProbe, LinkRates
 from echelon.records.kinds import Alternative, Alternatives
 from echelon.sync.registry import read as read_sync
 from echelon.trainer.loop import TrainingRun
@@ -80,16 +80,16 @@ def record_alternatives(run: TrainingRun, resolved: ResolvedRun) -> int:
     world, described = run.world, resolved.described.strategy.compression
     if world.group is None or run.parts.split is not None or not resolved.sync.sums_in_backward:
         return 0
-    meeting = Meeting(world)
+    probe = LinkProbe(world)
     parameters = {n: p for n, p in run.parts.local_model.named_parameters() if p.requires_grad}
     total = sum(p.nbytes for p in parameters.values())
-    rates = meeting.rates(total, total // (4 * world.size))  # of eight bits an element, a chunk for each rank
+    rates = probe.rates(total, total // (4 * world.size))  # of eight bits an element, a chunk for each rank
     settled = _settled(resolved)
-    costs = _measure_codecs(parameters, meeting, settled, rates)
+    costs = _measure_codecs(parameters, probe, settled, rates)
     if world.leads:
         rows = _rows(costs, settled, described, max(1, run.count.finished))
         run.progress.record.write(Alternatives({"strategy.compression": described}, rates.latency_s, rows))
-    return meeting.sent_bytes
+    return probe.sent_bytes
 
 
 def _rows(costs: Mapping[str, Cost], settled: Mapping[str, Compression], own: str, steps: int) -> list[Alternative]:
@@ -149,7 +149,7 @@ def _row(compression: str, cost: Cost, sync: str = "", times: tuple[int, int] = 
 
 @torch.no_grad()
 def _measure_codecs(
-    parameters: Mapping[str, Tensor], meeting: Meeting, codecs: Mapping[str, Compression], rates: LinkRates
+    parameters: Mapping[str, Tensor], probe: LinkProbe, codecs: Mapping[str, Compression], rates: LinkRates
 ) -> dict[str, Cost]:
     """Measure what each codec costs for gradients like these parameters, within about a second; all ranks call it.
 
@@ -157,7 +157,7 @@ def _measure_codecs(
         codecs: what travels, by spec.
         rates: of the network, which `Cost.coding_s` does not hold.
     """
-    world = meeting.world
+    world = probe.world
     buckets = lay_out(reversed(list(parameters.items()))).buckets
     weights = [bucket for bucket in buckets if bucket.group != "small"]
     small = sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets if bucket.group == "small")
@@ -172,8 +172,8 @@ def _measure_codecs(
             sent = ring_bytes(total, world.size, on_gpu)
             costs[spec] = Cost(sent, len(buckets), 0.0, tail, rates.seconds(sent, len(buckets), sums=True))
             continue
-        trials = [_Trial(compression.build(), bucket, meeting) for bucket in chosen]
-        turn_s = _time(trials, meeting, _BUDGET_S / len(codecs))
+        trials = [_Trial(compression.build(), bucket, probe) for bucket in chosen]
+        turn_s = _time(trials, probe, _BUDGET_S / len(codecs))
         coding_s = max(0.0, turn_s - rates.latency_s * sum(t.rounds for t in trials)) * scale
         n_bytes = sum(t.n_bytes for t in trials) * scale
         rounds: float = round(sum(t.rounds for t in trials) * scale)
@@ -195,14 +195,14 @@ def _within(buckets: list[Bucket], most: int) -> Iterator[Bucket]:
         yield bucket
 
 
-def _time(trials: list[_Trial], meeting: Meeting, budget_s: float) -> float:
+def _time(trials: list[_Trial], probe: LinkProbe, budget_s: float) -> float:
     """Return the median seconds of a turn of all trials, after a first turn that is not counted.
 
     As in training: a thread of its own is woken for each turn, other memory has been gone through since the last one
     (a codec that finds its tensors in the caches takes half as long), and the ranks wait for each other in each round.
     All ranks take as many turns.
     """
-    device = meeting.world.device
+    device = probe.world.device
     other = torch.zeros(_OTHER_BYTES // 4, device=device)
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
@@ -223,7 +223,7 @@ def _time(trials: list[_Trial], meeting: Meeting, budget_s: float) -> float:
 
     with ThreadPoolExecutor(1) as thread:
         least, most = _TURNS
-        turns = min(most, max(least, round(budget_s / meeting.most(timed(thread)))))
+        turns = min(most, max(least, round(budget_s / probe.most(timed(thread)))))
         return median(timed(thread) for _ in range(turns))
 
 
@@ -258,10 +258,10 @@ class _Trial:
         n_bytes, rounds: of the last turn.
     """
 
-    def __init__(self, codec: Codec, bucket: Bucket, meeting: Meeting) -> None:
+    def __init__(self, codec: Codec, bucket: Bucket, probe: LinkProbe) -> None:
         self.n_bytes = self.rounds = 0
-        world = meeting.world
-        self._meet = meeting.meet if world.device.type != "cuda" else lambda: None  # there a round is only queued
+        world = probe.world
+        self._meet = probe.meet if world.device.type != "cuda" else lambda: None  # there a round is only queued
         generator = torch.Generator().manual_seed(bucket.number)
         rank, size = world.rank, world.size
         usable = bucket.numel if codec.linear else max(size, bucket.numel - bucket.numel % size)  # chunks of one length

@@ -39,8 +39,8 @@ class LinkRates:
 
 
 @dataclass
-class Meeting:
-    """All ranks wait for each other by a sum of one number.
+class LinkProbe:
+    """Times what ranks send each other, who wait for one another before by a sum of one number.
 
     Attributes:
         sent_bytes: that this rank has sent for it.

@@ -55,10 +55,9 @@ class Residual:
 
 def predicted_before(path: Path, record: RunRecord) -> WayPredicted | None:
     """Return what the newest earlier run beside this one, alike but for its way, had predicted of this one's step."""
-    start, steps = record.last_start, sum(window.count for window in record.windows)
-    step_s = (
-        sum(window.seconds for window in record.windows) / steps if steps else 0.0
-    )  # predictions are of all of them
+    start, windows = record.last_start, record.windows
+    steps = sum(window.count for window in windows)
+    step_s = sum(window.seconds for window in windows) / max(1, steps)  # of all of them, as what is predicted
     if start is None or not step_s:
         return None
     way, alike = _way(record.config), _alike(record.config)

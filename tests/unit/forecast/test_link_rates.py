@@ -7,12 +7,12 @@ from typing import cast
 
 import pytest
 
-from echelon.forecast.link_rates import Meeting
+from echelon.forecast.link_rates import LinkProbe
 from echelon.trainer.world import World
 
 
-class _Alone(Meeting):
-    """A meeting of one rank, over a link of its own."""
+class _Alone(LinkProbe):
+    """A probe of one rank, over a link of its own."""
 
     def __init__(self, byte_s: float, latency_s: float) -> None:
         super().__init__(cast(World, None))
@@ -38,9 +38,9 @@ class _Alone(Meeting):
     [(4e-6, 1 << 24, 1 << 14), (2.5e-7, 1 << 24, 1 << 18), (1e-9, 1 << 18, 1 << 18), (1e-9, 100, 100)],
 )
 def test_sizes_grow_until_they_tell(byte_s: float, largest: int, most_asked: int) -> None:
-    meeting = _Alone(byte_s, latency_s=1e-3)
-    found = meeting._byte_s(meeting.sent, largest, 1e-3)
-    assert max(meeting.sizes) == most_asked
-    assert meeting.sent_bytes == 2 * sum(meeting.sizes)
+    probe = _Alone(byte_s, latency_s=1e-3)
+    found = probe._byte_s(probe.sent, largest, 1e-3)
+    assert max(probe.sizes) == most_asked
+    assert probe.sent_bytes == 2 * sum(probe.sizes)
     if most_asked * byte_s > 0.01:
         assert byte_s <= found < 1.5 * byte_s
