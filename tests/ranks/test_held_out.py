@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import echelon
@@ -29,9 +28,9 @@ def digits() -> Source:
 
 def check(folder: Path, outcome: echelon.Outcome) -> None:
     evaluations = list(read_records(folder, Evaluation))
-    scores = [line.metrics["top1"] or 0.0 for line in evaluations]
-    best = np.maximum.accumulate(scores)
-    improved = [score > before for score, before in zip(scores, [-1.0, *best[:-1]], strict=True)]
+    # Of equal scores the lower loss is better.
+    ranks = [(line.metrics["top1"] or 0.0, -line.loss) for line in evaluations]
+    improved = [all(rank > before for before in ranks[:i]) for i, rank in enumerate(ranks)]
     assert [bool(line.test_metrics) for line in evaluations] == improved
     last = max(i for i, better in enumerate(improved) if better)
     assert outcome.metrics == pytest.approx(dict(evaluations[last].test_metrics), nan_ok=True)
