@@ -440,13 +440,16 @@ def report(run: str | Path) -> Path:
     The page needs no other file, also where the run is one of a study's, whose pages share a script.
 
     Raises:
-        UserError: the folder holds no run.
+        UserError: the folder holds no run, or does not take the report.
     """
     path = Path(run)
     _read(path)
     from echelon.reporting.report import write_report
 
-    write_report(path, alone=True)
+    try:
+        write_report(path, alone=True)
+    except OSError as error:
+        raise UserError(f"{path}: the report could not be written: {error.strerror or error}") from error
     return path
 
 

@@ -60,12 +60,13 @@ class WaitingLines:
 
         Raises:
             OSError: waiting does not help.
-            UserError: the disk has taken nothing for too long.
+            UserError: the disk has taken nothing for too long, or is not waited for any more.
         """
         while True:
             with self._lock:
                 if not self._waiting or self._patience.attempt(self._name, self._write):
                     return
+                self._patience.check(self._name)
             time.sleep(_POLL_S)
 
     def _write(self) -> None:

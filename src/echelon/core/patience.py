@@ -18,6 +18,7 @@ from echelon.core.units import format_seconds
 PATIENCE_S = 600.0
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
+_LOOK_S = 0.25
 _PASSING = frozenset(
     (
         *(errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS),  # room may come
@@ -66,6 +67,7 @@ class Patience:
     Attributes:
         limit_s: for how long something may fail before the run ends; infinity: it never does for that.
         tell: is given each notice.
+        cut: why nothing is waited for any more, as after a signal; empty: it is.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Patience:
         self._troubles: dict[str, _Trouble] = {}
         self._since_s = 0.0
         self._first = ("", "")
+        self.cut: Callable[[], str] = str
 
     def failed(self, what: str, error: OSError, essential: bool = True) -> float:
         """Note that `what` could not be written; returns the seconds until it is to be tried again.
@@ -156,13 +159,13 @@ class Patience:
 
         Raises:
             OSError: waiting does not help.
-            UserError: it has failed for too long.
+            UserError: it has failed for too long, or is not waited for any more.
         """
         while True:
             try:
                 result = action()
             except OSError as error:
-                time.sleep(self.failed(what, error))
+                self._pause(self.failed(what, error), what)
                 continue
             self.worked(what)
             return result
@@ -170,6 +173,21 @@ class Patience:
     def give_up(self) -> None:
         """Wait for nothing any more: the run has ended for another reason, and what it leaves is tried once."""
         self.limit_s = 0.0
+
+    def _pause(self, seconds: float, what: str) -> None:
+        until = self._clock() + seconds
+        while (left := until - self._clock()) > 0:
+            self.check(what)
+            time.sleep(min(left, _LOOK_S))
+
+    def check(self, what: str) -> None:
+        """Refuse to wait for `what`, which fails, where nothing is waited for any more.
+
+        Raises:
+            UserError: why (`cut`).
+        """
+        if reason := self.cut():
+            raise UserError(f"{self._folder}: {what} could not be written ({self._troubles[what].reason}): {reason}")
 
     def _fails(self, what: str, reason: str) -> DiskNotice:
         how_long = "until the run ends" if math.isinf(self.limit_s) else f"for {format_seconds(self.limit_s)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -47,21 +48,33 @@ class StopFlag:
 
     Attributes:
         signum: the first one that came; 0: none did.
+        since_s: when that was, on the monotonic clock.
+        count: how many came.
         raises: whether it also raises `Stopped` where it comes, once; else who holds the flag looks at it.
     """
 
     def __init__(self, raises: bool = False) -> None:
-        self.signum, self.raises = 0, raises
+        self.signum, self.raises, self.since_s, self.count = 0, raises, 0.0, 0
 
     def __bool__(self) -> bool:
         return self.signum != 0
 
     def ask(self) -> None:
         """Ask to stop as SIGTERM does."""
-        self.signum = self.signum or signal.SIGTERM
+        self._note(signal.SIGTERM)
+
+    def left_s(self, stop_s: float) -> float:
+        """Return how many seconds are left of those that a stop may take; all of them before a signal has come."""
+        return self.since_s + stop_s - time.monotonic() if self else stop_s
+
+    def _note(self, signum: int) -> None:
+        self.count += 1
+        if not self.signum:
+            self.signum, self.since_s = signum, time.monotonic()
 
     def _set(self, signum: int, frame: FrameType | None) -> None:
-        first, self.signum = not self.signum, self.signum or signum
+        first = not self
+        self._note(signum)
         if first and self.raises:
             raise Stopped(signum)
 

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from pydantic_core import from_json
 
+from echelon.core.errors import UserError
 from echelon.core.lines import WaitingLines
 from echelon.core.patience import PATIENCE_S, DiskNotice, Patience, print_notice
 from echelon.records import kinds
@@ -158,6 +159,11 @@ class Recorder:
         """
         try:
             self.flush()
+        except UserError:
+            if not self.patience.cut():
+                raise
+            lost = f"{self._lines.waiting} lines of {RECORD_FILE} are lost"
+            print_notice(DiskNotice(lost, RECORD_FILE, "the disk took nothing until the run had to end"))
         finally:
             if self._file is not None:
                 self._file.close()

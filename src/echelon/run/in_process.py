@@ -25,6 +25,7 @@ from echelon.records.events import RankFailed
 from echelon.records.file import Recorder
 from echelon.records.going import LAUNCH_FILE
 from echelon.records.kinds import End
+from echelon.run.closing import close_run
 from echelon.run.machine import say
 from echelon.run.micro_batches import Halving
 from echelon.run.opening import Opening
@@ -32,7 +33,6 @@ from echelon.run.outcome import Outcome, RunFailed, outcome_of
 from echelon.run.resolve import LaunchRequest
 from echelon.run.start import (
     check,
-    close_run,
     folder_word,
     foretold,
     plan_of,
@@ -95,11 +95,11 @@ def _train(run: ResolvedRun, plan: LaunchPlan, objects: UserObjects) -> Outcome:
         except Exception as error:
             record_last(path, RankFailed(one_line(error), 0, os.getpid(), None, place_of(error)))
             record.write(End("failed", one_line(error)))
-            close_run(path, record)
+            close_run(path, record, stop)
             raise RunFailed(outcome_of(path, "failed")) from error
         finally:
             record.patience.insist(LAUNCH_FILE, lambda: folders.mark_ended(path))
-        close_run(path, record)
+        close_run(path, record, stop)
         write_own_file(path, run, status, objects)
         return outcome_of(path, status, stop.signum)
 

@@ -173,14 +173,14 @@ class Mirror:
         self._thread.join()
         if self.failure is not None:
             return str(self.failure)
-        ends_s, signum = time.monotonic() + wait_s, stop.signum
+        ends_s, signals = time.monotonic() + wait_s, stop.count
         while True:
             try:
                 if self._attempt(lambda: self._push([], last=True)):
                     return ""
             except UserError as error:
                 return str(error)
-            if time.monotonic() > ends_s or stop.signum != signum:
+            if time.monotonic() > ends_s or stop.count > signals:
                 return f"the store did not take it for {format_seconds(wait_s + time.monotonic() - ends_s)}"
             time.sleep(_LOOK_S)
 
@@ -195,12 +195,18 @@ class MirrorTerms:
 
     Attributes:
         is_home: the copy is the run's only lasting place: it ends where that is away for too long.
+        stop_s: how long a stop may take.
     """
 
     url: str
     codec: str
     patience_s: float
     is_home: bool = False
+    stop_s: float = math.inf
+
+    def last_s(self, stop: StopFlag) -> float:
+        """Return for how long a store that is away is waited for at the run's end."""
+        return max(0.0, min(self.patience_s, _STOPPED_S, stop.left_s(self.stop_s))) if stop else self.patience_s
 
 
 @contextmanager
@@ -228,7 +234,7 @@ def mirrored(path: Path, terms: MirrorTerms, record: Recorder, stop: StopFlag) -
         yield mirror
     finally:
         record.flush()
-        lacking = mirror.close(min(terms.patience_s, _STOPPED_S) if stop else terms.patience_s, stop)
+        lacking = mirror.close(terms.last_s(stop), stop)
         release(path)
         if not lacking:
             record.write(Event(mirror.sent(), name="mirror"))

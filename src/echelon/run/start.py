@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from echelon.core.stop import StopFlag, Stopped, stop_on_signals
 from echelon.core.tuning import packages_of
 from echelon.launch.link import check_link
 from echelon.launch.logs import prepare_logs
-from echelon.launch.places.base import Place
+from echelon.launch.places.base import STOP_S, Place
 from echelon.launch.places.cluster import PlaceFiles
 from echelon.launch.places.local import start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
@@ -27,11 +26,11 @@ from echelon.launch.supervisor import FirstMachineGone, JobFailed, Refused, Stop
 from echelon.observe.callbacks import check_callbacks, check_methods
 from echelon.observe.environment import command_given_t
 from echelon.observe.loggers.base import own_loggers
-from echelon.observe.profile import merge_traces
-from echelon.records.events import CallbackError, Event, MachineLeft, Refusal, WorkerDied
+from echelon.records.events import CallbackError, MachineLeft, Refusal, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.going import LAUNCH_FILE, read_launch
-from echelon.records.kinds import CommandEnd, End, Evaluation, Record, Start
+from echelon.records.kinds import End, Evaluation, Start
+from echelon.run.closing import close_run
 from echelon.run.deaths import watched
 from echelon.run.defaults import are_told_late
 from echelon.run.elsewhere import Around, followed, left_place, submitted, submitted_again
@@ -325,17 +324,17 @@ def _as_worker(path: Path, run: ResolvedRun, user_objects: UserObjects | None = 
 
     leads = int(os.environ["RANK"]) == 0
     opened = closing(Recorder(path if leads else None, patience_s=run.io_patience_s))
-    with stop_on_signals() as stop, opened as record, _mirrored(run, path, record, stop, leads):
+    with stop_on_signals() as stop, opened as record, _mirrored(run, path, record, stop, leads, STOP_S):
         status = train_launched(path, stop, user_objects)
         if leads:
-            close_run(path, record)
+            close_run(path, record, stop)
             write_own_file(path, run, status, user_objects)
             Notifier(run.described.tracking.notify, path).end(status, _how_it_ended(path))
     return outcome_of(path, status, stop.signum)
 
 
 def _mirrored(
-    run: ResolvedRun, path: Path, record: Recorder, stop: StopFlag, leads: bool
+    run: ResolvedRun, path: Path, record: Recorder, stop: StopFlag, leads: bool, stop_s: float
 ) -> AbstractContextManager[Mirror | None]:
     """Keep the copy of the run that its description asks for, where this process leads."""
     asked = run.described.checkpoint
@@ -344,7 +343,7 @@ def _mirrored(
     from echelon.run.mirror import MirrorTerms, mirrored
 
     is_home = asked.mirror in (PlaceFiles(path).home, home_of(replace(run.described, run=str(path))))
-    terms = MirrorTerms(asked.mirror, asked.codec, run.io_patience_s, is_home)
+    terms = MirrorTerms(asked.mirror, asked.codec, run.io_patience_s, is_home, stop_s)
     return mirrored(path, terms, record, stop)
 
 
@@ -372,7 +371,7 @@ def _run_here(
     opened = closing(Recorder(path, patience_s=run.io_patience_s))
     with full_disk_in_words(path), stop_on_signals(raises=True) as stop, opened as record:
         leads = bool(run.described.checkpoint.mirror) and _is_first(plan)
-        with _mirrored(run, path, record, stop, leads) as mirror:
+        with _mirrored(run, path, record, stop, leads, place.stop_s) as mirror:
             notifier = Notifier(run.described.tracking.notify, path)
             try:
                 status, closes = _run(_Here(run, place, path, record, stop, opening, mirror), plan)
@@ -389,7 +388,7 @@ def _run_here(
                 record.flush()
                 record.patience.insist(LAUNCH_FILE, lambda: folders.mark_ended(path))
             if closes:
-                close_run(path, record)
+                close_run(path, record, stop, place.stop_s)
                 write_own_file(path, run, status, user_objects)
                 notifier.end(status, _how_it_ended(path))
         return outcome_of(path, status, stop.signum)
@@ -411,28 +410,6 @@ def write_own_file(path: Path, run: ResolvedRun, status: str, user_objects: User
         from echelon.run.trained import write_keras_file
 
         write_keras_file(path, run.config, user_objects)
-
-
-def close_run(path: Path, record: Recorder) -> None:
-    """Record when the command ended, and write the report: what all its processes did is known only now.
-
-    What takes long of it comes before the clock is read, so that the command ends when its record says.
-    """
-    from echelon.reporting.report import compile_templates, load_run, write_report
-    from echelon.run.residuals import predicted_before
-
-    if traced := merge_traces(path):
-        record.write(Event(traced, name="profile"))
-    record.flush()
-    compile_templates()
-    known = record.patience.insist("report", lambda: load_run(path))
-    told = predicted_before(path, known) if known.of(End) else None
-    lines: list[Record] = [*([told] if told else []), CommandEnd(read_launch(path).seconds_since())]
-    for line in lines:
-        record.write(line)
-    record.flush()
-    known = replace(known, records=[*known.records, *(replace(line, t=time.time()) for line in lines)])
-    record.patience.insist("report", lambda: write_report(path, known=known))
 
 
 def _end_before_start(path: Path, record: Recorder) -> None:
@@ -517,7 +494,7 @@ def _run_once(here: _Here, plan: LaunchPlan) -> tuple[str, bool]:
             reason = folders.last_message(path, Refusal)
             _end(path, record, machine, "refused", reason)
             if machine.number == 0:
-                close_run(path, record)
+                close_run(path, record, stop, here.place.stop_s)
             raise UserError(reason) from None
         except StopCut:
             reason = why_cut(path, here.place.saving_s, here.place.stop_s)
@@ -532,7 +509,7 @@ def _run_once(here: _Here, plan: LaunchPlan) -> tuple[str, bool]:
                 _end(path, record, machine, "failed", str(error))
             raise
         if search is not None and search.over:
-            stop.signum = 0  # nobody else asked
+            stop.signum = stop.count = 0  # nobody else asked
             shutil.rmtree(path / "checkpoints", ignore_errors=True)  # nothing in it is of use
             return "completed", True
         if stopped and machine.number == 0:

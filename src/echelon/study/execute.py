@@ -15,6 +15,7 @@ from typing import Protocol
 from echelon.config import RunConfig, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.stop import Stopped, signal_name, stop_on_signals
+from echelon.launch.places import stop_seconds
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import CommandEnd, End, RunEnd, StudyStart
 from echelon.records.segments import RECORD_FILE
@@ -37,7 +38,7 @@ from echelon.study.stages import best_rates, epochs_in_time, rate_runs, time_run
 
 POLL_S = 1.0
 SILENCE_S = 1800.0
-STOP_S = 90.0
+END_S = 90.0  # beyond what the run's place gives, for a command that does not end by itself
 WARM_UP_STEPS = "20"
 _SIGNALLED = 128  # exit codes above it
 
@@ -168,7 +169,7 @@ def _command(path: Path, run: PlannedRun, folder: Path, observer: StudyObserver)
         try:
             silent = _wait(process, folder, observer)
         finally:
-            _stop(process)
+            _stop(process, stop_seconds(run.settings.get("launch.on", "local")) + END_S)
     lines = stderr.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if silent:
         return process.returncode, f"it recorded nothing for {SILENCE_S / 60:.0f} minutes and was ended"
@@ -192,15 +193,15 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, observer: StudyObserve
             return True
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes], within_s: float) -> None:
     """End what still runs: asked first, for a run that is asked writes down where it is."""
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(STOP_S)
+            process.wait(within_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(STOP_S)
+            process.wait(END_S)
 
 
 def _outcome(folder: Path, code: int, error: str) -> tuple[str, str]:

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import echelon
 from echelon.checkpoint import CheckpointStore
 from echelon.config import load_run_config
+from echelon.core.errors import UserError
 from echelon.records.file import read_records
 from echelon.records.kinds import Evaluation, Start, Steps
 from echelon.reporting.report.write import write_report
@@ -46,6 +48,13 @@ def test_it_is_reported_and_listed(run: Path) -> None:
     page = (run / "report.html").read_text()
     assert "Top-1" in page or "top-1" in page
     assert overview_of(run).state == "completed"
+
+
+def test_what_cannot_be_written_is_said_in_words(run: Path) -> None:
+    (run / "summary.json").unlink(missing_ok=True)
+    (run / "summary.json").mkdir()
+    with pytest.raises(UserError, match="the report could not be written: Is a directory"):
+        echelon.report(run)
 
 
 def test_it_goes_on_from_its_description_and_its_checkpoint(run: Path) -> None:

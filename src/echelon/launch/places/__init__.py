@@ -51,12 +51,46 @@ def _read(text: str) -> Spec:
 
 
 def check_place(text: str) -> None:
-    """Refuse a place that does not exist, or settings that it does not have, without importing any.
+    """Refuse a place that does not exist, or settings that it does not have; one without settings is not imported.
 
     Raises:
-        UserError: with the nearest one.
+        UserError: with the nearest one, or with what a setting must be.
     """
     expanded(text)
+    if not is_own(text) and ((spec := _read(text)).args or spec.kwargs):
+        with naming("--on"):
+            _bound(spec)
+
+
+def stop_seconds(text: str) -> float:
+    """Return how long a run at a place may take from a signal until nothing of it is left.
+
+    Raises:
+        UserError: there is no such place, or its settings are impossible.
+    """
+    from echelon.launch.places.base import STOP_S, Place
+    from echelon.launch.places.cluster import Cluster
+
+    if is_own(text):
+        return STOP_S
+    with naming("--on"):
+        place = _bound(_read(text))
+    assert isinstance(place, Place | Cluster)
+    return place.stop_s
+
+
+def _bound(spec: Spec) -> object:
+    """Return the place of a file here; one that is no dataclass has no settings.
+
+    Raises:
+        UserError: it has none of these settings.
+    """
+    settings = PLACES.settings_class(spec.name)
+    if is_dataclass(settings):
+        return PLACES.bind(spec)
+    if spec.args or spec.kwargs:
+        raise UserError(f"{spec.name} has no settings: give the name alone")
+    return settings()
 
 
 @dataclass(frozen=True)
@@ -113,7 +147,7 @@ class PlaceChoice:
             place = find_own("--on", self.name)()
         else:
             with naming("--on"):
-                place = self._bound()
+                place = _bound(self._spec)
         if not isinstance(place, Place):
             raise UserError(
                 f"--on {self.name}: it gives a {type(place).__name__}, not a Place (echelon.launch.places.base)"
@@ -122,16 +156,3 @@ class PlaceChoice:
         if self.stop_s is not None:
             place.stop_s = self.stop_s
         return place
-
-    def _bound(self) -> object:
-        """Return the place of a file here; one that is no dataclass has no settings.
-
-        Raises:
-            UserError: it has none of these settings.
-        """
-        settings = PLACES.settings_class(self._spec.name)
-        if is_dataclass(settings):
-            return PLACES.bind(self._spec)
-        if self._spec.args or self._spec.kwargs:
-            raise UserError(f"{self._spec.name} has no settings: give the name alone")
-        return settings()
