@@ -47,7 +47,7 @@ def _division(rows: int, parts: int, ranks: int) -> list[Runs]:
     ]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([1, 3]), st.integers(1, 4), st.sampled_from([1, 3]), st.integers(1, 4), st.booleans())
 def test_any_division_reads_what_any_other_wrote(
     tmp_path: Path, parts: int, ranks: int, other_parts: int, other_ranks: int, columns: bool

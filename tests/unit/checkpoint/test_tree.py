@@ -35,7 +35,7 @@ def through_disk(folder: Path, state: dict[str, Any]) -> Any:
     return newest[1]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.dictionaries(TEXT | st.integers(), VALUES))
 def test_any_tree_of_scalars_comes_back(state: dict[Any, Any]) -> None:
     tree, tensors = flatten(state)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.data.base import Shard
@@ -24,7 +24,6 @@ def test_the_ranks_parts_are_the_batch(n: int, world_size: int) -> None:
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@settings(deadline=None)
 @given(st.integers(0, 200), st.lists(st.integers(0, 90), min_size=1, max_size=9).filter(any))
 def test_weighted_parts_are_the_batch(n: int, weights: list[int]) -> None:
     world_size, total = len(weights), sum(weights)
@@ -35,7 +34,6 @@ def test_weighted_parts_are_the_batch(n: int, weights: list[int]) -> None:
     assert [len(part) for part in full] == weights
 
 
-@settings(deadline=None)
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(1, 5))
 def test_equal_weights_are_none(n: int, world_size: int, weight: int) -> None:
     for rank in range(world_size):

@@ -69,7 +69,7 @@ def test_a_circle_and_a_place_that_is_none_are_refused() -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 16))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_balanced_pipeline_takes_what_the_formula_says(stages: int, count: int) -> None:
     """1F1B with equal stages: (m + S - 1) micro-batches of forward and backward, as GPipe's."""
     way = Pipelined((1 / stages,) * stages, 1, count, 0.0, 1.0)

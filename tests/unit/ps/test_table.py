@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.ps.table import Cut, ParameterInfo, cut_table, table_from_bytes
@@ -13,7 +13,6 @@ from echelon.ps.table import Cut, ParameterInfo, cut_table, table_from_bytes
 shapes = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=20)
 
 
-@settings(deadline=None)
 @given(shapes, st.integers(1, 4), st.sampled_from([64, 1024, 65536]), st.booleans())
 def test_keys_cover_the_parameters_once(sizes: list[list[int]], servers: int, chunk: int, whole: bool) -> None:
     infos = [ParameterInfo(f"p{i}", tuple(s), len(s) > 1) for i, s in enumerate(sizes)]

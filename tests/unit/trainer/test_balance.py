@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.observe.phases import PHASE_NAMES, PHASES, Phase
@@ -100,7 +100,6 @@ def test_replicas_of_several_ranks_divide_their_part_equally() -> None:
     assert [deal.sizes for deal in deals] == [(24, 24, 8, 8)]
 
 
-@settings(deadline=None)
 @given(
     st.integers(3, 12),
     st.lists(st.floats(0.01, 10), min_size=3, max_size=3),
