@@ -176,10 +176,7 @@ LAYOUTS = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(layout, marks=getattr(pytest.mark, "long" if layout in ("pp=2", "ps sync") else "slow"))
-        for layout in LAYOUTS
-    ],
+    [pytest.param(layout, marks=getattr(pytest.mark, "long" if layout == "pp=2" else "slow")) for layout in LAYOUTS],
 )
 def test_it_trains_and_resumes_in_every_layout(runs: Runs, layout: str) -> None:
     task = ("--task", "toys.regression:Weighted") if layout == "ps sync" else ()

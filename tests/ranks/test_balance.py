@@ -34,7 +34,7 @@ def dealt(run: Run) -> list[tuple[int, list[int]]]:
     return [(event["step"], event["sizes"]) for event in run.events("shares_dealt")]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_slow_rank_gets_less_and_does_so_again_when_steps_are_trained_again(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parent / "slow_parts.py", tmp_path)
     with Runs(tmp_path) as runs:

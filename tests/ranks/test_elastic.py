@@ -33,8 +33,7 @@ class Case:
 
 
 IN_EACH_PHASE = (
-    "in a sum", "in an evaluation", "the one that leads", "two at once", "alone from then on",
-    "between the halves of a sum",
+    "in a sum", "the one that leads", "between the halves of a sum",
 )  # fmt: skip
 CASES = (
     Case("in forward", 2, (("rank1.0", "forward", 5),)),

@@ -26,7 +26,7 @@ def test_a_run_whose_metric_does_not_improve_stops_and_a_resume_says_so(
 
 
 @pytest.mark.parametrize(
-    "sync", [pytest.param("ps(mode=async)", marks=pytest.mark.long), pytest.param("local(3)", marks=pytest.mark.slow)]
+    "sync", [pytest.param("local(3)", marks=pytest.mark.long), pytest.param("ps(mode=async)", marks=pytest.mark.slow)]
 )
 def test_all_ranks_stop_early_and_more_patience_goes_on_where_they_stopped(tmp_path: Path, sync: str) -> None:
     with Runs(tmp_path) as runs:

@@ -62,8 +62,8 @@ def _check(output: str) -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        # The plain ones run without torchrun below, and torchrun starts the other scripts.
-        pytest.param(script, marks=pytest.mark.slow if needs is None else pytest.mark.long)
+        # The plain ones run without torchrun below, torchrun starts the other scripts, and Accelerate has another one.
+        pytest.param(script, marks=getattr(pytest.mark, "long" if needs and script != "ddp_accelerate.py" else "slow"))
         for script, (_, needs) in COMMANDS.items()
     ],
 )

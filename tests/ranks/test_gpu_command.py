@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -17,6 +16,7 @@ def command(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.long
 def test_without_a_gpu_it_says_what_it_skips(tmp_path: Path) -> None:
     done = command(tmp_path / "table.md", "--groups", "versions", "nccl", "timings")
     assert done.returncode == 0, done.stderr
@@ -24,6 +24,7 @@ def test_without_a_gpu_it_says_what_it_skips(tmp_path: Path) -> None:
     assert table.count("| skipped | no CUDA device here |") == 3 and "| torch | ok |" in table
 
 
+@pytest.mark.slow
 def test_a_group_that_takes_too_long_is_cut_off_and_the_table_stands(tmp_path: Path) -> None:
     done = command(tmp_path / "table.md", "--groups", "versions", "runs", "timings", "--seconds", "15")
     assert done.returncode == 1, done.stderr

@@ -47,8 +47,9 @@ def test_the_test_set_is_seen_when_a_checkpoint_is_the_best(tmp_path: Path, capf
     assert "the checkpoint was chosen by validation data" in said and "test top-1" in said
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=async)"])
+@pytest.mark.parametrize(
+    "sync", [pytest.param("ps(mode=async)", marks=pytest.mark.long), pytest.param("allreduce", marks=pytest.mark.slow)]
+)
 def test_several_workers_agree_on_when(tmp_path: Path, sync: str) -> None:
     run = tmp_path / "run"
     outcome = echelon.train(data=NAME, model="mlp", epochs=3, run=run, workers=2, device="cpu", threads=1, sync=sync)

@@ -27,7 +27,7 @@ def test_a_run_in_this_process_goes_on_with_half_the_samples_at_a_time(
     assert "the batch stays 32" in told
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ranks_go_on_from_the_newest_checkpoint_and_no_restart_is_used_up(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parent / "own_parts.py", tmp_path)
     with Runs(tmp_path) as runs:

@@ -43,7 +43,7 @@ def test_a_run_is_planned_on_other_machines(tmp_path: Path) -> None:
             assert refused.end() == 2 and said in refused.errors(), refused.errors()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("link", [pytest.param("10mbit", marks=NEEDS_LINKS)])
 def test_auto_takes_what_is_faster_on_this_link(tmp_path: Path, link: str) -> None:
     with Runs(tmp_path) as runs:
