@@ -67,6 +67,7 @@ class Patience:
     Attributes:
         limit_s: for how long something may fail before the run ends; infinity: it never does for that.
         tell: is given each notice.
+        trains: whether training goes on meanwhile.
         cut: why nothing is waited for any more, as after a signal; empty: it is.
     """
 
@@ -83,6 +84,7 @@ class Patience:
         self._troubles: dict[str, _Trouble] = {}
         self._since_s = 0.0
         self._first = ("", "")
+        self.trains = True
         self.cut: Callable[[], str] = str
 
     def failed(self, what: str, error: OSError, essential: bool = True) -> float:
@@ -191,7 +193,7 @@ class Patience:
 
     def _fails(self, what: str, reason: str) -> DiskNotice:
         how_long = "until the run ends" if math.isinf(self.limit_s) else f"for {format_seconds(self.limit_s)}"
-        goes_on = f"training goes on, and it is tried again {how_long}"
+        goes_on = f"{'training goes on, and ' * self.trains}it is tried again {how_long}"
         return DiskNotice(f"cannot write to {self._folder} ({what}: {reason}); {goes_on}", what, reason)
 
     def _over(self, what: str, trouble: _Trouble, now: float) -> UserError:

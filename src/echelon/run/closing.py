@@ -32,7 +32,7 @@ def close_run(path: Path, record: Recorder, stop: StopFlag, stop_s: float = STOP
             return f"asked to stop, it waits no longer; `echelon report {path}` writes it"
         return ""
 
-    record.patience.cut = cut
+    record.patience.cut, record.patience.trains = cut, False
     try:
         _write_end(path, record)
     except UserError as error:

@@ -134,6 +134,26 @@ def _full_at_the_end(folder: Path) -> str:
         return f"the last save waited: {run.events('disk_works')[0]['message']}"
 
 
+def _report_waits(folder: Path) -> str:
+    disk = FaultyDisk(folder, folder / "run" / ".report.html")
+    with Runs(folder) as runs:
+        disk.fail(errno.ENOSPC)
+        arguments = ("train", "digits", "--threads", "1", "--device", "cpu", *STEADY, "--max-steps", "40")
+        run = runs.start(*arguments, folder="run", environment=disk.environment)
+        run.wait_for(lambda: "cannot write to" in run.text(), "that the report cannot be written")
+        time.sleep(FAILS_S)
+        assert run.process.poll() is None, "a disk that is full for a while is waited for"
+        os.kill(run.process.pid, signal.SIGTERM)
+        asked_s = time.monotonic()
+        code, seconds = run.end(), time.monotonic() - asked_s
+        assert code == 0 and seconds < 10, (code, seconds, run.text())
+        assert "`echelon report" in run.errors(), run.errors()
+        disk.work()
+        assert runs.start("report", "run", folder="run").end() == 0
+        assert run.summary()["status"] == "completed" and run.records("checkpoint")[-1]["step"] == 40
+        return f"it ended {seconds:.1f} s after a signal, `echelon report` wrote the report, of all 40 steps"
+
+
 def _dies_while_full(folder: Path) -> str:
     with small_disk(folder / "disk") as disk, Runs(folder) as runs:
         run = runs.train("digits", *STEADY, folder="disk/run")
@@ -223,6 +243,12 @@ _FULL = "A disk that is full for a while ends no run ({}): training goes on, and
 _ERROR = "{} while checkpoints are saved ends no run: training goes on, and the save is tried again."
 
 SCENARIOS = [
+    Scenario(
+        "report-waits",
+        "A signal ends a command that has trained, and waits for a disk that takes no report.",
+        _report_waits,
+        False,
+    ),
     *(
         Scenario(f"full-disk-{name}", _FULL.format(name), partial(_full_disk, name), name == "allreduce")
         for name in SYNCS
