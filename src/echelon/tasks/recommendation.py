@@ -251,12 +251,13 @@ class _PairMetrics:
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count a batch: outputs (B, 1) or (B,), targets (B,); B may be 0."""
         wide = outputs.reshape(-1, 1).float()
-        self._rows.update(wide.sigmoid() if self._clicks else self._units.given(wide), targets)
+        self._rows.update(wide if self._clicks else self._units.given(wide), targets)
 
     def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
         """Return the metrics, and the calibration as means of groups of pairs."""
         outputs, targets = self._rows.all(group)
-        predicted, true = bins_by_prediction(outputs[:, 0], targets[:, 0], _GROUPS)
+        given = outputs[:, 0].sigmoid() if self._clicks else outputs[:, 0]
+        predicted, true = bins_by_prediction(given, targets[:, 0], _GROUPS)
         metrics = _click_scores(outputs[:, 0], targets[:, 0]) if self._clicks else _rating_scores(outputs, targets)
         return EvaluationResult(metrics, {"predicted": predicted, "true": true})
 
@@ -265,13 +266,18 @@ def _rating_scores(outputs: Tensor, targets: Tensor) -> dict[str, float | None]:
     return regression_scores(outputs, targets)[0]
 
 
-def _click_scores(probabilities: Tensor, targets: Tensor) -> dict[str, float | None]:
-    """Return ROC AUC, undefined without both kinds of pairs, and the mean cross-entropy in nats."""
+def _click_scores(logits: Tensor, targets: Tensor) -> dict[str, float | None]:
+    """Return ROC AUC, undefined without both kinds of pairs, and the mean cross-entropy in nats.
+
+    Of logits `(n,)`, not of probabilities: these are exactly 1 above 17 in float32, where pairs would tie, and the
+    logarithm of what is left would be that of nothing.
+    """
     from torchmetrics.functional.classification import binary_auroc
 
     both = 0 < int(targets.sum()) < len(targets)
-    finite = bool(probabilities.isfinite().all())
+    finite = bool(logits.isfinite().all())
+    order = logits.unique(return_inverse=True)[1].double() / max(1, len(logits))  # in 0 to 1, as binary_auroc wants
     return {
-        "roc_auc": float(binary_auroc(probabilities, targets.long())) if both and finite else None,
-        "log_loss": float(F.binary_cross_entropy(probabilities, targets)) if len(targets) and finite else None,
+        "roc_auc": float(binary_auroc(order, targets.long())) if both and finite else None,
+        "log_loss": float(F.binary_cross_entropy_with_logits(logits, targets)) if len(targets) and finite else None,
     }

@@ -92,6 +92,15 @@ def test_ratings_and_clicks() -> None:
     assert evaluated(ratings, logits, logits.flatten() + 3.5).metrics["rmse"] == pytest.approx(0.5, rel=1e-5)
 
 
+def test_clicks_of_which_a_model_is_certain_are_judged_by_its_logits() -> None:
+    ids = (TensorSpec((), "int64", 9), TensorSpec((), "int64", 9))
+    logits, clicked = torch.tensor([[20.0], [30.0], [-25.0], [60.0]]), torch.tensor([0.0, 1.0, 1.0, 1.0])
+    clicks = fitted("recommendation", info(TensorSpec(count=2), ids))
+    result = evaluated(clicks, logits, clicked)
+    assert result.metrics["log_loss"] == pytest.approx(float(clicks.loss_sum(logits, clicked)) / 4, rel=1e-6)
+    assert result.metrics["roc_auc"] == pytest.approx(reference.roc_auc_score(clicked, logits.flatten()), rel=1e-6)
+
+
 def test_ranks_count_ties_and_what_is_no_number_against_the_model() -> None:
     scores = torch.tensor([[9.0, 1, 2, 3], [0, 1, 1, 0], [0, 5, torch.nan, 1], [0, torch.nan, 2, 1], [0, 1, 2, 3]])
     targets = torch.tensor([[NO_TARGET, 0, 1, 0.0], [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0], [NO_TARGET, 0, 0, 0]])
