@@ -35,7 +35,9 @@ def predict_command() -> Any:
             raise UserError("name files to predict, or give texts with --text")
         if out:
             _check_out(Path(out))
-        data = [*map(Path, files or ()), *(text or ())]
+        from echelon.inference.samples import Text
+
+        data: list[Path | str] = [*map(Path, files or ()), *map(Text, text or ())]
         rows: Iterable[PredictedRow]
         if workers == 1:
             rows = _predicted(api.trained_model(run, checkpoint, trust, follow_links), data, masks, device, writing)

@@ -24,7 +24,7 @@ from echelon.data.images import FileNames, ImageArray, ImageFiles, LabelledFiles
 from echelon.data.masks import ImagesToMask
 from echelon.data.sounds import measured
 from echelon.data.sources.text_file import SUFFIXES as TEXTS
-from echelon.data.sources.text_file import read_text
+from echelon.data.sources.text_file import read_lines, read_text
 from echelon.data.sources.texts import TEXT_FILES
 from echelon.data.table_files import SUFFIXES as TABLES
 from echelon.data.table_files import read_rows
@@ -169,7 +169,7 @@ def _table(raw: Any, columns: Sequence[str]) -> pa.Table:
     if not isinstance(raw, Sequence):
         raise UserError(f"{wanted}: give files ({', '.join(TABLES)}), mappings, or a data frame")
     if all(isinstance(each, Mapping) for each in raw):
-        return pa.Table.from_pylist([dict(each) for each in raw])
+        return _table_of_mappings(raw)
     if not _are_paths(raw) or not all(str(each).lower().endswith(TABLES) for each in raw):
         raise UserError(f"{wanted}: give files that end in {', '.join(TABLES)}")
     tables = [read_rows(Path(each).expanduser()) for each in raw]
@@ -177,6 +177,43 @@ def _table(raw: Any, columns: Sequence[str]) -> pa.Table:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
         raise UserError(f"the tables differ in their columns ({str(error).splitlines()[0]})") from error
+
+
+def _table_of_mappings(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return rows as a table of all columns that any of them has; a value that a row lacks is missing.
+
+    A column of strings and numbers, as clients of a service send them, is one of strings: where it is to be a number,
+    its strings are read as numbers later.
+
+    Raises:
+        UserError: a value is no number and no string, or none that a table can hold: names row and column.
+    """
+    names = dict.fromkeys(str(name) for row in rows for name in row)
+    columns = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        try:
+            columns[name] = pa.array(values, from_pandas=True)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError):
+            columns[name] = _strings(name, values)
+    return pa.table(columns)
+
+
+def _strings(name: str, values: Sequence[Any]) -> pa.Array:
+    texts: list[str | None] = []
+    for i, value in enumerate(values, 1):
+        if value is not None and not isinstance(value, str | int | float):
+            raise UserError(f"row {i}: column {name} has {value!r:.60}, which is no number and no string")
+        texts.append(None if value is None else str(value))
+        _check_unicode(f"row {i}: column {name}", texts[-1] or "")
+    return pa.array(texts, pa.string())
+
+
+def _check_unicode(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} is no Unicode text: its character {error.start + 1} is half of a pair") from error
 
 
 def _rows(trained: TrainedModel, table: pa.Table) -> Samples:
@@ -221,16 +258,11 @@ def _names_file(text: str | Path) -> bool:
 def _column(table: pa.Table, name: str) -> list[str]:
     if name not in table.column_names:
         raise UserError(f"no column {name!r}: there are {', '.join(table.column_names)}")
-    return [str(value or "") for value in table[name].to_pylist()]
+    return ["" if value is None else str(value) for value in table[name].to_pylist()]
 
 
 def _lines_of(path: Path, keep_empty: bool) -> list[str]:
-    try:
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if keep_empty or line.strip()]
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: it is not UTF-8 (byte {error.start}): convert it") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    return [line for line in read_lines(path) if keep_empty or line.strip()]
 
 
 def _documents(trained: TrainedModel, raw: Any) -> Samples:
@@ -250,6 +282,8 @@ def _documents(trained: TrainedModel, raw: Any) -> Samples:
 
 def _texts(trained: TrainedModel, texts: list[str], names: Sequence[str] = ()) -> Samples:
     """Return texts, which are called by themselves where they have no names."""
+    for i, text in enumerate(texts, 1):
+        _check_unicode(f"text {i}", text)
     tokeniser: Any = trained.info.tokeniser
     rows = _encoder(trained, tokeniser)(texts)
     array = TensorArray(with_mask(rows), _blank_targets(len(texts)))

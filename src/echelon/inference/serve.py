@@ -12,6 +12,7 @@ import binascii
 import io
 import json
 import socket
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from echelon.core.files import scratch_folder
 from echelon.inference.predict import PredictedRow, finite, predict_samples
 from echelon.inference.samples import Text
 from echelon.reporting.live.server import HOSTS, ImpatientProtocol
+from echelon.run.machine import say
 from echelon.run.trained import TrainedModel
 from echelon.tasks.base import Writing
 
@@ -79,7 +81,11 @@ class PredictionService:
     def app(self) -> Starlette:
         """Return the application."""
         routes = [Route("/predict", self._predict, methods=["POST"]), Route("/health", self._health)]
-        return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS))])
+        return Starlette(
+            routes=routes,
+            exception_handlers={Exception: _failed},
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS))],
+        )
 
     def close(self) -> None:
         """Take no more requests; what is being computed is not waited for."""
@@ -135,6 +141,13 @@ class PredictionService:
             return list(predict_samples(self._trained, job, self._writing, self._device))
         with scratch_folder() as folder:
             return list(predict_samples(self._trained, _as_files(folder, job), self._writing, self._device))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Answer that the service has failed, and say on its terminal at what: a fault of ours, not of the request."""
+    said = "".join(traceback.format_exception(error))
+    say(f"a request failed, which is a fault of Echelon's:\n{said}")
+    return JSONResponse({"error": f"the service failed at this request ({type(error).__name__}: {error})"}, 500)
 
 
 def _as_files(folder: Path, contents: Sequence[bytes]) -> list[Path]:

@@ -10,6 +10,7 @@ import pytest
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
+from echelon.inference import samples
 from echelon.inference.samples import Text, samples_of
 from echelon.tasks.base import Encoding
 from tests.unit.data.test_texts import make_texts, opened
@@ -35,6 +36,39 @@ def test_a_file_is_one_text_by_its_name_and_a_text_from_elsewhere_names_none(tmp
     assert whole == ["it", "was", "poor"] and name != whole
     with pytest.raises(UserError, match="are text files: give paths"):
         samples_of(trained, [{"text": "it was"}])
+
+
+def test_lines_of_a_file_are_those_that_parallel_text_has(tmp_path: Path) -> None:
+    file = tmp_path / "new.txt"
+    file.write_bytes("\ufeffone\u2028and\x0con\r\n\r\ntwo".encode())
+    tokeniser = SimpleNamespace(encode=lambda texts: [[len(text)] for text in texts])
+    info = SimpleNamespace(rate=0, columns=(), tokeniser=tokeniser, marks=SimpleNamespace(end=0))
+    task = SimpleNamespace(encoding=Encoding.TEXT_PAIRS)
+    trained: Any = SimpleNamespace(info=info, task=task, folder=tmp_path, config=SimpleNamespace(data=DataConfig()))
+    assert samples_of(trained, [file, Text("read new.txt")]).names == ["one\u2028and\x0con", "two", "read new.txt"]
+
+
+def test_a_column_of_texts_keeps_what_is_zero(tmp_path: Path) -> None:
+    tokeniser = SimpleNamespace(encode=lambda texts: [[len(text)] for text in texts])
+    info = SimpleNamespace(rate=0, columns=("text",), tokeniser=tokeniser, marks=None)
+    task = SimpleNamespace(encoding=Encoding.TEXT)
+    trained: Any = SimpleNamespace(info=info, task=task, folder=tmp_path, config=SimpleNamespace(data=DataConfig()))
+    assert samples_of(trained, [{"text": 0}, {"text": None}, {"text": 7}]).names == ["0", "", "7"]
+
+
+def test_rows_of_several_types_are_a_table_and_what_is_no_value_is_named() -> None:
+    rows = [{"x": 1}, {"x": "2.5", "y": 2**70}, {"x": None, "y": float("nan")}]
+    table = samples._table(rows, ("x", "y"))
+    assert table["x"].to_pylist() == ["1", "2.5", None] and table["y"].to_pylist()[0] is None
+    for value, why in ([1], "no number and no string"), ("a\ud800", "character 2 is half of a pair"):
+        with pytest.raises(UserError, match=f"row 2: column x .*{why}"):
+            samples._table([{"x": 1}, {"x": value}], ("x",))
+
+
+def test_a_text_that_is_no_unicode_is_refused_by_its_place(tmp_path: Path) -> None:
+    folder = make_texts(tmp_path / "texts")
+    with pytest.raises(UserError, match="text 2 is no Unicode text"):
+        samples_of(_trained(folder), [Text("good"), Text("bad \ud800")])
 
 
 def test_links_in_a_folder_of_samples_neither_loop_nor_leave_it_unsaid(

@@ -52,6 +52,27 @@ def test_rows_are_predicted_in_the_units_of_the_data(tmp_path: Path) -> None:
     assert client(tmp_path).get("/health").json()["task"] == "regression"
 
 
+def test_rows_of_several_types_are_predicted_and_what_is_no_number_is_refused(tmp_path: Path) -> None:
+    service = client(tmp_path)
+    answer = service.post("/predict", json={"rows": [{"b": 5}, {"a": "3", "b": 5}, {"a": 3, "b": 5.5}]})
+    assert answer.status_code == 200, answer.text
+    for value in ("\ud800", [1], {"z": 1}, True, 2**70, "x"):
+        refused = service.post("/predict", content=json.dumps({"rows": [{"a": 1, "b": 2}, {"a": value, "b": 2}]}),
+                               headers={"content-type": "application/json"})  # fmt: skip
+        assert refused.status_code in ((200, 422) if value in (True, 2**70) else (422,)), (value, refused.text)
+        assert refused.json()
+
+
+def test_a_fault_of_the_service_is_answered_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = TestClient(client(tmp_path).app, base_url="http://127.0.0.1", raise_server_exceptions=False)
+    monkeypatch.setattr("echelon.inference.serve.predict_samples", lambda *_: 1 / 0)
+    answer = service.post("/predict", json={"rows": [{"a": 3, "b": 5}]})
+    assert answer.status_code == 500 and "the service failed at this request" in answer.json()["error"]
+    assert "Traceback" in capsys.readouterr().err
+
+
 def image_client(folder: Path) -> TestClient:
     """Serve a model of 4 x 4 images of one channel, whose logits are their sum and its negative."""
     info = DataInfo("images", ("light", "dark"), 1, 4, 8, 2, (4, 4), mean=(0.5,), std=(1.0,))

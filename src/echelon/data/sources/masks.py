@@ -171,7 +171,7 @@ def _class_names(path: Path, pairs: MaskedImages, counts: NDArray[np.int64]) -> 
             )
         return tuple(str(number) for number in range(most + 1))
     try:
-        names = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+        names = tuple(line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip())
     except UnicodeDecodeError:
         raise UserError(f"data {file}: it is not UTF-8 text: write one name of a class a line") from None
     if len(names) < 2:

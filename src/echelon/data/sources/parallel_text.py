@@ -24,6 +24,7 @@ from echelon.data.order import Indices
 from echelon.data.ragged import RaggedArray
 from echelon.data.sample_index import RowSampleIndex, SampleIndex
 from echelon.data.sources.base import SourceKind, held_out_of_begun
+from echelon.data.sources.text_file import read_lines
 from echelon.data.tokenisers import Tokeniser, tokeniser_for
 from echelon.tasks.base import NO_TARGET, Encoding, SentenceMarks
 from echelon.tasks.nest import TensorSpec
@@ -157,7 +158,7 @@ def _has(folder: Path, stem: str, languages: tuple[str, str]) -> bool:
 def _read_pairs(folder: Path, stem: str, languages: tuple[str, str]) -> tuple[Pairs, int]:
     """Return the pairs of one part, and how many were left out because a side is empty."""
     first, second = [folder / f"{stem}.{language}" for language in languages]
-    left, right = _lines(first), _lines(second)
+    left, right = ([line.strip() for line in read_lines(file)] for file in (first, second))
     if len(left) != len(right):
         raise UserError(
             f"data {folder}: {first.name} has {len(left)} lines and {second.name} {len(right)}: line i of one must be "
@@ -167,17 +168,6 @@ def _read_pairs(folder: Path, stem: str, languages: tuple[str, str]) -> tuple[Pa
     if not kept:
         raise UserError(f"data {folder}: {first.name} and {second.name} hold no pair of sentences")
     return Pairs([a for a, _ in kept], [b for _, b in kept]), len(left) - len(kept)
-
-
-def _lines(file: Path) -> list[str]:
-    """Return the stripped lines: cut at line feeds alone, for other separators may stand within a sentence."""
-    try:
-        text = file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"data {file}: it is not UTF-8 (byte {error.start}): convert it") from error
-    except OSError as error:
-        raise UserError(f"data {file}: cannot be read ({error.strerror})") from error
-    return [line.strip() for line in text.removesuffix("\n").split("\n")]
 
 
 def _hold_out(by_part: dict[str, Pairs], request: DataRequest, sample_index: SampleIndex) -> str:

@@ -180,3 +180,13 @@ def read_text(path: Path) -> str:
         raise UserError(f"data {path}: it is not UTF-8 (byte {error.start}): convert it") from error
     except OSError as error:
         raise UserError(f"data {path}: cannot be read ({error.strerror})") from error
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a file: cut at line feeds alone, for other separators may stand within a sentence.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8.
+    """
+    text = read_text(path)
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []

@@ -27,7 +27,7 @@ from echelon.data.sample_index import NamedSampleIndex, SampleIndex
 from echelon.data.sounds import SoundFiles, measured, sound_specs, transcript_spec
 from echelon.data.sources.base import SourceKind, held_out, held_out_of_begun
 from echelon.data.sources.sounds import Sounds, has_transcripts
-from echelon.data.sources.text_file import read_text
+from echelon.data.sources.text_file import read_lines, read_text
 from echelon.data.tokenisers import Characters, Tokeniser, tokeniser_for
 from echelon.tasks.base import NO_TARGET, Encoding, TightSample
 
@@ -237,7 +237,7 @@ def _read_texts(path: Path, files: Sequence[str], sounds: set[str]) -> dict[str,
         lower = name.lower()
         if lower.endswith(_LIST):
             folder = f"{name.rpartition('/')[0]}/" if "/" in name else ""
-            for line in read_text(path / name).splitlines():
+            for line in read_lines(path / name):
                 sound, _, text = line.partition(" ")
                 texts[folder + sound] = plain_text(text)
         elif lower.endswith(_TEXT) and _stem(name) in sounds:
