@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +45,7 @@ def _train(trainer: Trainer, rank: Rank, seen: bool) -> Any:
         if number == BAD:
             inputs[-1, 0, 0, 0] = torch.nan
         own = local_part(np.arange(len(inputs)), Shard(world.data_rank, world.data_size))
-        batch = Batch(inputs[own], targets[own], len(inputs), number, samples=own)
+        batch = Batch(inputs[own], targets[own], len(inputs), number, numbers=functools.partial(np.asarray, own))
         result = trainer.step.forward_backward(batch, sync)
         left_out.append(result.left_out)
         (sync.leave_out if result.left_out else sync.step)()

@@ -25,6 +25,7 @@ from echelon.tasks import nest
 from echelon.tasks.nest import Nest, TensorSpec
 
 CACHE_BYTES = 512 * 10**6
+_LOOKED_AT_ONCE = 64 << 20  # bytes in memory: a few hundredths of a second
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,7 @@ class ArrayRows:
         self._arrays: tuple[Nest, Nest] = (array.values, array.targets)
         self.specs: tuple[Nest, Nest] = nest.map_leaves(array_spec, self._arrays)
         self.lengths = sample_lengths(self._arrays)
+        self._known_finite: bool | None = None  # None: nobody has looked yet
 
     def batch_specs(self, draws: Indices) -> tuple[Nest, Nest]:
         """Return the specs of a global batch of inputs and targets, as long as its longest samples."""
@@ -222,7 +224,18 @@ class ArrayRows:
         nest.map_leaves(copy, self.targets, targets)
         if self._transform is not None:
             self._transform.apply(epoch, draws, inputs)
+        elif self._all_finite:
+            return []
         return samples_not_finite(numbers_in(self.origin, indices), (inputs, targets), self._skip_nan)
+
+    @property
+    def _all_finite(self) -> bool:
+        """Whether all numbers were found finite at once; of many, batches are looked at one by one as they come."""
+        if self._known_finite is None:
+            stored = [leaf.values if isinstance(leaf, RaggedArray) else leaf for leaf in nest.leaves(self._arrays)]
+            few = sum(each.nbytes for each in stored) <= _LOOKED_AT_ONCE
+            self._known_finite = few and all(each.dtype.kind != "f" or np.isfinite(each).all() for each in stored)
+        return self._known_finite
 
 
 class ItemRows(RowsOfOneShape):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -257,9 +258,12 @@ class Feed:
             self.pool.release(slot)
 
     def _batch(self, epoch: int, job: BatchJob, made: _Made) -> Batch:
-        units, indices = self._global_units(job), made.indices % max(1, self._info.train_size)
-        samples = numbers_in(self._rows.origin, indices)
-        return Batch(made.inputs, made.targets, job.global_size, job.number, units, epoch, samples, job.sizes)
+        units, numbers = self._global_units(job), functools.partial(self._numbers, made.indices)
+        return Batch(made.inputs, made.targets, job.global_size, job.number, units, epoch, numbers, job.sizes)
+
+    def _numbers(self, draws: Indices) -> Indices:
+        """Return the numbers that the samples of some draws have in the user's data."""
+        return numbers_in(self._rows.origin, draws % max(1, self._info.train_size))
 
     def _global_units(self, job: BatchJob) -> int | None:
         if self._units is None or job.everyone is None or self._rows.targets is None:

@@ -123,7 +123,7 @@ class TrainLoader(_Loader):
             for batch in self._made(epoch, [(number, batch, shard) for number, batch in batches[start_batch:]]):
                 start_batch += 1
                 yield batch
-                if self.shard != shard:
+                if self.shard is not shard:  # it was dealt anew
                     break
 
     def part(self, epoch: int, batch: int, shard: Shard) -> Batch:

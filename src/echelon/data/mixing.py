@@ -83,7 +83,7 @@ class Mixer:
                 np.random.seed(mix_seed(self._seed, epoch, batch.index))
                 mixed, mixed_shares = self._mixup(inputs[order], classes[order])
             inputs[order], shares[order] = mixed, mixed_shares.to(shares.dtype)
-        return replace(batch, inputs=inputs[wanted], targets=shares[wanted], samples=None)
+        return replace(batch, inputs=inputs[wanted], targets=shares[wanted], numbers=None)
 
 
 def _pairs_first_and_last(count: int) -> Tensor:

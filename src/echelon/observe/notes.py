@@ -131,7 +131,7 @@ class NotedClock(WrappedClock):
     def enter(self, phase: Phase | None) -> None:
         """Begin a phase now, or a pause."""
         self._notes.enter(phase)
-        super().enter(phase)
+        self._clock.enter(phase)
 
     def only_waits(self) -> None:
         """Note that the present phase only waits for other ranks from now on; `split` divides the time later."""

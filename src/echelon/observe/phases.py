@@ -146,7 +146,8 @@ class HostClock:
     def so_far(self) -> list[float]:
         """Return seconds per phase since the last `drain`, this moment included."""
         self.enter(self._phase)
-        return [self._seconds[p] for p in PHASES]
+        *seconds, _ = self._seconds.values()  # in the order of `_zeros`, whose last are the pauses
+        return seconds
 
     def end_step(self) -> None:
         """Do nothing: `so_far` tells."""

@@ -145,14 +145,16 @@ class AllReduce:
             self._catch_up()
         if self._confirms:
             dist.all_reduce(torch.zeros(1, device=self._context.device), group=self._context.group)
+        if self._hook is None:
+            self._context.update()
+            return
         scale = self._context.loss_scale()
         self._context.update()
-        for switch in self._hook.take_switches() if self._hook else []:
+        for switch in self._hook.take_switches():
             self._context.noted(switch)
         change = self._context.loss_scale() / scale
-        if self._hook:
-            self._hook.step_made()
-        if self._hook and change != 1.0:
+        self._hook.step_made()
+        if change != 1.0:
             self._hook.rescale(change)
 
     def silent(self) -> AbstractContextManager[object]:

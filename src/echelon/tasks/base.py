@@ -71,7 +71,8 @@ class Batch:
         index: of the batch in its epoch.
         global_units: units of the loss in the whole batch, where the loader knows them; None: it does not.
         epoch: from 0.
-        samples: numbers in the user's data of those in `targets`, `(B,)`; None: unknown, or they are mixtures.
+        numbers: of the samples in the user's data, `(B,)`, for who asks (see `samples`); None: unknown, or these are
+            mixtures.
         sizes: samples of each rank's part, in their order; empty: they differ by at most 1, the first have more.
     """
 
@@ -81,8 +82,13 @@ class Batch:
     index: int
     global_units: int | None = None
     epoch: int = 0
-    samples: NDArray[np.int64] | None = None
+    numbers: Callable[[], NDArray[np.int64]] | None = None
     sizes: tuple[int, ...] = ()
+
+    @property
+    def samples(self) -> NDArray[np.int64] | None:
+        """The numbers in the user's data of the samples in `targets`, `(B,)`; None: unknown, or they are mixtures."""
+        return self.numbers() if self.numbers is not None else None
 
 
 class TextDecoder(Protocol):

@@ -42,63 +42,74 @@ class TensorSpec:
         return f"{self.shape} of {self.dtype}"
 
 
+@dataclass(frozen=True)
+class _Container:
+    """How nests of a class are taken apart, and put together again with other children like one of them."""
+
+    children: Callable[[Nest], list[Nest]]
+    filled: Callable[[Nest, list[Nest]], Nest]
+
+
+_DICTS = _Container(lambda nest: list(nest.values()), lambda like, children: dict(zip(like, children, strict=True)))
+_NAMED_TUPLES = _Container(list, lambda like, children: type(like)(*children))
+_SEQUENCES = _Container(list, lambda like, children: type(like)(children))
+_DATACLASSES = _Container(
+    lambda nest: [getattr(nest, field.name) for field in fields(nest)],
+    lambda like, children: replace(like, **{f.name: child for f, child in zip(fields(like), children, strict=True)}),
+)
+
+
+def _taken_apart(kind: type) -> _Container | None:
+    """Return how nests of a class are taken apart; None: these are leaves."""
+    if issubclass(kind, Mapping):
+        return _DICTS
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return _NAMED_TUPLES
+    if issubclass(kind, (tuple, list)):
+        return _SEQUENCES
+    return _DATACLASSES if is_dataclass(kind) and not issubclass(kind, TensorSpec) else None
+
+
+# Kept, for steps of small models ask it some forty times, and abstract classes take long to answer.
+_container: Callable[[type], _Container | None] = cache(_taken_apart)
+
+
 def is_container(value: Nest) -> bool:
     """Whether a value holds nests, and is no leaf."""
-    return _holds_nests(type(value))  # type: ignore[arg-type]  # classes can be hashed
-
-
-@cache  # steps of small models ask it some forty times, and abstract classes take long to answer
-def _holds_nests(kind: type) -> bool:
-    if issubclass(kind, (tuple, list, Mapping)):
-        return True
-    return is_dataclass(kind) and not issubclass(kind, TensorSpec)
+    return _container(type(value)) is not None
 
 
 def leaves(nest: Nest) -> list[Any]:
     """Return the leaves, in the order of the containers."""
-    if not is_container(nest):
+    container = _container(type(nest))
+    if container is None:
         return [nest]
-    return [leaf for child in _children(nest) for leaf in leaves(child)]
-
-
-def _children(nest: Nest) -> list[Any]:
-    if isinstance(nest, Mapping):
-        return list(nest.values())
-    if isinstance(nest, (tuple, list)):
-        return list(nest)
-    return [getattr(nest, field.name) for field in fields(nest)]
+    return [leaf for child in container.children(nest) for leaf in leaves(child)]
 
 
 def rebuild(like: Nest, values: Iterator[Any]) -> Nest:
     """Return a nest of the same containers as `like`, its leaves taken from `values` in order."""
-    if not is_container(like):
+    container = _container(type(like))
+    if container is None:
         return next(values)
-    return _filled(like, [rebuild(child, values) for child in _children(like)])
-
-
-def _filled(like: Nest, children: list[Nest]) -> Nest:
-    """Return a container like another one, with other children."""
-    if isinstance(like, Mapping):
-        return dict(zip(like, children, strict=True))
-    if isinstance(like, tuple) and hasattr(like, "_fields"):
-        return type(like)(*children)
-    if isinstance(like, (tuple, list)):
-        return type(like)(children)
-    return replace(like, **{field.name: child for field, child in zip(fields(like), children, strict=True)})
+    return container.filled(like, [rebuild(child, values) for child in container.children(like)])
 
 
 def map_leaves(function: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:
     """Return a nest of `function(leaf, leaf of each other nest)`; the others have the first one's containers."""
-    if not is_container(nest):
+    container = _container(type(nest))
+    if container is None:
         return function(nest, *others)
     if not others:
-        return _filled(nest, [map_leaves(function, child) for child in _children(nest)])
+        return container.filled(nest, [map_leaves(function, child) for child in container.children(nest)])
     values = [function(*row) for row in zip(leaves(nest), *(leaves(other) for other in others), strict=True)]
     return rebuild(nest, iter(values))
 
 
 def rows(nest: Nest) -> int:
     """Return the number of samples: the length of the first leaf's first axis; 0 of an empty nest."""
+    if isinstance(nest, Tensor):
+        return nest.shape[0]  # what its `len` is, which takes five times as long
     found = leaves(nest)
     return len(found[0]) if found else 0
 
@@ -140,6 +151,8 @@ def stack(items: list[Nest]) -> Nest:
 
 def call(module: nn.Module | Callable[..., Any], inputs: Nest) -> Any:
     """Call a model with its inputs: a tensor as it is, a tuple or list by position, a dict by name."""
+    if isinstance(inputs, Tensor):
+        return module(inputs)
     if isinstance(inputs, Mapping):
         return module(**inputs)
     if isinstance(inputs, (tuple, list)):
@@ -149,13 +162,14 @@ def call(module: nn.Module | Callable[..., Any], inputs: Nest) -> Any:
 
 def exact(outputs: Nest) -> Nest:
     """Return outputs whose floating-point tensors are float32 or wider, as losses are computed."""
+    return map_leaves(_widened, outputs)
 
-    def widened(leaf: Any) -> Any:
-        """Return a leaf in float32, where it is a narrower floating-point tensor; others as they are."""
-        narrow = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64
-        return leaf.float() if narrow else leaf
 
-    return map_leaves(widened, outputs)
+def _widened(leaf: Any) -> Any:
+    """Return a leaf in float32, where it is a narrower floating-point tensor; others as they are."""
+    if not isinstance(leaf, Tensor) or leaf.dtype in (torch.float32, torch.float64):
+        return leaf
+    return leaf.float() if leaf.is_floating_point() else leaf
 
 
 def zero_of(outputs: Nest) -> Tensor:

@@ -79,12 +79,11 @@ class LossGuard:
         Raises:
             UserError: it is not finite, and the run is to stop.
         """
-        loss = loss.detach()
         if loss.is_cuda and not self._settings.skip:
-            self._waiting.append((loss, self._where()))
-        elif not math.isfinite(float(loss)):
+            self._waiting.append((loss.detach(), self._where()))
+        elif not math.isfinite(value := loss.item()):
             positions = [] if outputs is None else culprits(self._task, outputs, targets)
-            self._found(float(loss), self._where(), self._named([first + each for each in positions]), outputs)
+            self._found(value, self._where(), self._named([first + each for each in positions]), outputs)
 
     def settle(self) -> None:
         """Look at losses that were still being computed.
@@ -92,6 +91,8 @@ class LossGuard:
         Raises:
             UserError: one is not finite.
         """
+        if not self._waiting:
+            return
         waiting, self._waiting = self._waiting, []
         for loss, where in waiting:
             if not math.isfinite(float(loss)):

@@ -91,6 +91,7 @@ class Step:
         self.task, self._settings, self._clock, self._scaler = task, settings, clock, scaler
         self._split, self.guard = split, guard
         self._begun = False
+        self._zero: Tensor | None = None  # what sums begin with; nothing is added to it in place
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -110,8 +111,9 @@ class Step:
             warmup_backward(sync, blank_like(inputs))
         self._begun = True
         count = self._settings.accumulate
-        zero = torch.zeros((), device=self._settings.device)
-        result = StepResult(zero, zero.clone(), nest.rows(targets), *self.count_units(batch))
+        if self._zero is None:
+            self._zero = torch.zeros((), device=self._settings.device)
+        result = StepResult(self._zero, self._zero, nest.rows(targets), *self.count_units(batch))
         divisor = sync.begin_step(result.units, result.global_units)
         if self._split is not None and self._split.pipeline is not None:
             self._pipelined(self._split.pipeline, inputs, targets, divisor, result)
@@ -182,9 +184,12 @@ class Step:
         if part.last and self.guard is not None and self.guard.leaves_out(sync.steps_together):
             result.left_out = True
         self._clock.enter(Phase.BACKWARD)
-        blank = untouched(sync.module) if not samples else nullcontext()
-        with sync.silent() if result.left_out else nullcontext(), blank:
+        if samples and not result.left_out:
             self._scaler.scale(total).backward()
+        else:
+            blank = untouched(sync.module) if not samples else nullcontext()
+            with sync.silent() if result.left_out else nullcontext(), blank:
+                self._scaler.scale(total).backward()
         if samples and (score := self.task.training_score(outputs, targets)) is not None:
             result.score = result.score + score
         return total.detach()
@@ -200,11 +205,10 @@ class Step:
             return nest.call(module, blank_like(inputs))
 
     def _to_device(self, batch: Batch) -> tuple[Nest, Nest]:
-        settings = self._settings
-        inputs = nest.to_device(batch.inputs, settings.device)
-        if settings.channels_last:
-            inputs = nest.map_leaves(_channels_last, inputs)
-        return inputs, nest.to_device(batch.targets, settings.device)
+        settings, inputs, targets = self._settings, batch.inputs, batch.targets
+        if settings.device.type != "cpu":  # else they are there: no loader gives others
+            inputs, targets = nest.to_device(inputs, settings.device), nest.to_device(targets, settings.device)
+        return nest.map_leaves(_channels_last, inputs) if settings.channels_last else inputs, targets
 
 
 def _channels_last(inputs: Tensor) -> Tensor:
@@ -237,6 +241,7 @@ def make_update(
     """Return the function that applies gradients: unscale, clip by global norm, step, clear."""
 
     divided = model.divided if isinstance(model, LocalShards) else None
+    clear = _clears(optimizer)
 
     def update() -> None:
         """Apply the gradients that are there, and clear them."""
@@ -250,12 +255,29 @@ def make_update(
                 _clip_whole(model, clip_norm)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        clear()
         if divided is not None:
             model.zero_grad(set_to_none=True)
             divided.share()
 
     return update
+
+
+def _clears(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return what drops the gradients of an optimizer's parameters.
+
+    torch's `zero_grad` tells its profiler of it, which takes as long as a small layer.
+    """
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        return optimizer.zero_grad  # of the user's own
+
+    def clear() -> None:
+        """Drop them."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    return clear
 
 
 def _clip_whole(model: nn.Module, clip_norm: float) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data import EvalLoader, LoaderConfig, Shard, TrainLoader, from_datasets, open_data, source_of
+from echelon.data import EvalLoader, LoaderConfig, Shard, TrainLoader, assemble, from_datasets, open_data, source_of
 from tests.unit.data.images import make_folder
 
 CPU = torch.device("cpu")
@@ -122,6 +122,18 @@ def test_numbers_that_are_not_finite_are_refused_or_left_out(in_memory: bool) ->
     batch = next(loader.epoch(0))
     assert batch.inputs.shape == (10, 3) and batch.inputs.isfinite().all() and batch.global_size == 12
     assert sorted(loader.bad_images) == [(f"sample {i}", "its numbers are not finite") for i in (5, 7)]
+
+
+@pytest.mark.parametrize("bytes_at_once", [0, 1 << 20])
+def test_few_numbers_are_looked_at_once_and_many_batch_by_batch(
+    bytes_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(assemble, "_LOOKED_AT_ONCE", bytes_at_once)
+    monkeypatch.setattr(assemble, "samples_not_finite", lambda numbers, rows, skip: looks.append(len(numbers)) or [])
+    data = TensorDataset(torch.ones(12, 3), torch.arange(12) % 2)
+    list(TrainLoader(from_datasets(data, data), settings(batch_size=4), Shard(0, 1)).epoch(0))
+    assert looks == ([] if bytes_at_once else [4, 4, 4])
 
 
 @pytest.mark.parametrize("in_memory", [True, False])

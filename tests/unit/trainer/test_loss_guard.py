@@ -67,7 +67,7 @@ def step_of(tmp_path: Path) -> Callable[[bool, Model], Callable[[], StepResult]]
         step = Step(TASK, settings, HostClock(), torch.amp.GradScaler("cpu", enabled=False), None, guard)
         inputs = torch.ones(5, 3)
         inputs[3, 0] = 0.0
-        batch = Batch(inputs, torch.zeros(5, dtype=torch.int64), 5, 6, epoch=1, samples=np.arange(20, 25))
+        batch = Batch(inputs, torch.zeros(5, dtype=torch.int64), 5, 6, epoch=1, numbers=lambda: np.arange(20, 25))
         return lambda: step.forward_backward(batch, Alone(model))  # type: ignore[arg-type]
 
     return made
