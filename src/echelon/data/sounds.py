@@ -9,7 +9,7 @@ Shapes: T frames, F frequencies of the short-time Fourier transform, M mel bands
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,16 @@ def measured(files: LabelledFiles, rate: int = 0) -> SoundFiles:
         rate = rate or min(header.samplerate, MOST_HZ)
         lengths[i] = frame_count(-(-header.frames * rate // header.samplerate), rate)
     return SoundFiles(files.root, files.names, files.labels, rate, lengths)
+
+
+def at_rate(sounds: SoundFiles, rate: int) -> SoundFiles:
+    """Return sounds as they are at another rate, samples per second.
+
+    Raises:
+        UserError: a file is no sound.
+    """
+    again = measured(LabelledFiles(sounds.root, sounds.names, sounds.labels), rate)
+    return replace(again, transcripts=sounds.transcripts)
 
 
 def frame_count(samples: int, rate: int) -> int:

@@ -165,7 +165,10 @@ def _table(raw: Any, columns: Sequence[str]) -> pa.Table:
     if isinstance(raw, pa.Table):
         return raw
     if hasattr(raw, "columns") and hasattr(raw, "iloc"):
-        return pa.Table.from_pandas(raw, preserve_index=False)
+        try:
+            return pa.Table.from_pandas(raw, preserve_index=False)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError):  # a column of several types
+            return _table_of_mappings(raw.to_dict("records"))
     if not isinstance(raw, Sequence):
         raise UserError(f"{wanted}: give files ({', '.join(TABLES)}), mappings, or a data frame")
     if all(isinstance(each, Mapping) for each in raw):

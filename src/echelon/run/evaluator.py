@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,10 @@ from echelon.config import RunConfig
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
 from echelon.core.units import format_seconds
-from echelon.data import LoaderConfig, Shard
+from echelon.data import DataInfo, LoaderConfig, Shard, Source
+from echelon.data.kept_info import read_info
 from echelon.data.loader import EvalLoader
+from echelon.data.sounds import SoundFiles, at_rate
 from echelon.models import build_model
 from echelon.models.trial import own_copy
 from echelon.observe.notes import RankNotes
@@ -80,7 +82,9 @@ def evaluate_part(
     objects = objects or UserObjects()
     run = resolve(replace(config, run=str(folder)))  # a folder may have been moved
     with join_world(run, folder / SECRET_FOLDER, RankNotes()) as world:
-        source = objects.source or run.source.open()
+        source, kept = objects.source or run.source.open(), read_info(folder)
+        if kept is not None:
+            source = as_trained_on(source, kept)
         task = run.task.fitted(source.info, objects.of_task)
         if objects.model is not None:
             model = own_copy(objects.model).to(world.device)
@@ -104,9 +108,49 @@ def evaluate_part(
                     report = evaluate(model, loader, task, world, bar.advance, autocast)
         finally:
             loader.close()
+        if world.leads and kept is not None and kept.name != source.info.name and source.test is None:
+            say(left_out(source))
         if world.leads:
             say(f"{report.samples:,} samples evaluated in {format_seconds(report.seconds)}")
     return {"loss": report.loss, **report.metrics}
+
+
+def as_trained_on(source: Source, kept: DataInfo) -> Source:
+    """Return data as a model knows its own: size and means of images, rate of sounds, units of targets.
+
+    What other data would be by its own measure is another input, or another class, in the same place.
+
+    Raises:
+        UserError: its classes are others, or in another order.
+    """
+    info = source.info
+    if info.classes != kept.classes:
+        why = "the same in another order" if set(info.classes) == set(kept.classes) else "others"
+        raise UserError(
+            f"data {info.name} does not fit the run's model: its classes are {_some(info.classes)}; the run's are "
+            f"{_some(kept.classes)}: they are {why}, and the model knows a class by its place: name them as the run's"
+        )
+    if info.mean and kept.mean:
+        info = replace(info, channels=kept.channels, image_size=kept.image_size, mean=kept.mean, std=kept.std)
+    if info.target_mean and kept.target_mean:
+        info = replace(info, target_mean=kept.target_mean, target_std=kept.target_std)
+    if info.rate == kept.rate or not isinstance(source.evaluation, SoundFiles):
+        return replace(source, info=info)
+    test = at_rate(source.test, kept.rate) if isinstance(source.test, SoundFiles) else source.test
+    evaluation = at_rate(source.evaluation, kept.rate)
+    return replace(source, info=replace(info, rate=kept.rate), evaluation=evaluation, test=test)
+
+
+def left_out(source: Source) -> str:
+    """Say that a part of other data is not evaluated, which a user may not expect of data without parts."""
+    return (
+        f"{source.info.train_size:,} samples of {source.info.name} are its part for training and were not evaluated: "
+        "what lies in a folder's test/ (of tables: test.csv) is evaluated whole"
+    )
+
+
+def _some(classes: Sequence[str]) -> str:
+    return ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "") if classes else "none"
 
 
 def _load(model: nn.Module, folder: Path, config: RunConfig, checkpoint: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from echelon.config import DataConfig
@@ -60,6 +61,8 @@ def test_rows_of_several_types_are_a_table_and_what_is_no_value_is_named() -> No
     rows = [{"x": 1}, {"x": "2.5", "y": 2**70}, {"x": None, "y": float("nan")}]
     table = samples._table(rows, ("x", "y"))
     assert table["x"].to_pylist() == ["1", "2.5", None] and table["y"].to_pylist()[0] is None
+    frame = pd.DataFrame({"x": [1, "2.5", None], "z": [1.0, float("nan"), 3.0]})
+    assert samples._table(frame, ("x",)).to_pydict() == {"x": ["1", "2.5", None], "z": [1.0, None, 3.0]}
     for value, why in ([1], "no number and no string"), ("a\ud800", "character 2 is half of a pair"):
         with pytest.raises(UserError, match=f"row 2: column x .*{why}"):
             samples._table([{"x": 1}, {"x": value}], ("x",))

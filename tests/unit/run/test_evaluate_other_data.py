@@ -1,0 +1,60 @@
+"""Other data than a run's is evaluated as the run's model knows its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from echelon.config import DataConfig
+from echelon.core.errors import UserError
+from echelon.data import DataInfo, Source, open_data
+from echelon.run.evaluator import as_trained_on, left_out
+from tests.unit.data.images import make_image
+
+KEPT = DataInfo("own", ("r", "g", "b"), 1, 24, 8, 2, (4, 4), mean=(0.5,), std=(0.25,))
+
+
+def other(**facts: Any) -> Source:
+    nothing: Any = ()
+    return Source(nothing, nothing, replace(KEPT, name="other", **facts))
+
+
+def test_classes_of_other_names_or_in_another_order_are_refused() -> None:
+    with pytest.raises(UserError, match="its classes are b, g, r; the run's are r, g, b: they are the same in another"):
+        as_trained_on(other(classes=("b", "g", "r")), KEPT)
+    with pytest.raises(UserError, match="they are others"):
+        as_trained_on(other(classes=("x", "y", "z")), KEPT)
+
+
+def test_images_are_normalised_and_sized_as_the_runs_own(tmp_path: Path) -> None:
+    found = other(channels=3, image_size=32, mean=(0.1, 0.2, 0.3), std=(1.0, 1.0, 1.0))
+    assert replace(as_trained_on(found, KEPT).info, name="own") == KEPT
+    for name in KEPT.classes:
+        for i in range(4):
+            make_image(tmp_path / "images" / name / f"{i}.png", (20, 20))
+    opened = open_data(DataConfig(source=str(tmp_path / "images")), 0)
+    kept = replace(KEPT, classes=opened.info.classes)
+    info = as_trained_on(opened, kept).info
+    assert (info.image_size, info.mean, info.std) == (24, (0.5,), (0.25,))
+    assert f"{opened.info.train_size} samples of" in left_out(opened)
+
+
+def test_targets_are_in_the_units_of_the_run_and_sounds_at_its_rate(tmp_path: Path) -> None:
+    units = {"classes": (), "mean": (), "std": (), "target_mean": (3.0,), "target_std": (2.0,)}
+    found = replace(other(**units), info=replace(KEPT, **{**units, "target_mean": (0.0,), "target_std": (1.0,)}))
+    assert as_trained_on(found, replace(KEPT, **units)).info.target_mean == (3.0,)
+    for name in ("low", "high"):
+        (tmp_path / name).mkdir()
+        for i in range(4):
+            soundfile.write(tmp_path / name / f"{i}.wav", np.zeros(4000, np.float32), 8000)
+    opened: Any = open_data(DataConfig(source=str(tmp_path)), 0)
+    assert opened.info.rate == opened.evaluation.rate == 8000
+    sounds: Any = as_trained_on(opened, replace(opened.info, rate=16000))
+    assert sounds.info.rate == sounds.evaluation.rate == 16000
+    assert len(sounds.evaluation.wave(0)) == 8000
+    assert sounds.evaluation.frames.tolist() == [51] * len(sounds.evaluation)
