@@ -108,12 +108,12 @@ def draw_uniforms(seed: int, epoch: int, n: int) -> NDArray[np.float64]:
 
 def mix_seed(seed: int, epoch: int, batch: int) -> int:
     """Return a 32-bit seed of what mixes the samples of a global batch."""
-    return int(_mix(np.array([batch ^ _stream(seed, epoch, _MIX)], dtype=np.uint64))[0] >> np.uint64(32))
+    return _mix_one(batch ^ _stream(seed, epoch, _MIX)) >> 32
 
 
 def layer_seed(seed: int, step: int, share: int) -> int:
     """Return a 63-bit seed of what layers draw (dropout, drop path) in a step, for one part of its batch."""
-    return int(_mix(np.array([share ^ _stream(seed, step, _LAYERS)], dtype=np.uint64))[0] >> np.uint64(1))
+    return _mix_one(share ^ _stream(seed, step, _LAYERS)) >> 1
 
 
 def _unit(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -130,10 +130,17 @@ def _shuffled(n: int, stream: int) -> Indices:
 
 
 def _stream(seed: int, epoch: int, purpose: int) -> int:
-    key = np.array([seed & _MASK], dtype=np.uint64)
+    key = seed & _MASK
     for word in (epoch, purpose):
-        key = _mix(key + np.uint64(((word + 1) * _GOLDEN) & _MASK))
-    return int(key[0])
+        key = _mix_one((key + (word + 1) * _GOLDEN) & _MASK)
+    return key
+
+
+def _mix_one(x: int) -> int:
+    """Return what `_mix` makes of one number; arrays of one take ten times as long, and some steps need such a hash."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

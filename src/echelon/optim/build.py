@@ -259,8 +259,9 @@ class Schedule:
 
     def set_step(self, step: int) -> None:
         """Set the learning rate for optimizer step `step`, counted from 0 over the whole run, before it is taken."""
+        rates = {base: self.curve.rate(base, step) for base in {*self._bases}}  # most groups have the same base
         for group, base in zip(self.optimizer.param_groups, self._bases, strict=True):
-            group["lr"] = self.curve.rate(base, step) * group.get("lr_scale", 1.0)
+            group["lr"] = rates[base] * group.get("lr_scale", 1.0)
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ class Step:
         targets = part.targets
         samples = nest.rows(targets)
         with autocast_to(self._settings.autocast, self._settings.device):
-            outputs = self._forward(sync.module, part.inputs)
+            outputs = self._forward(sync.module, part.inputs, samples)
             exact = nest.exact(outputs)
             total = self.task.loss_sum(exact, targets) / divisor if samples else nest.zero_of(outputs)
         if self.guard is not None and samples:
@@ -194,12 +194,12 @@ class Step:
             result.score = result.score + score
         return total.detach()
 
-    def _forward(self, module: nn.Module, inputs: Nest) -> Nest:
+    def _forward(self, module: nn.Module, inputs: Nest, samples: int) -> Nest:
         """Run the model; a rank without samples takes part with one blank sample of weight zero.
 
         With SyncBatchNorm it runs its empty batch instead, for the others wait for its statistics.
         """
-        if nest.rows(inputs) or has_sync_batchnorm(module):
+        if samples or has_sync_batchnorm(module):
             return nest.call(module, inputs)
         with evaluating(module):
             return nest.call(module, blank_like(inputs))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.data.base import Shard
-from echelon.data.order import global_batches, item_seeds, local_part, split, uniforms
+from echelon.data.order import _mix, _mix_one, global_batches, item_seeds, layer_seed, local_part, split, uniforms
 
 
 @given(st.integers(1, 300), st.integers(1, 64), st.integers(0, 2**63), st.integers(0, 1000))
@@ -84,3 +84,12 @@ def test_split_by_seed() -> None:
 
 GOLDEN_ORDER = [7, 3, 6, 4, 8, 0, 9, 5, 2, 1]
 GOLDEN_UNIFORMS = [0.49629246581049, 0.09998568082930448]
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_one_number_is_hashed_as_arrays_are(x: int) -> None:
+    assert _mix_one(x) == int(_mix(np.array([x], dtype=np.uint64))[0])
+
+
+def test_the_seeds_of_layers_stay_what_runs_were_trained_with() -> None:
+    assert [layer_seed(0, 0, 0), layer_seed(2**64 + 3, 77, 1)] == [2499390872500997893, 4395971517367138560]
