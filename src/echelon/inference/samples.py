@@ -168,11 +168,11 @@ def _table(raw: Any, columns: Sequence[str]) -> pa.Table:
         try:
             return pa.Table.from_pandas(raw, preserve_index=False)
         except (pa.ArrowException, TypeError, ValueError, OverflowError):  # a column of several types
-            return _table_of_mappings(raw.to_dict("records"))
+            return _table_of_mappings(raw.to_dict("records"), columns)
     if not isinstance(raw, Sequence):
         raise UserError(f"{wanted}: give files ({', '.join(TABLES)}), mappings, or a data frame")
     if all(isinstance(each, Mapping) for each in raw):
-        return _table_of_mappings(raw)
+        return _table_of_mappings(raw, columns)
     if not _are_paths(raw) or not all(str(each).lower().endswith(TABLES) for each in raw):
         raise UserError(f"{wanted}: give files that end in {', '.join(TABLES)}")
     tables = [read_rows(Path(each).expanduser()) for each in raw]
@@ -182,8 +182,10 @@ def _table(raw: Any, columns: Sequence[str]) -> pa.Table:
         raise UserError(f"the tables differ in their columns ({str(error).splitlines()[0]})") from error
 
 
-def _table_of_mappings(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+def _table_of_mappings(rows: Sequence[Mapping[str, Any]], wanted: Sequence[str]) -> pa.Table:
     """Return rows as a table of all columns that any of them has; a value that a row lacks is missing.
+
+    Columns that are not wanted are left empty, whatever they hold.
 
     A column of strings and numbers, as clients of a service send them, is one of strings: where it is to be a number,
     its strings are read as numbers later.
@@ -194,11 +196,16 @@ def _table_of_mappings(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     names = dict.fromkeys(str(name) for row in rows for name in row)
     columns = {}
     for name in names:
+        if name not in wanted:
+            columns[name] = pa.nulls(len(rows))
+            continue
         values = [row.get(name) for row in rows]
         try:
-            columns[name] = pa.array(values, from_pandas=True)
+            column = pa.array(values, from_pandas=True)
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
-            columns[name] = _strings(name, values)
+            column = None
+        plain = column is not None and not pa.types.is_nested(column.type)
+        columns[name] = column if plain else _strings(name, values)
     return pa.table(columns)
 
 

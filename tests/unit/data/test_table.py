@@ -219,6 +219,12 @@ def test_short_texts_that_hardly_repeat_are_texts(tmp_path: Path) -> None:
         opened(write(tmp_path / "b.csv", dates), "label", "text")
 
 
+def test_paths_of_sounds_are_told_their_task(tmp_path: Path) -> None:
+    spoken = {"path": [f"clips/{i}.wav" for i in range(ROWS)], "said": [f"{i} and {i}" for i in range(ROWS)]}
+    with pytest.raises(UserError, match=r"column path .* are for --task speech-recognition"):
+        opened(write(tmp_path / "a.csv", {**spoken, "kind": ["a", "b"] * (ROWS // 2)}), "kind", "path")
+
+
 def test_what_one_part_of_a_table_alone_has_is_said(tmp_path: Path) -> None:
     table = {"x": [float(i) for i in range(ROWS)], "label": ["yes", "no"] * (ROWS // 2)}
     write(tmp_path / "train.csv", table)

@@ -62,7 +62,11 @@ def test_rows_of_several_types_are_a_table_and_what_is_no_value_is_named() -> No
     table = samples._table(rows, ("x", "y"))
     assert table["x"].to_pylist() == ["1", "2.5", None] and table["y"].to_pylist()[0] is None
     frame = pd.DataFrame({"x": [1, "2.5", None], "z": [1.0, float("nan"), 3.0]})
-    assert samples._table(frame, ("x",)).to_pydict() == {"x": ["1", "2.5", None], "z": [1.0, None, 3.0]}
+    assert samples._table(frame, ("x",)).to_pydict() == {"x": ["1", "2.5", None], "z": [None] * 3}
+    beside = [{"x": 1, "tags": [1]}, {"x": 2, "tags": "a"}]
+    assert samples._table(beside, ("x",))["x"].to_pylist() == [1, 2]
+    with pytest.raises(UserError, match="row 1: column x has"):
+        samples._table([{"x": [1]}], ("x",))
     for value, why in ([1], "no number and no string"), ("a\ud800", "character 2 is half of a pair"):
         with pytest.raises(UserError, match=f"row 2: column x .*{why}"):
             samples._table([{"x": 1}, {"x": value}], ("x",))

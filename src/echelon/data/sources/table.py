@@ -66,6 +66,7 @@ _TASKS = {
 _MOST_ROUNDED = 1e-3  # of a target's deviation, that it may lose in single precision
 _NAMED = 5  # classes in a note
 _MOST_WHOLE_CLASSES = 30  # whole numbers with more values are numbers
+_SPOKEN = "; paths of sounds beside what is said in them are for --task speech-recognition"
 
 
 class TableFile(SourceKind):
@@ -489,7 +490,7 @@ class _Rows:
                     raise UserError(
                         f"column {name} has another value in nearly each row, which is no number and no category"
                         f"{stray(values)}: convert it (numbers as 1234.5, dates as 2020-12-31), or leave it out of "
-                        "--input"
+                        f"--input{_SPOKEN if _are_sounds(values) else ''}"
                     )
                 categories.append(known.ids + count)
                 count += known.count
@@ -590,3 +591,7 @@ def _some(column: NDArray[np.generic] | RaggedArray, rows: NDArray[np.int64]) ->
 def _check_encoding(request: DataRequest) -> None:
     if request.encoding is not Encoding.AUTO and request.encoding not in _TASKS:
         raise UserError(f"data {request.config.source} is a table, which --task {request.task} does not take")
+
+
+def _are_sounds(values: pa.ChunkedArray) -> bool:
+    return str(values[0]).lower().endswith(SOUND_FILES.extensions)
