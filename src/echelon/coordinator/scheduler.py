@@ -41,11 +41,12 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What others do with what happens: the run's record, the display."""
+    """What others do with what happens: the run's record, the display; `waits` is given who is `awaited`, always."""
 
     started: Callable[[SetupDone, Sequence[JoinWorker]], None]
     window: Callable[[Steps, list[list[float]]], None]
     evaluated: Callable[[int, EvaluationDone], None]
+    waits: Callable[[Sequence[str]], None]
 
 
 class Scheduler:
@@ -79,6 +80,7 @@ class Scheduler:
             while self.listener.pump(self._take):
                 pass
             self._do(self.state.tick(time.monotonic()))
+            self._callbacks.waits(self.state.awaited)
             if self._journal.lines > _JOURNAL_LINES:
                 self._journal.replace(self.state.journal())
         self._farewell(poller)

@@ -220,6 +220,13 @@ class Coordinator:
         return self._drain()
 
     @property
+    def awaited(self) -> list[str]:
+        """The servers that workers who have joined wait for, before the first step; of a run under way none."""
+        if self._begun or not self.members.workers:
+            return []
+        return [f"server{index}" for index, pair in enumerate(self._pairs) if not pair.primary]
+
+    @property
     def stagnant(self) -> int:
         """Evaluations in a row without improvement."""
         return self._evaluations.stagnation.evaluations

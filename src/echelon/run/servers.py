@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
 from echelon.core.task import BEFORE_TASKS
+from echelon.core.units import format_seconds
 from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.callbacks import CallbackFailed, Listeners
 from echelon.observe.notes import SERVING, open_notes
@@ -37,6 +39,7 @@ from echelon.records.file import Recorder, newest
 from echelon.records.going import read_launch
 from echelon.records.kinds import Checkpoint, End, Start, Steps
 from echelon.run.ending import why_ended
+from echelon.run.machine import say
 from echelon.run.parcel import Parcel
 from echelon.run.rate_search import as_ended
 from echelon.run.resolve import resolve
@@ -50,6 +53,7 @@ from echelon.trainer.progress import RunProgress
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.retuning import begun_epoch, kept_epoch
 
+_SAYS_AFTER_S, _SAYS_AGAIN_S = 10.0, 30.0  # whom workers wait for
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -219,10 +223,25 @@ class Chronicle:
         self.task = next((start.task for start in newest(path, Start)), BEFORE_TASKS)
         self._progress = RunProgress(record, listeners, Display(RunLength(0, 0), self.task, False))
         self._told_t = time.time()  # of the last checkpoint that listeners were told of
+        self._waits_since_s = self._says_at_s = math.inf
 
     def callbacks(self) -> Callbacks:
         """Return what the scheduler calls."""
-        return Callbacks(self._started, self._window, self._evaluated)
+        return Callbacks(self._started, self._window, self._evaluated, self._waits)
+
+    def _waits(self, awaited: Sequence[str]) -> None:
+        """Say now and then whom workers that could begin wait for, and for how long."""
+        now = time.monotonic()
+        if not awaited:
+            self._waits_since_s = self._says_at_s = math.inf
+            return
+        if math.isinf(self._waits_since_s):
+            self._waits_since_s, self._says_at_s = now, now + _SAYS_AFTER_S
+        if now >= self._says_at_s:
+            where = " of the other machines" if self._run.config.launch.nodes != "1" else ""
+            seconds = format_seconds(round(now - self._waits_since_s))
+            say(f"waiting for {' and '.join(awaited)}{where}, {seconds} so far")
+            self._says_at_s = now + _SAYS_AGAIN_S
 
     def _started(self, setup: SetupDone, workers: Sequence[JoinWorker]) -> None:
         per_epoch, progress = setup.steps_per_epoch, self._progress

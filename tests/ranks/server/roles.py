@@ -73,7 +73,7 @@ class Cluster:
         ignore = lambda *_: None  # noqa: E731
         self.record = Recorder(self.folder)
         self.scheduler = Scheduler(
-            config, self.record, Callbacks(ignore, lambda steps, _: self.windows.append(steps), ignore)
+            config, self.record, Callbacks(ignore, lambda steps, _: self.windows.append(steps), ignore, ignore)
         )
         self._spawn(self.scheduler.run)
         self.running.append(self)

@@ -37,10 +37,11 @@ SERVED = ("--nodes", "2", "--sync", "ps(mode=async, servers=2)", "--lr", "0.02",
 @pytest.mark.slow
 def test_two_machines_with_disks_of_their_own(tmp_path: Path) -> None:
     with ShapedNetwork(3, parse_link(LINK)) as network, Runs(tmp_path) as runs:
-        second = start_machine(runs, network, 1, *SERVED, folder="b", secret=SECRET)  # it may be there before the first
+        first = start_machine(runs, network, 0, *SERVED, folder="a", secret=SECRET)
+        first.wait_for(lambda: "waiting for server1 of the other machines" in first.text(), "that it waits")
         foreign = start_machine(runs, network, 2, *SERVED, "--timeout", "5s", folder="c", secret="66" * 32)
         assert foreign.end() == 2 and "the secret" in foreign.errors() and "Traceback" not in foreign.errors()
-        first = start_machine(runs, network, 0, *SERVED, folder="a", secret=SECRET)
+        second = start_machine(runs, network, 1, *SERVED, folder="b", secret=SECRET)
         assert [first.end(), second.end()] == [0, 0], first.text() + second.text()
         assert {"scheduler", "server0", "worker0"} == set(_roles(first))
         assert {"server1", "worker1"} == set(_roles(second))

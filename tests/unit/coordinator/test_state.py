@@ -225,6 +225,17 @@ def test_the_setup_waits_for_the_workers_that_a_run_begins_with_but_not_for_long
     assert [join.pid for join in began.workers] == [2, 10]
 
 
+def test_the_servers_that_workers_wait_for_are_known_until_the_first_step() -> None:
+    run = Run(CoordinationPolicy(servers=2))
+    assert run.state.awaited == []  # nobody waits
+    run.say("worker0", JoinWorker("model"))
+    assert run.state.awaited == ["server0", "server1"]
+    run.say("server0", READY)
+    assert run.state.awaited == ["server1"]
+    run.say("server1", replace(READY, index=1))
+    assert run.state.awaited == []
+
+
 def test_a_pause_of_one_worker_is_its_own_and_told_with_the_windows_that_it_lasts_over() -> None:
     run = Run()
     run.begin("a", "b")
