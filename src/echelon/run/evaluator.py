@@ -106,12 +106,12 @@ def evaluate_part(
                 with screen.bar(f"evaluation of {loader.total:,} samples, batch", len(loader)) as bar:
                     autocast = PRECISIONS[config.training.precision].autocast
                     report = evaluate(model, loader, task, world, bar.advance, autocast)
+                took = f"{report.samples:,} samples evaluated in {format_seconds(report.seconds)}"
+                screen.say(f"echelon: {took}")  # in the place of the launcher's bar, which may still be there
         finally:
             loader.close()
         if world.leads and kept is not None and kept.name != source.info.name and source.test is None:
             say(left_out(source))
-        if world.leads:
-            say(f"{report.samples:,} samples evaluated in {format_seconds(report.seconds)}")
     return {"loss": report.loss, **report.metrics}
 
 
