@@ -35,7 +35,7 @@ def predict_command() -> Any:
             raise UserError("name files to predict, or give texts with --text")
         if out:
             _check_out(Path(out))
-        from echelon.inference.samples import Text
+        from echelon.inference import Text
 
         data: list[Path | str] = [*map(Path, files or ()), *map(Text, text or ())]
         rows: Iterable[PredictedRow]

@@ -29,6 +29,7 @@ from echelon.data.sources.texts import TEXT_FILES
 from echelon.data.table_files import SUFFIXES as TABLES
 from echelon.data.table_files import read_rows
 from echelon.data.tokenisers import Ids, Tokeniser
+from echelon.inference import Text
 from echelon.run.machine import say
 from echelon.run.trained import TrainedModel
 from echelon.tasks import nest
@@ -87,12 +88,6 @@ def _sample_source(trained: TrainedModel, dataset: Any) -> Source:
 
 def _blank_targets(count: int) -> NDArray[np.int64]:
     return np.zeros(count, np.int64)
-
-
-class Text(str):
-    """A text that names no file: from somebody who may not choose what is read here."""
-
-    __slots__ = ()
 
 
 def _are_strings(raw: Any) -> bool:

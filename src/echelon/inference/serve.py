@@ -30,8 +30,8 @@ from starlette.routing import Route
 
 from echelon.core.errors import UserError
 from echelon.core.files import scratch_folder
+from echelon.inference import Text
 from echelon.inference.predict import PredictedRow, finite, predict_samples
-from echelon.inference.samples import Text
 from echelon.reporting.live.server import HOSTS, ImpatientProtocol
 from echelon.run.machine import say
 from echelon.run.trained import TrainedModel

@@ -11,8 +11,8 @@ import pytest
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.inference import samples
-from echelon.inference.samples import Text, samples_of
+from echelon.inference import Text, samples
+from echelon.inference.samples import samples_of
 from echelon.tasks.base import Encoding
 from tests.unit.data.test_texts import make_texts, opened
 

@@ -226,3 +226,13 @@ def test_a_run_at_a_url_has_a_local_copy_that_is_mirrored_there(url: str) -> Non
     assert config.run == str(local_copy(url)) and config.checkpoint.mirror == url
     with pytest.raises(UserError, match="leave one out"):
         at_home(replace(config, run="s3://other/place"))
+
+
+def test_the_last_copy_has_the_time_that_the_place_leaves() -> None:
+    terms, stop = MirrorTerms("file:///x", "none", 600.0, stop_s=20.0), StopFlag()
+    assert terms.last_s(stop) == 600.0  # it ended by itself: a store that is away is waited for
+    stop.ask()
+    assert 15.0 < terms.last_s(stop) <= 20.0
+    assert MirrorTerms("file:///x", "none", 600.0).last_s(stop) == 60.0
+    stop.since_s -= 100.0
+    assert terms.last_s(stop) == 0.0
