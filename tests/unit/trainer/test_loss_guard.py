@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from echelon.trainer.loss_guard import GuardSettings, LossGuard
 from echelon.trainer.step import Step, StepResult, StepSettings
 from echelon.trainer.world import World
 from tests.ranks.layouts import TASK
+from tests.unit.trainer.alone import Alone
 
 WORLD = World(0, 1, 0, torch.device("cpu"), None, alone())
 
@@ -34,27 +34,6 @@ class Model(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(inputs) / inputs[:, :1].abs().sqrt()
-
-
-class Alone:
-    """The strategy of one process: nothing is agreed on."""
-
-    needs_warmup_backward, steps_together = False, True
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def begin_step(self, units: int, global_units: int) -> int:
-        return global_units
-
-    def micro_batch(self, last: bool) -> nullcontext[None]:
-        return nullcontext()
-
-    def silent(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def communication_began(self) -> None:
-        return None
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,10 @@ from echelon.trainer.loss_guard import GuardSettings, LossGuard
 from echelon.trainer.step import Step, StepSettings, make_update
 from echelon.trainer.world import World
 from tests.ranks.layouts import TASK
+from tests.unit.trainer.alone import Alone
 
 WORLD = World(0, 1, 0, torch.device("cpu"), None, alone())
 BATCH = Batch({"input": torch.ones(5, 3)}, torch.zeros(5, dtype=torch.int64), 5, 0)
-
-
-class Alone:
-    """The strategy of one process: nothing is agreed on."""
-
-    needs_warmup_backward, steps_together = False, True
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def begin_step(self, units: int, global_units: int) -> int:
-        return global_units
-
-    def micro_batch(self, last: bool) -> nullcontext[None]:
-        return nullcontext()
-
-    def communication_began(self) -> None:
-        return None
 
 
 class Operations(TorchDispatchMode):
