@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ import torch
 
 import echelon
 from echelon.checkpoint import CheckpointStore
-from echelon.config import load_run_config
+from echelon.config import load_run_config, to_yaml
 from echelon.core.errors import UserError
 from echelon.records.file import read_records
 from echelon.records.kinds import Evaluation, Start, Steps
 from echelon.reporting.report.write import write_report
+from echelon.run.finetune import tuned_from
 from echelon.run.overview import overview_of
 from echelon.run.resolve import resolve
 
@@ -64,3 +66,12 @@ def test_it_goes_on_from_its_description_and_its_checkpoint(run: Path) -> None:
     assert found is not None and found[0] == 30
     weights = {name: value for name, value in found[1]["model"].items() if isinstance(value, torch.Tensor)}
     assert {name: tuple(value.shape) for name, value in weights.items()}["1.weight"] == (8, 64)
+
+
+def test_what_is_tuned_from_it_reads_its_columns(run: Path) -> None:
+    config = load_run_config(run / "config.yaml")
+    columns = replace(config.data, input="a,b", target="y", columns="b=category")
+    (run / "config.yaml").write_text(to_yaml(replace(config, data=columns)))
+    taken = tuned_from(run, {"data.source": "other.csv", "data.target": "z"})
+    assert (taken["data.input"], taken["data.columns"]) == ("a,b", "b=category")
+    assert taken["data.target"] == "z" and tuned_from(run, {})["data.target"] == "y"
