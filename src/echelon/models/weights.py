@@ -41,6 +41,7 @@ class LoadedWeights:
         new: of the model, with their values as initialised: of a head that was made anew, or counters.
         unexpected: of the file, and not used.
         reshaped: of both, interpolated: `pos_embed 197x384 -> 65x384`.
+        remark: what else is to be known of them.
     """
 
     origin: str
@@ -48,13 +49,20 @@ class LoadedWeights:
     new: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     reshaped: tuple[str, ...] = ()
+    remark: str = ""
+
+    @property
+    def made_anew(self) -> list[str]:
+        """The names of `new` that are not counters."""
+        return [name for name in self.new if not name.endswith(COUNTER)]
 
     def __str__(self) -> str:
-        new = [name for name in self.new if not name.endswith(COUNTER)]
+        new = self.made_anew
         parts = [f"weights of {self.origin}: {self.loaded} tensors"]
         parts += [f"made anew: {_some(new)}"] if new else []
         parts += [f"interpolated: {_some(self.reshaped)}"] if self.reshaped else []
         parts += [f"not used: {_some(self.unexpected)}"] if self.unexpected else []
+        parts += [self.remark] if self.remark else []
         return "; ".join(parts)
 
 

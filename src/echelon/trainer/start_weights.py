@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -11,11 +12,14 @@ from echelon.config import load_run_config
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
 from echelon.core.tuning import read_tuning
+from echelon.data.kept_info import read_info
 from echelon.models import LoadedWeights, load_state, load_weights, locate_weights
 from echelon.models.tuning.plan import tuning_plan
 from echelon.trainer.folder import CONFIG_FILE, check_weights, has_weights
 from echelon.trainer.saving import state_of
 from echelon.trainer.state import SINCE, averaged
+
+_SHOWN = 5  # classes
 
 
 def best_weights(folder: Path, checkpoint: str = "best") -> Mapping[str, Tensor]:
@@ -97,11 +101,12 @@ def is_of_rebuilt(config: ModelConfig) -> bool:
     return trained.rebuilds
 
 
-def start_from(model: nn.Module, config: ModelConfig) -> LoadedWeights | None:
+def start_from(model: nn.Module, config: ModelConfig, classes: Sequence[str] = ()) -> LoadedWeights | None:
     """Give a model the weights that `config.weights` names; None: it names none.
 
     Args:
         model: with modules put in by `--tune replace`, where `is_of_rebuilt`.
+        classes: of the data: a head that is kept for as many others is remarked on.
 
     Raises:
         UserError: they are not there, cannot be read, or do not fit.
@@ -111,5 +116,16 @@ def start_from(model: nn.Module, config: ModelConfig) -> LoadedWeights | None:
     path = locate_weights(config.weights, config.name)
     if has_weights(path):
         weights = without_tuning(best_weights(path), model, load_run_config(path / CONFIG_FILE).model)
-        return load_state(model, weights, str(path), config.head)
+        return _remarked(load_state(model, weights, str(path), config.head), path, classes)
     return load_weights(model, path, config.head)
+
+
+def _remarked(loaded: LoadedWeights, run: Path, classes: Sequence[str]) -> LoadedWeights:
+    """Return what was loaded, with a remark where the run's head is kept for as many classes of other names."""
+    kept = read_info(run)
+    trained = () if kept is None else kept.classes
+    if loaded.made_anew or not classes or len(trained) != len(classes) or tuple(trained) == tuple(classes):
+        return loaded
+    names = ", ".join(trained[:_SHOWN]) + (", ..." if len(trained) > _SHOWN else "")
+    remark = f"its head is kept, and was for as many other classes ({names}): --head new makes it anew"
+    return replace(loaded, remark=remark)

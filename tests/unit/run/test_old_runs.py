@@ -12,17 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import echelon
 from echelon.checkpoint import CheckpointStore
-from echelon.config import load_run_config, to_yaml
+from echelon.config import DataConfig, ModelConfig, load_run_config, to_yaml
 from echelon.core.errors import UserError
+from echelon.data import open_data
+from echelon.data.kept_info import keep_info
 from echelon.records.file import read_records
 from echelon.records.kinds import Evaluation, Start, Steps
 from echelon.reporting.report.write import write_report
 from echelon.run.finetune import tuned_from
 from echelon.run.overview import overview_of
 from echelon.run.resolve import resolve
+from echelon.trainer.start_weights import start_from
 
 OLD_RUNS = {"allreduce": 0.8552, "ps": 0.8357}
 
@@ -66,6 +70,16 @@ def test_it_goes_on_from_its_description_and_its_checkpoint(run: Path) -> None:
     assert found is not None and found[0] == 30
     weights = {name: value for name, value in found[1]["model"].items() if isinstance(value, torch.Tensor)}
     assert {name: tuple(value.shape) for name, value in weights.items()}["1.weight"] == (8, 64)
+
+
+def test_a_head_that_is_kept_for_other_classes_is_remarked_on(run: Path) -> None:
+    keep_info(run, open_data(DataConfig(source="digits"), 0).info)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
+    config = ModelConfig(name="mine:net", weights=str(run))
+    digits = [str(digit) for digit in range(10)]
+    assert "head is kept" not in str(start_from(model, config, digits))
+    loaded = start_from(model, config, [f"letter {digit}" for digit in digits])
+    assert "its head is kept, and was for as many other classes (0, 1, 2, 3, 4, ...): --head new" in str(loaded)
 
 
 def test_what_is_tuned_from_it_reads_its_columns(run: Path) -> None:
