@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from echelon.core.errors import UserError, naming
 
@@ -112,3 +112,12 @@ def format_seconds(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}m {rest}s"
     return f"{minutes // 60}h {minutes % 60}m"
+
+
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """Return the first of some names in words.
+
+    >>> first_few(["a", "b"]), first_few("abcdef"), first_few([])
+    ('a, b', 'a, b, c, d, e, ...', 'none')
+    """
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "") or "none"

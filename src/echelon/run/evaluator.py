@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import nn
 from echelon.config import RunConfig
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
-from echelon.core.units import format_seconds
+from echelon.core.units import first_few, format_seconds
 from echelon.data import DataInfo, LoaderConfig, Shard, Source
 from echelon.data.kept_info import read_info
 from echelon.data.loader import EvalLoader
@@ -127,8 +127,9 @@ def as_trained_on(source: Source, kept: DataInfo) -> Source:
     if info.classes != kept.classes:
         why = "the same in another order" if set(info.classes) == set(kept.classes) else "others"
         raise UserError(
-            f"data {info.name} does not fit the run's model: its classes are {_some(info.classes)}; the run's are "
-            f"{_some(kept.classes)}: they are {why}, and the model knows a class by its place: name them as the run's"
+            f"data {info.name} does not fit the run's model: its classes are {first_few(info.classes)}; the run's are "
+            f"{first_few(kept.classes)}: they are {why}, and the model knows a class by its place: name them as the "
+            "run's"
         )
     if info.mean and kept.mean:
         info = replace(info, channels=kept.channels, image_size=kept.image_size, mean=kept.mean, std=kept.std)
@@ -147,10 +148,6 @@ def left_out(source: Source) -> str:
         f"{source.info.train_size:,} samples of {source.info.name} are its part for training and were not evaluated: "
         "what lies in a folder's test/ (of tables: test.csv) is evaluated whole"
     )
-
-
-def _some(classes: Sequence[str]) -> str:
-    return ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "") if classes else "none"
 
 
 def _load(model: nn.Module, folder: Path, config: RunConfig, checkpoint: str) -> None:

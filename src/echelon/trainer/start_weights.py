@@ -12,14 +12,13 @@ from echelon.config import load_run_config
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
 from echelon.core.tuning import read_tuning
+from echelon.core.units import first_few
 from echelon.data.kept_info import read_info
 from echelon.models import LoadedWeights, load_state, load_weights, locate_weights
 from echelon.models.tuning.plan import tuning_plan
 from echelon.trainer.folder import CONFIG_FILE, check_weights, has_weights
 from echelon.trainer.saving import state_of
 from echelon.trainer.state import SINCE, averaged
-
-_SHOWN = 5  # classes
 
 
 def best_weights(folder: Path, checkpoint: str = "best") -> Mapping[str, Tensor]:
@@ -126,6 +125,5 @@ def _remarked(loaded: LoadedWeights, run: Path, classes: Sequence[str]) -> Loade
     trained = () if kept is None else kept.classes
     if loaded.made_anew or not classes or len(trained) != len(classes) or tuple(trained) == tuple(classes):
         return loaded
-    names = ", ".join(trained[:_SHOWN]) + (", ..." if len(trained) > _SHOWN else "")
-    remark = f"its head is kept, and was for as many other classes ({names}): --head new makes it anew"
+    remark = f"its head is kept, and was for as many other classes ({first_few(trained)}): --head new makes it anew"
     return replace(loaded, remark=remark)
