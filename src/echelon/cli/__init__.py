@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
-import logging
 import os
 import signal
 import sys
@@ -39,7 +39,8 @@ def main() -> None:
 def command() -> NoReturn:
     """Be the command `echelon`: this process ends with it.
 
-    It ends at once, its output and logs written: to take torch's modules apart takes most of a second.
+    It ends at once, what was left to its end done (logs written, temporary folders removed): to take torch's modules
+    apart takes most of a second.
     """
     try:
         main()
@@ -49,7 +50,7 @@ def command() -> NoReturn:
         code = 0
     sys.stdout.flush()
     sys.stderr.flush()
-    logging.shutdown()
+    atexit._run_exitfuncs()
     os._exit(code if isinstance(code, int) else 0)
 
 

@@ -71,9 +71,13 @@ def command_given_t() -> float:
 
     A program of the user's did other work before it trains: there it is now.
     """
+    return time.time() - (process_age_s() if is_own_command() else 0.0)
+
+
+def is_own_command() -> bool:
+    """Return whether this process is the command `echelon`, which ends with what it does."""
     script = Path(sys.argv[0])
-    is_command = script.name == "echelon" or script.parts[-2:] == ("echelon", "__main__.py")
-    return time.time() - (process_age_s() if is_command else 0.0)
+    return script.name == "echelon" or script.parts[-2:] == ("echelon", "__main__.py")
 
 
 def process_age_s() -> float:

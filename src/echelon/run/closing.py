@@ -9,6 +9,8 @@ from pathlib import Path
 from echelon.core.errors import UserError
 from echelon.core.stop import StopFlag
 from echelon.launch.places.base import STOP_S
+from echelon.launch.places.local import end_import_server
+from echelon.observe.environment import is_own_command
 from echelon.observe.profile import merge_traces
 from echelon.records.events import Event
 from echelon.records.file import Recorder
@@ -24,6 +26,8 @@ def close_run(path: Path, record: Recorder, stop: StopFlag, stop_s: float = STOP
 
     A disk that takes no report is waited for, but not beyond what a stop may take, nor after another signal.
     """
+    if is_own_command():
+        end_import_server()  # now, beside what follows: as this process ends it would be waited for
     signals, leave_s = stop.count, min(_LEAVE_S, 0.1 * stop_s)
 
     def cut() -> str:

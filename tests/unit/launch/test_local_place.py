@@ -126,6 +126,43 @@ def test_threads_of_workers_sleep_soon_and_the_caller_keeps_its_own(policy: str,
     assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
+ENDED = """
+import os, signal, sys
+from multiprocessing import forkserver
+from pathlib import Path
+from echelon.cli import command
+from echelon.launch.places.base import Exited, Process
+from echelon.launch.places.local import Local, end_import_server, start_import_server
+
+def runs():
+    start_import_server(())
+    place, events = Local(), []
+    place.start([Process("rank0", "os:getpid")])
+    while not any(isinstance(event, Exited) for event in events):
+        events += place.events(60)
+    place.close()
+    return forkserver._forkserver._forkserver_pid
+
+end_import_server()  # none has begun
+first = runs()
+end_import_server()
+assert os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT).si_status == signal.SIGKILL
+assert runs() != first, "another is started where one is needed"
+assert list(Path(os.environ["TMPDIR"]).iterdir())
+sys.argv = ["echelon", "list", "syncs"]
+command()
+"""
+
+
+def test_a_command_ends_the_fork_server_and_leaves_no_temporary_folder(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED], env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "allreduce" in done.stdout, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("variable", "threads", "taken"), [("", 0, 8), ("3", 0, 3), ("99", 0, 8), ("3", 5, 5)])
 def test_a_worker_takes_its_share_of_the_cores_or_what_the_environment_allows(
     monkeypatch: pytest.MonkeyPatch, variable: str, threads: int, taken: int

@@ -233,6 +233,17 @@ def start_import_server(modules: tuple[str, ...]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
+def end_import_server() -> None:
+    """End the fork server, with whatever it forked that still runs; the next `start_import_server` starts another.
+
+    It is not waited for: to free what it imported takes the kernel as long as a report takes.
+    """
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server is not None:
+        IMPORTING.close()
+        os.kill(server, signal.SIGKILL)  # a child that was not waited for: the number is no other process's
+
+
 def _folder_for_sockets() -> str:
     """Return a folder that can be written and whose path leaves room for a Unix socket's name: the temporary one.
 
