@@ -26,6 +26,10 @@ def test_two_machines_agree_on_one_run_and_its_folder(tmp_path: Path) -> None:
         assert ["the others need the run's secret" in run.text() for run in both] == [True, False]
         assert "ECHELON_RUN_SECRET" in both[0].text() and "/secret at the same place" in both[0].text()
         (folder,) = (tmp_path / "runs").iterdir()
+        told = (
+            f"Here ran 1 worker; the run's record and report are in {folder.relative_to(tmp_path)}: the first machine"
+        )
+        assert [told in run.text() for run in both] == [False, True]
         (start,) = (r for r in Run(both[0].process, folder, both[0].output, "").records("start"))
         assert start["world_size"] == 2 and len(set(start["pids"])) == 2
         alone = runs.train("digits", "--workers", "1", "--epochs", "3", "--lr", "0.02", folder="alone")

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from echelon.config import Resolved
 from echelon.core.axes import Axis
-from echelon.core.units import format_bytes
+from echelon.core.units import format_bytes, many
 from echelon.run.foretold import foretell
 from echelon.run.resolve import launch_request, resolve
 from echelon.run.start import check, plan_of, settled, with_open_batch
@@ -62,11 +62,11 @@ def show(resolved: Resolved, all_settings: bool = False) -> None:
     if not all_settings:
         console.print("all other settings have their defaults: --dry-run --all shows them", highlight=False)
     nodes = plan.nodes
-    machines = _many(nodes.most, "machine") if nodes.least == nodes.most else f"{nodes.least} to {nodes.most} machines"
+    machines = many(nodes.most, "machine") if nodes.least == nodes.most else f"{nodes.least} to {nodes.most} machines"
     where = "" if nodes.most == 1 else f" on each of {machines}"
     console.print(
-        f"would start {_many(plan.workers, 'worker')} of {_many(plan.threads, 'thread')}{where}, "
-        f"restarting at most {_many(plan.max_restarts, 'time')}; run folder {folder}",
+        f"would start {many(plan.workers, 'worker')} of {many(plan.threads, 'thread')}{where}, "
+        f"restarting at most {many(plan.max_restarts, 'time')}; run folder {folder}",
         highlight=False,
     )
     if note := size_note(tried.info, config.data.batch_size):
@@ -95,15 +95,11 @@ def _chosen(run: ResolvedRun, plan: LaunchPlan, info: DataInfo) -> dict[str, str
     return chosen
 
 
-def _many(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
 def _show_layout(console: Console, run: ResolvedRun, forecast: Forecast, ranks: int) -> None:
     """Print what each rank would have of the model, and the memory that this takes."""
     layout = run.layout_for(ranks)
     sizes = " x ".join(f"{axis}={layout.size(axis)}" for axis in Axis if layout.size(axis) > 1) or "one process"
-    console.print(f"layout: {sizes}; a replica of the model is {_many(layout.model_size, 'rank')}", highlight=False)
+    console.print(f"layout: {sizes}; a replica of the model is {many(layout.model_size, 'rank')}", highlight=False)
     for number, stage in enumerate(forecast.stages):
         console.print(f"stage {number}: {stage}", highlight=False)
     for note in forecast.notes:

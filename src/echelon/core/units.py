@@ -121,3 +121,12 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
     ('a, b', 'a, b, c, d, e, ...', 'none')
     """
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "") or "none"
+
+
+def many(number: int, what: str) -> str:
+    """Return a number of things in words.
+
+    >>> many(1, "worker"), many(2, "worker")
+    ('1 worker', '2 workers')
+    """
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -25,13 +25,14 @@ from echelon.core.address import Address
 from echelon.core.errors import UserError
 from echelon.core.files import scratch_folder
 from echelon.core.link import Link
+from echelon.core.units import many
 from echelon.launch.link import Host, ShapedNetwork
 from echelon.launch.places.base import Job
 from echelon.launch.plan import LaunchPlan
 from echelon.launch.rounds import RoundSettings
 from echelon.ps.worker_rank import worker_name
-from echelon.records.file import Recorder
-from echelon.records.kinds import LinkTraffic
+from echelon.records.file import Recorder, newest
+from echelon.records.kinds import LinkTraffic, Start
 from echelon.run.job import ServerPart, ranks_job, server_job
 from echelon.sync.ps import server_settings
 from echelon.trainer.folder import SECRET_FOLDER
@@ -262,6 +263,20 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
     if plan.trusted_network:
         write_secret(roles, PUBLIC_SECRET)
     yield part(admission)
+
+
+def machine_words(machine: Machine, plan: LaunchPlan, path: Path) -> str:
+    """Return what ran on this machine, and where the run's record is; empty for the first machine, which has it."""
+    if machine.number == 0:
+        return ""
+    named = [process.name for group in machine.job.groups for process in group.processes]
+    of_kind = {kind: sum(name.startswith(kind) for name in named) for kind in ("server", "standby")}
+    of_kind = {"worker": plan.workers, **of_kind}
+    ran = " and ".join(many(n, kind) for kind, n in of_kind.items() if n)
+    first = f"the first machine, at {plan.rendezvous}"
+    shares_disk = next(newest(path, Start), None) is not None
+    where = f"in {path}: {first}, writes them" if shares_disk else f"on {first}"
+    return f"Here ran {ran}; the run's record and report are {where}."
 
 
 def _rendezvous(plan: LaunchPlan) -> Address:

@@ -9,6 +9,7 @@ from pathlib import Path
 from echelon.config import RunConfig
 from echelon.core.rate_search import STEPS
 from echelon.core.stop import Stopped
+from echelon.core.units import many
 from echelon.launch.culprit import Living
 from echelon.launch.plan import LaunchPlan
 from echelon.observe.notes import SERVING, START, Note
@@ -55,7 +56,7 @@ class Opening:
         if self._folder is None:
             self._say_where(folder)
         if self._plan.node_rank is None:
-            self._show(f"{_START}{_many(self._plan.workers, 'worker')}")
+            self._show(f"{_START}{many(self._plan.workers, 'worker')}")
 
     def _say_where(self, folder: Path) -> None:
         if self._plan.node_rank is not None:
@@ -79,7 +80,7 @@ class Opening:
         working = [n for n in notes if n is not None and n.activity not in (START, SERVING)]
         if not working:
             if living and self._bar is None:
-                self._show(f"{_START}{_many(self._plan.workers, 'worker')}")
+                self._show(f"{_START}{many(self._plan.workers, 'worker')}")
         elif first_machine:
             self.leaves()
         else:
@@ -129,8 +130,4 @@ def _ways(config: RunConfig, workers: int, machines: int) -> str:
     is_default = strategy.parallel == RunConfig().strategy.parallel
     layout = f"dp={workers * machines}" if is_default else strategy.parallel
     told = "" if is_default and workers * machines == 1 else f" ({layout})"
-    return f"{_many(workers, 'worker')}{where}{told}, {', '.join(ways)}"
-
-
-def _many(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+    return f"{many(workers, 'worker')}{where}{told}, {', '.join(ways)}"

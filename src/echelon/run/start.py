@@ -38,7 +38,7 @@ from echelon.run.ending import check_checkpoints, nothing_left, why_cut
 from echelon.run.foretold import Foretold, foretell, told_by_record, trained_scalars, trains_all
 from echelon.run.home import at_home, home_of, mend
 from echelon.run.job import RANK
-from echelon.run.machine import Machine, say, this_machine
+from echelon.run.machine import Machine, machine_words, say, this_machine
 from echelon.run.micro_batches import check_micro_batches, is_batch_open, is_open
 from echelon.run.notify import Notifier
 from echelon.run.opening import Opening, describe_untold
@@ -374,10 +374,10 @@ def _run_here(
         with _mirrored(run, path, record, stop, leads, place.stop_s) as mirror:
             notifier = Notifier(run.described.tracking.notify, path)
             try:
-                status, closes = _run(_Here(run, place, path, record, stop, opening, mirror), plan)
+                ended = _run(_Here(run, place, path, record, stop, opening, mirror), plan)
             except Stopped:
-                status, closes = "stopped", plan.nodes.most == 1
-                if closes:
+                ended = _Ended("stopped", plan.nodes.most == 1, "It was stopped while the machines met.")
+                if ended.closes:
                     _end_before_start(path, record)
             except UserError as error:
                 if plan.node_rank is None:  # else the node command tells
@@ -387,11 +387,12 @@ def _run_here(
                 stop.raises = False
                 record.flush()
                 record.patience.insist(LAUNCH_FILE, lambda: folders.mark_ended(path))
-            if closes:
-                close_run(path, record, stop, place.stop_s)
-                write_own_file(path, run, status, user_objects)
-                notifier.end(status, _how_it_ended(path))
-        return outcome_of(path, status, stop.signum)
+            if not ended.closes:  # what its folder tells, if anything, is of the whole run
+                return replace(outcome_of(path, ended.status, stop.signum), words=[ended.words])
+            close_run(path, record, stop, place.stop_s)
+            write_own_file(path, run, ended.status, user_objects)
+            notifier.end(ended.status, _how_it_ended(path))
+        return outcome_of(path, ended.status, stop.signum)
 
 
 def _how_it_ended(path: Path) -> str:
@@ -439,11 +440,23 @@ class _Here:
     mirror: Mirror | None
 
 
-def _run(here: _Here, plan: LaunchPlan) -> tuple[str, bool]:
-    """Run this machine's processes to the end of the run.
+@dataclass(frozen=True)
+class _Ended:
+    """How the run of this machine ended.
 
-    Returns:
-        `completed`, `stopped` or `failed`; and whether this machine is the one that records how the run ended.
+    Attributes:
+        status: `completed`, `stopped` or `failed`.
+        closes: whether this machine is the one that records how the run ended.
+        words: where it is not: what ran here, and where the record is.
+    """
+
+    status: str
+    closes: bool
+    words: str = ""
+
+
+def _run(here: _Here, plan: LaunchPlan) -> _Ended:
+    """Run this machine's processes to the end of the run.
 
     Raises:
         UserError: a process refused its input, or the machines do not meet.
@@ -452,21 +465,21 @@ def _run(here: _Here, plan: LaunchPlan) -> tuple[str, bool]:
     prepare_logs(plan.log_dir, Path(log_dir) / here.path.absolute().name if log_dir else None)
     while True:
         try:
-            status, closes = _run_once(here, plan)
-            if status != CONTINUES:
-                return status, closes
+            ended = _run_once(here, plan)
+            if ended.status != CONTINUES:
+                return ended
             if here.stop:
                 _end_before_start(here.path, here.record)
-                return "stopped", closes
+                return replace(ended, status="stopped")
         except FirstMachineGone:
             if here.stop:
-                return "stopped", False
+                return _Ended("stopped", False, "It was stopped while it waited for the first machine's return.")
             here.stop.raises = True  # while the machines meet
             plan = replace(plan, meets_again=True)
 
 
-def _run_once(here: _Here, plan: LaunchPlan) -> tuple[str, bool]:
-    """Meet the other machines and run this one's processes; returns what `_run` does.
+def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
+    """Meet the other machines and run this one's processes.
 
     Raises:
         UserError: a process refused its input, or the machines do not meet.
@@ -482,6 +495,11 @@ def _run_once(here: _Here, plan: LaunchPlan) -> tuple[str, bool]:
             watch = watch.looking(search.look)
         if mirror is not None:
             watch = watch.looking(mirror.check)
+
+        def ended(status: str) -> _Ended:
+            """Return how it ended, as this machine tells it."""
+            return _Ended(status, machine.number == 0, machine_words(machine, plan, path))
+
         try:
             stop.raises = False  # from now on the ranks have something to save
             stopped = supervise(job, here.place, watch, stop, machine.rounds)
@@ -490,7 +508,7 @@ def _run_once(here: _Here, plan: LaunchPlan) -> tuple[str, bool]:
             if isinstance(last, CallbackError):
                 say(last.message)
                 _end(path, record, machine, "failed", last.message)
-                return "failed", machine.number == 0
+                return ended("failed")
             reason = folders.last_message(path, Refusal)
             _end(path, record, machine, "refused", reason)
             if machine.number == 0:
@@ -500,10 +518,10 @@ def _run_once(here: _Here, plan: LaunchPlan) -> tuple[str, bool]:
             reason = why_cut(path, here.place.saving_s, here.place.stop_s)
             say(reason)
             _end(path, record, machine, "stopped", reason)
-            return "stopped", machine.number == 0
+            return ended("stopped")
         except JobFailed as failure:
             _end(path, record, machine, "failed", str(failure) or folders.last_message(path, WorkerDied))
-            return "failed", machine.number == 0
+            return ended("failed")
         except UserError as error:
             if mirror is not None and mirror.failure is error:
                 _end(path, record, machine, "failed", str(error))
@@ -511,12 +529,11 @@ def _run_once(here: _Here, plan: LaunchPlan) -> tuple[str, bool]:
         if search is not None and search.over:
             stop.signum = stop.count = 0  # nobody else asked
             shutil.rmtree(path / "checkpoints", ignore_errors=True)  # nothing in it is of use
-            return "completed", True
+            return _Ended("completed", True)
         if stopped and machine.number == 0:
             _end_before_start(path, record)
         status = machine.scheduler.status() if machine.scheduler else "stopped" if stopped else "completed"
-        ended = ("completed", CONTINUES)
-        return "stopped" if stopped and status not in ended else status, machine.number == 0
+        return ended("stopped" if stopped and status not in ("completed", CONTINUES) else status)
 
 
 def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: str) -> None:

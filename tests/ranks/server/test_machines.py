@@ -43,6 +43,8 @@ def test_two_machines_with_disks_of_their_own(tmp_path: Path) -> None:
         assert foreign.end() == 2 and "the secret" in foreign.errors() and "Traceback" not in foreign.errors()
         second = start_machine(runs, network, 1, *SERVED, folder="b", secret=SECRET)
         assert [first.end(), second.end()] == [0, 0], first.text() + second.text()
+        told = "Here ran 1 worker and 1 server; the run's record and report are on the first machine, at "
+        assert [told in run.text() for run in (first, second)] == [False, True]
         assert {"scheduler", "server0", "worker0"} == set(_roles(first))
         assert {"server1", "worker1"} == set(_roles(second))
         assert not (tmp_path / "b" / "ps" / "secret").exists()  # it came by the environment

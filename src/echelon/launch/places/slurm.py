@@ -17,6 +17,7 @@ from typing import ClassVar
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.core.spec import Quantity
+from echelon.core.units import many
 from echelon.launch.places.cluster import (
     ChainedJob,
     Cluster,
@@ -235,7 +236,7 @@ class Slurm(Cluster):
         word, reason, nodes, begins = line.splitlines()[0].split("|")
         if word in _BEFORE:
             when = f", expected at {begins}" if begins not in ("", "N/A") else ""
-            return JobState(JobPhase.WAITS, f"waiting for {_many(self.nodes, 'node')} ({reason}{when})")
+            return JobState(JobPhase.WAITS, f"waiting for {many(self.nodes, 'node')} ({reason}{when})")
         return JobState(
             JobPhase.ENDED if word in _OVER else JobPhase.RUNS, f"{word.lower()}{f' on {nodes}' * bool(nodes)}"
         )
@@ -281,7 +282,3 @@ class Slurm(Cluster):
 
 
 PLACE = Slurm
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
