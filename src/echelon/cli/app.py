@@ -31,6 +31,7 @@ COMMANDS = {
     "runs": ("echelon.cli.places:runs_command", "Show how all runs stand, wherever they are."),
     "logs": ("echelon.cli.places:logs_command", "Print the log of a run's process."),
     "stop": ("echelon.cli.places:stop_command", "Stop a run after a checkpoint, wherever it is."),
+    "nodes": ("echelon.cli.nodes:command", "Show who takes part in a run, and let workers join or leave it."),
     "report": ("echelon.cli.runs:report_command", "Write the report of a run or a study again."),
     "copy": ("echelon.cli.upkeep:copy_command", "Copy a run between a folder and a URL."),
     "verify": ("echelon.cli.upkeep:verify_command", "Compare every byte of a run with its hash."),

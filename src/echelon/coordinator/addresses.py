@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from echelon.core.errors import LEFT
 from echelon.core.files import write_atomic
 from echelon.core.patience import may_pass
 
@@ -67,8 +69,13 @@ def note_address(roles: Path, address: str) -> None:
 
 def note_status(roles: Path, status: str) -> None:
     """Write how the run ended, where its scheduler is on another machine and has no common disk with this one."""
-    if not (roles / STATUS_FILE).exists():
+    if _status(roles) in ("", LEFT):  # who left was not there at the end
         write_atomic(roles / STATUS_FILE, json.dumps({"status": status}))
+
+
+def _status(roles: Path) -> str:
+    file = roles / STATUS_FILE
+    return str(json.loads(file.read_text())["status"]) if file.exists() else ""
 
 
 class SchedulerLine:
@@ -89,6 +96,12 @@ class SchedulerLine:
         from echelon.coordinator.messages import Stop
 
         self._send(Stop("stop"))
+
+    def drain(self, workers: Sequence[str]) -> None:
+        """Tell that workers shall leave."""
+        from echelon.coordinator.messages import Drain
+
+        self._send(Drain(list(workers)))
 
     def connect(self) -> None:
         """Open the line once the scheduler listens; called again and again, so that to tell later takes no file."""
@@ -119,8 +132,7 @@ class SchedulerLine:
 
     def status(self) -> str:
         """Return how the run ended, as the scheduler wrote it."""
-        file = self._roles / STATUS_FILE
-        return str(json.loads(file.read_text())["status"]) if file.exists() else "failed"
+        return _status(self._roles) or "failed"
 
     def close(self) -> None:
         """Let what was sent leave."""

@@ -249,6 +249,10 @@ class Evaluations:
         self._late.discard(name)
         return self.present is not None and self.present.worker in ("", name)
 
+    def has_task(self, name: str) -> bool:
+        """Whether a worker has the present task."""
+        return self.present is not None and self.present.worker == name
+
     def worker_gone(self, name: str) -> None:
         """Let another worker take the task that one had."""
         self._late.discard(name)

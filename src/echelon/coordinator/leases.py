@@ -81,6 +81,10 @@ class LeaseLedger(ABC):
         else:
             self._paused.discard(worker)
 
+    def has_lease(self, worker: str) -> bool:
+        """Whether a worker has a task that it has not finished."""
+        return any(lease.worker == worker for lease in self._out.values())
+
     def hold_back(self, wanted: bool) -> None:
         """Begin no further step until a copy is kept, where steps have a boundary at which all servers agree."""
         self._held_back = wanted

@@ -271,6 +271,13 @@ class Stop(Content):
     reason: str
 
 
+@content(34)
+class Drain(Content):
+    """A launcher's word: workers of these names finish what they work on, and leave; the others go on."""
+
+    workers: list[str]
+
+
 # To members
 
 
@@ -396,7 +403,7 @@ class CatchUp(Content):
 
 @content(52)
 class RunEnded(Content):
-    """The run is over: `completed`, `stopped`, `failed`, or `refused` (only this member)."""
+    """It is over: `completed`, `stopped`, `failed`; for this member alone: `refused`, or `left`, as it was asked to."""
 
     status: str
 
@@ -405,7 +412,7 @@ Task = SetupTask | TrainTask | EvaluateTask
 
 TO_COORDINATOR = vocabulary(
     JoinWorker, JoinServer, WorkerBeat, ServerBeat, AskTask, TaskDone, SetupDone, EvaluationDone, CopyKept, ServerHolds,
-    ServerLacked, LeaveRun, Died, Stop,
+    ServerLacked, LeaveRun, Died, Stop, Drain,
 )  # fmt: skip
 TO_WORKER = vocabulary(Welcome, JoinAgain, SetupTask, TrainTask, EvaluateTask, TaskHeard, Members, RunEnded)
 TO_SERVER = vocabulary(JoinAgain, BecomeStandby, Members, KeepCopy, DropCopy, Promote, CatchUp, RunEnded)

@@ -35,6 +35,7 @@ from echelon.coordinator.messages import (
     CatchUp,
     CopyKept,
     Died,
+    Drain,
     DropCopy,
     EvaluationDone,
     JoinAgain,
@@ -60,12 +61,14 @@ from echelon.coordinator.messages import (
 from echelon.coordinator.runs import from_runs, to_runs
 from echelon.coordinator.shares import make_leases
 from echelon.coordinator.window import WindowAccumulator
+from echelon.core.errors import LEFT
 from echelon.core.task import BestResult, Stagnation
 from echelon.core.time_limit import TimeLimit
 from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
 from echelon.records.decode import decode
 from echelon.records.events import (
+    ChangeRefused,
     EvaluationLate,
     Event,
     SchedulerRestored,
@@ -74,6 +77,7 @@ from echelon.records.events import (
     ServerSettled,
     SharesAgain,
     WorkerGone,
+    WorkerLeft,
 )
 from echelon.records.kinds import (
     EARLY_STOP,
@@ -111,6 +115,7 @@ class Coordinator:
         self._window = WindowAccumulator(now_s)
         self._setup_worker = ""
         self._asking: dict[str, None] = {}
+        self._leaving: dict[str, bool] = {}  # who was asked to leave, and whether it has been told to go
         self._begun = self._recorded = False
         self._late = 0
         self._settled_lives = set[int]()
@@ -277,6 +282,8 @@ class Coordinator:
                 self.stopping = self.stopping or content.reason or "stop"
             case Died():
                 self._died(content, now_s)
+            case Drain():
+                self._drain_workers(content.workers, now_s)
             case _:
                 member = self.members.heard(message.sender, peer, message.session, now_s)
                 if member is not None:
@@ -406,6 +413,7 @@ class Coordinator:
         """Let a member go that left, died or is silent; its work goes to others."""
         member = self.members.remove(name)
         self._asking.pop(name, None)
+        how = "left" if self._leaving.pop(name, False) else how
         if member is None:
             return
         if member.is_worker:
@@ -415,6 +423,42 @@ class Coordinator:
             self._server_gone(name, how)
         self._tell_members()
         self._give_all(now_s)
+
+    def _drain_workers(self, names: Sequence[str], now_s: float) -> None:
+        """Let workers leave once they have done what they work on; one has to stay, which can set the run up."""
+        asked = [member for member in self.members.workers if member.name in names]
+        stay = [member for member in self.members.workers if member.name not in {*names, *self._leaving}]
+        why = "" if asked else "the run has no such worker now"
+        if not stay:
+            why = "nobody would be left to train"
+        elif self.setup is None and not any(member.is_home for member in stay):
+            why = "the run has yet to be set up"
+        if why:
+            self._tell(ChangeRefused(f"{' and '.join(names)} cannot leave: {why}"))
+            return
+        self._leaving |= {member.name: False for member in asked if member.name not in self._leaving}
+        self._give_all(now_s)
+
+    def _let_go(self) -> None:
+        """Let those go that were asked to leave, and have done what they worked on; they say farewell then."""
+        for name, told in self._leaving.items():
+            member = self.members.get(name)
+            if member is None or not isinstance(join := member.join, JoinWorker) or told or self._is_busy(name):
+                continue
+            self._leaving[name] = True
+            self._asking.pop(name, None)
+            if self._leases is not None:
+                self._leases.leave(name)
+            self._send(member, RunEnded(LEFT))
+            stay = sum(worker.name not in self._leaving for worker in self.members.workers)
+            go = "1 other goes on" if stay == 1 else f"{stay} others go on"
+            words = f"{name} leaves after step {self._steps()}, as it was asked to; {go}"
+            self._tell(WorkerLeft(words, name, join.host or None, join.pid or None))
+
+    def _is_busy(self, name: str) -> bool:
+        at_setup = self.setup is None and self._setup_worker == name
+        leased = self._leases is not None and self._leases.has_lease(name)
+        return at_setup or leased or self._evaluations.has_task(name)
 
     def _worker_gone(self, name: str, how: str) -> None:
         if self._setup_worker == name and self.setup is None:
@@ -494,7 +538,8 @@ class Coordinator:
         self._give_all(now_s)
 
     def _give_all(self, now_s: float) -> None:
-        """Give every worker that asks a task, where there is one."""
+        """Give every worker that asks a task, where there is one; who was asked to leave goes instead."""
+        self._let_go()
         for name in list(self._asking):
             member = self.members.get(name)
             task = None if member is None else self._task_for(member, now_s)
@@ -505,6 +550,8 @@ class Coordinator:
                 self._send(member, task)
 
     def _task_for(self, member: RunMember, now_s: float) -> Task | None:
+        if member.name in self._leaving:
+            return None
         if self.setup is None:
             if self._setup_worker or not all(pair.primary for pair in self._pairs) or not member.is_home:
                 return None

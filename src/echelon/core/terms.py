@@ -87,6 +87,14 @@ class TermFolder:
         """Whether a member has said so."""
         return (self.path / f"{member}.begun").exists()
 
+    def let_leave(self, member: str) -> None:
+        """Ask a member to leave after the step under way."""
+        (self.path / f"{member}.leave").touch()
+
+    def may_leave(self, member: str) -> bool:
+        """Whether a member was asked to."""
+        return (self.path / f"{member}.leave").exists()
+
     def complain(self, term: int, member: str) -> None:
         """Say that a member of a term has lost the others, and does not know why."""
         (self.path / f"{term}-{member}.lost").touch()

@@ -101,6 +101,11 @@ class FirstMachine:
         with self._lock:
             self._rendezvous.saved(checkpoints)
 
+    def resize(self, workers: int) -> None:
+        """Begin later rounds with so many workers of this machine."""
+        with self._lock:
+            self._rendezvous.resize(self._arrival.machine, workers)
+
     @property
     def restarts_left(self) -> int:
         """How many restarts are left until a new checkpoint."""
@@ -204,6 +209,9 @@ class OtherMachine:
 
     def saved(self, checkpoints: int) -> None:
         """Do nothing: the first machine counts restarts, and sees what its first rank saves."""
+
+    def resize(self, workers: int) -> None:
+        """Do nothing: members of groups that span machines do not leave."""
 
     @property
     def restarts_left(self) -> None:

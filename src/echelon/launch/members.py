@@ -17,16 +17,18 @@ class GroupMembers:
     dies.
 
     Attributes:
+        names: of the processes that a start of the whole group has.
         closing: members have begun to end; nobody is waited for that has yet to come.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names, self.closing = names, False
+        self.names, self.closing = names, False
         self._folder: TermFolder | None = None
         self._term = 0
         self._starts: dict[str, int] = {}
         self._inside: list[str] = []
         self._booting: list[str] = []
+        self._leaving: set[str] = set()
 
     def begin(self, round_: Round) -> None:
         """Begin a start of the whole group."""
@@ -34,8 +36,8 @@ class GroupMembers:
         self._folder = TermFolder(Path(f"{where}.terms")) if kind == "file" else None
         if self._folder is not None:
             self._folder.path.mkdir()
-        self._term, self.closing, self._starts = 0, False, dict.fromkeys(self._names, 0)
-        self._inside, self._booting = list(self._names), []
+        self._term, self.closing, self._starts = 0, False, dict.fromkeys(self.names, 0)
+        self._inside, self._booting = list(self.names), []
 
     def environment(self, name: str) -> dict[str, str]:
         """Return what a process is to know of its group's terms."""
@@ -56,13 +58,35 @@ class GroupMembers:
         self._inside = self.survivors(dead)
         self._publish()
 
+    def drain(self, names: Collection[str]) -> str:
+        """Ask members to leave after the step under way; returns why they cannot, or nothing."""
+        stay = [name for name in self._inside if name not in {*names, *self._leaving}]
+        folder = self._folder
+        if not names or any(name not in self._inside for name in names):
+            return "the run has no such member now"
+        if not stay:
+            return "nobody would be left to train"
+        if folder is None or len(self.survivors(names)) < len(self._inside) - len(names):
+            return "a member has yet to begin"
+        self._leaving |= set(names)
+        for name in names:
+            folder.let_leave(self._member(name))
+        return ""
+
+    def release(self, name: str) -> bool:
+        """Let a process go for good that was asked to leave; returns whether it was."""
+        asked = name in self._leaving
+        if asked:
+            self._leaving.discard(name)
+        return asked
+
     def forget(self, name: str) -> None:
         """Note that a process that was on its way is gone."""
         self._booting = [each for each in self._booting if each != name]
 
     def start_again(self, name: str) -> dict[str, str]:
         """Let a process come beside the members; returns what it is to know."""
-        self._starts[name] += 1
+        self._starts[name] = self._starts.get(name, 0) + 1
         self._booting.append(name)
         return self.environment(name)
 

@@ -29,14 +29,23 @@ class NoticeBoard:
     def __init__(self, names: Sequence[str]) -> None:
         """Make room for a note and stacks of each process."""
         self._file = os.memfd_create("echelon-notes")
-        os.ftruncate(self._file, max(1, len(names)) * SLOT_BYTES)
-        self._memory = memoryview(mmap.mmap(self._file, 0))
+        self._memory = self._of_size(len(names))
         self._places = {name: _Place(slot, os.memfd_create("echelon-stacks")) for slot, name in enumerate(names)}
 
     def noted(self, job: Job) -> Job:
         """Return a job whose processes know where to write their notes."""
         groups = (replace(g, processes=tuple(map(self._noted, g.processes))) for g in job.groups)
         return replace(job, groups=tuple(groups))
+
+    def add(self, process: Process) -> Process:
+        """Make room for one process more; returns it as it knows where to write."""
+        self._memory = self._of_size(len(self._places) + 1)
+        self._places[process.name] = _Place(len(self._places), os.memfd_create("echelon-stacks"))
+        return self._noted(process)
+
+    def _of_size(self, places: int) -> memoryview:
+        os.ftruncate(self._file, max(1, places) * SLOT_BYTES)
+        return memoryview(mmap.mmap(self._file, 0))
 
     def _noted(self, process: Process) -> Process:
         place, here = self._places[process.name], f"/proc/{os.getpid()}/fd"

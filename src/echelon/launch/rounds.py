@@ -124,6 +124,9 @@ class Rounds(Protocol):
     def saved(self, checkpoints: int) -> None:
         """Note that checkpoints of new steps were saved."""
 
+    def resize(self, workers: int) -> None:
+        """Begin later starts of the group with so many processes of this machine."""
+
     @property
     def restarts_left(self) -> int | None:
         """How many restarts are left until a new checkpoint; None: another machine counts them."""
@@ -175,6 +178,9 @@ class OwnRounds:
     def saved(self, checkpoints: int) -> None:
         """Note that checkpoints of new steps were saved."""
         self._restarts.saved(checkpoints)
+
+    def resize(self, workers: int) -> None:
+        """Do nothing: no process is told how many there are."""
 
     @property
     def restarts_left(self) -> int:
@@ -252,6 +258,10 @@ class Rendezvous:
             machine = self._machines[name] = _Machine(name, workers, now)
         machine.workers, machine.present, machine.seen = workers, True, now
         return list(self._machines).index(name)
+
+    def resize(self, name: str, workers: int) -> None:
+        """Begin later rounds with so many workers of a machine."""
+        self._machines[name].workers = workers
 
     def handle(self, name: str, state: State, now: float) -> Order:
         """Return what an admitted machine shall do, given the state of its processes."""

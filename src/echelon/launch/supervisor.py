@@ -9,13 +9,14 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from echelon.core.errors import LEFT_EXIT_CODE, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from echelon.core.stop import StopFlag, signal_name
 from echelon.core.units import format_seconds
+from echelon.launch.changes import Change
 from echelon.launch.culprit import Living
 from echelon.launch.members import GroupMembers
 from echelon.launch.places.base import Event, Exited, Job, Place, PlaceFailed, Process, Restart, Started
@@ -106,6 +107,10 @@ def _nothing(*_: object) -> None:
     """Do nothing."""
 
 
+def _no_other(_: int) -> Process:
+    raise UserError("no more processes can be started")
+
+
 def _as_it_is(death: Death, living: Sequence[Living]) -> Death:
     return death
 
@@ -125,6 +130,10 @@ class Watch:
         remedy: does something against what a death was of, where it can.
         failures: what the processes of a death failed with, if that was before their first step.
         saved: how many checkpoints of new steps there are since the last call.
+        changes: of the members that a user has asked for since the last call.
+        another: a process beyond those of the job, by its number from 0; raises `UserError` where there can be none.
+        on_leave: a process has left, as it was asked to; how many of its group go on.
+        on_refused: a change is not made, and why.
     """
 
     on_death: Callable[[Death, Aftermath], None]
@@ -136,6 +145,10 @@ class Watch:
     remedy: Callable[[Death], Remedy] = lambda _: Remedy()
     failures: Callable[[Death], Sequence[str]] = lambda _: ()
     saved: Callable[[], int] = lambda: 0
+    changes: Callable[[], Sequence[Change]] = tuple
+    another: Callable[[int], Process] = _no_other
+    on_leave: Callable[[Started, int], None] = _nothing
+    on_refused: Callable[[str], None] = _nothing
 
     def looking(self, look: Callable[[], None]) -> Watch:
         """Return a watch that looks at something more, again and again."""
@@ -199,6 +212,7 @@ class _Group:
         self.started: dict[str, Started] = {}
         self.death: Death | None = None  # not told yet
         self.leave_by = 0.0
+        self.left: list[Process] = []
 
     @property
     def leads(self) -> bool:
@@ -218,6 +232,26 @@ class _Group:
         if self.members is not None:
             self.members.begin(round_)
         return [replace(p, environment=self._environment(p, i)) for i, p in enumerate(self.processes)]
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the group has left a run that goes on."""
+        return LEFT_EXIT_CODE in self.exit_codes.values()
+
+    def let_go(self, name: str) -> None:
+        """Be without a process from now on, in later rounds too."""
+        self.left += [process for process in self.processes if process.name == name]
+        self._hold([process for process in self.processes if process.name != name])
+
+    def take_in(self, process: Process) -> None:
+        """Be with one more process from now on, in later rounds too."""
+        self._hold([*self.processes, process])
+
+    def _hold(self, processes: Sequence[Process]) -> None:
+        assert self.members is not None
+        self.processes = tuple(processes)
+        self.members.names = [process.name for process in processes]
+        self.rounds.resize(len(processes))
 
     def start_again(self, name: str) -> Process:
         """Return a process as it is to be started beside the others of its group, which go on."""
@@ -252,7 +286,8 @@ class _Group:
 
     def failed(self, is_silent: Callable[[str], bool]) -> bool:
         """Whether a process died; then `death` names the one that the others' ends followed."""
-        deaths: dict[str, int | None] = {n: c for n, c in self.exit_codes.items() if c not in (0, STOPPED_EXIT_CODE)}
+        well = (0, STOPPED_EXIT_CODE, LEFT_EXIT_CODE)
+        deaths: dict[str, int | None] = {n: c for n, c in self.exit_codes.items() if c not in well}
         if not deaths:
             return False
         if USER_ERROR_EXIT_CODE in deaths.values():
@@ -289,6 +324,7 @@ class _Supervisor:
         self._by_name = {p.name: group for group in self._groups for p in group.processes}
         self._stop_by = self._ask_again_at = 0.0
         self._waits_for, self._waits_since_s = "", 0.0
+        self._made = 0  # processes beyond those of the job
 
     def run(self) -> bool:
         """Run until the processes that lead have ended; returns whether the run was stopped."""
@@ -307,10 +343,67 @@ class _Supervisor:
                     # Who is stopped (SIGSTOP) when the others' deadline is over is ended: they go on without it.
                     silent = [name for name in group.members.suspects() if self._place.is_silent(name)]
                     self._place.signal(silent, signal.SIGKILL)
+            for change in self._watch.changes():
+                self._make(change)
             self._watch.on_look(self._living())
             if time.monotonic() - self._looked_s >= LOOK_S:
                 self._look_for_checkpoints()
             self._heed_stop()
+
+    def _make(self, change: Change) -> None:
+        """Make a change of the members, or say why not."""
+        try:
+            if self._stop_by:
+                raise UserError("the run is being stopped")
+            if change.pids:
+                self._let_leave(change.pids)
+            if change.add:
+                self._let_join(change.add)
+        except UserError as reason:
+            self._watch.on_refused(str(reason))
+
+    def _let_leave(self, pids: Collection[int]) -> None:
+        """Let members leave a group that can do without them.
+
+        Raises:
+            UserError: there is none, or they cannot.
+        """
+        for group in self._groups:
+            names = [name for name in group.alive & group.started.keys() if group.started[name].pid in pids]
+            if not names:
+                continue
+            if why := "its group ends together" if group.members is None else group.members.drain(names):
+                raise UserError(f"{' and '.join(names)} cannot leave: {why}")
+            return
+        raise UserError("who was asked to leave is no member now")
+
+    def _let_join(self, count: int) -> None:
+        """Start processes beside those that run: those that have left, and then new ones.
+
+        Raises:
+            UserError: there are none that can be started.
+        """
+        beside = next((group for group in self._groups if group.members is not None), None)
+        left = [group for group in self._groups if group.over is not None and group.has_left]
+        for _ in range(count):
+            if beside is not None:
+                process = beside.left.pop() if beside.left else self._another()
+                beside.take_in(process)
+                self._by_name[process.name] = beside
+                self._place.start([beside.start_again(process.name)])
+            elif left:
+                group = left.pop()
+                group.over, group.state = None, Ready()
+            else:
+                process = self._another()
+                group = _Group((process,), OwnRounds(process.name, self._own_restarts))
+                self._groups.append(group)
+                self._by_name[process.name] = group
+
+    def _another(self) -> Process:
+        process = self._watch.another(self._made)
+        self._made += 1
+        return process
 
     def _living(self) -> list[Living]:
         return [process for group in self._groups for process in group.living()]
@@ -417,9 +510,10 @@ class _Supervisor:
                 members.forget(name)
                 code = group.exit_codes.pop(name)
                 if not members.closing:
-                    self._come_back(group, name, code)
+                    self._come_back_or_go(group, members, name, code)
         dead, stopping = dict(group.exit_codes), self._stop_by > 0 or group.leave_by > 0
-        if not members.survivors(dead) or not all(_is_kill(code) for code in dead.values()) or stopping:
+        go_on = all(_is_kill(code) or code == LEFT_EXIT_CODE for code in dead.values())
+        if not members.survivors(dead) or not go_on or stopping:
             if dead:  # nobody is waited for that has yet to come, nor when the run stops
                 members.closing = True
                 self._place.signal(members.booting(), signal.SIGKILL)
@@ -428,8 +522,16 @@ class _Supervisor:
             members.lose(dead)
             group.exit_codes.clear()
             for name, code in dead.items():
-                self._come_back(group, name, code)
+                self._come_back_or_go(group, members, name, code)
         return True
+
+    def _come_back_or_go(self, group: _Group, members: GroupMembers, name: str, exit_code: int) -> None:
+        """Start a process again beside its group, unless it was asked to leave."""
+        if not members.release(name):
+            self._come_back(group, name, exit_code)
+            return
+        group.let_go(name)
+        self._watch.on_leave(group.started[name], len(group.processes))
 
     def _come_back(self, group: _Group, name: str, exit_code: int) -> None:
         """Start a process again beside its group, if restarts are left, and tell of its death."""

@@ -267,6 +267,23 @@ class WorkerGone(Event):
 
 
 @dataclass(frozen=True)
+class WorkerLeft(Event):
+    """A worker left a run that goes on, between two steps, as it was asked to."""
+
+    worker: str = ""
+    host: str | None = None
+    pid: int | None = None
+    name: str = field(default="worker_left", kw_only=True)
+
+
+@dataclass(frozen=True)
+class ChangeRefused(Event):
+    """A change of a run's members that was asked for was not made."""
+
+    name: str = field(default="change_refused", kw_only=True)
+
+
+@dataclass(frozen=True)
 class EvaluationLate(Event):
     """A worker has not answered for long what it was to evaluate or to save; another one does it."""
 
@@ -359,7 +376,7 @@ class CodecSwitched(Event):
 EVENTS: tuple[type[Event], ...] = (
     DataGrew, WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, CallbackError,
     BadImageSkipped, LossNotFinite, MoreMicroBatches, WayTried, WayPredicted, Resumed, StartedOver, CheckpointRejected,
-    MachineLeft, WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SharesDealt, SchedulerRestored,
-    DiskFails, DiskWorks, CodecSwitched,
+    MachineLeft, WorkerGone, WorkerLeft, ChangeRefused, ServerGone, ServerLost, ServerSettled, SharesAgain, SharesDealt,
+    SchedulerRestored, DiskFails, DiskWorks, CodecSwitched,
 )  # fmt: skip
 """Events with details, told apart by the default of `name`."""

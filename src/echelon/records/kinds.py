@@ -620,6 +620,7 @@ class ProcessStarted(Record):
     kind: ClassVar[str] = "process"
     role: str
     pid: int
+    host: str | None = None
 
 
 @dataclass(frozen=True)

@@ -15,22 +15,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.core.patience import may_pass
+from echelon.launch.changes import Change, Requests
 from echelon.launch.culprit import Hang, Living, Standstill
 from echelon.launch.hangs import HangWatch, NoOthers, Verdict
 from echelon.launch.logs import LogLimit
 from echelon.launch.noticeboard import NoticeBoard
-from echelon.launch.places.base import Job, Place, Restart, Started
+from echelon.launch.places.base import Job, Place, Process, Restart, Started
+from echelon.launch.plan import visible_gpus
 from echelon.launch.slow import Slow
 from echelon.launch.supervisor import Aftermath, Death, Remedy, Watch
 from echelon.observe.oom import OUT_OF_MEMORY
-from echelon.records.events import HangSeen, RankFailed, RoleFailed, SlowProcess, WorkerDied
+from echelon.records.events import ChangeRefused, HangSeen, RankFailed, RoleFailed, SlowProcess, WorkerDied, WorkerLeft
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import ProcessStarted, Start, Steps
+from echelon.run.job import another_worker
 from echelon.run.machine import Machine, say
 from echelon.run.micro_batches import Halving
 from echelon.run.notify import Notifier
 from echelon.run.opening import Opening
 from echelon.run.out_of_memory import OutOfMemory
+from echelon.sync.ps import server_settings
 
 if TYPE_CHECKING:
     from echelon.trainer.resolved import ResolvedRun
@@ -112,11 +116,13 @@ class _Chronicle:
     ) -> None:
         self._path, self._record, self._scheduler, self._tell = path, record, machine.scheduler, tell
         self._notifier = Notifier(run.described.tracking.notify, path)
+        self._requests, self._run, self._job = Requests(path), run, machine.job
         self._most_restarts = run.config.launch.max_restarts
         self._saved = SavedSteps(path / "checkpoints")
         self._started_t: dict[str, float] = {}
         names = [process.name for group in machine.job.groups for process in group.processes]
         ranks = sum(name.startswith(("rank", "worker")) for name in names)
+        self._workers = ranks
         self._memory, self._halving = OutOfMemory(path, ranks), Halving.of(run, ranks, path, record)
 
     def watch(self) -> Watch:
@@ -124,7 +130,45 @@ class _Chronicle:
         stop = self._scheduler.stop if self._scheduler is not None else lambda: None
         watch = Watch(self.on_death, stop, self.on_start, say, failures=self._early_failures)
         watch = replace(watch, saved=self._saved.count_new)
+        watch = replace(
+            watch, changes=self._changes, another=self._another, on_leave=self.on_leave, on_refused=self.on_refused
+        )
         return replace(watch, remedy=self._remedy)
+
+    def _changes(self) -> Sequence[Change]:
+        """Return what the supervisor is to do of what was asked for; where there is a scheduler, that one does it."""
+        asked = self._requests.take()
+        if self._scheduler is None:
+            return asked
+        for change in asked:
+            if change.workers:
+                self._scheduler.drain(change.workers)
+        return [Change(add=change.add) for change in asked if change.add]
+
+    def _another(self, number: int) -> Process:
+        """Return a worker more than this machine began with.
+
+        Raises:
+            UserError: it cannot have one.
+        """
+        run, config = self._run, self._run.config
+        divides = not run.sync.uses_servers or server_settings(run.sync).aggregates
+        gpus = visible_gpus() if config.training.device != "cpu" else 0
+        process = another_worker(
+            self._job, number, config.data.batch_size if divides else 0, gpus if gpus >= self._workers else 0
+        )
+        return process if self.board is None else self.board.add(process)
+
+    def on_leave(self, process: Started, stay: int) -> None:
+        """Record, and say, that a process has left as it was asked to."""
+        who, go = f"process {process.pid} on {process.host}", "1 other goes on" if stay == 1 else f"{stay} others go on"
+        words = f"{who} has left after the step under way, as it was asked to; {go}"
+        self._record.write(WorkerLeft(words, process.name, process.host, process.pid))
+        self._tell(words)
+
+    def on_refused(self, why: str) -> None:
+        """Record why members stay as they are."""
+        self._record.write(ChangeRefused(why))
 
     def on_death(self, death: Death, then: Aftermath) -> None:
         """Record a death and what follows, and say it where the run goes on: how it ends is said at its end."""
@@ -195,7 +239,7 @@ class _Chronicle:
         if self._halving is not None:
             self._halving.begin(started.name)
         if self._scheduler is not None:
-            self._record.write(ProcessStarted(started.name, started.pid))
+            self._record.write(ProcessStarted(started.name, started.pid, started.host))
 
     def on_hang(self, verdict: Verdict) -> None:
         """Record who others wait for, say it, and add its stacks to its log."""

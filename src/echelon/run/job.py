@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from echelon.core.errors import UserError
 from echelon.launch.link import Host
 from echelon.launch.places.base import Group, Job, Process, Restart
 from echelon.launch.plan import LaunchPlan
@@ -111,7 +112,7 @@ def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
     """Return the scheduler, servers and workers of a machine; the scheduler's output is the run's.
 
     Each restarts alone; a split worker's processes, which need each other, together. Where the scheduler is elsewhere,
-    the workers' end is the run's.
+    the run ends with workers and servers.
     """
     first, (path, *parcel) = part.machine == 0, plan.args
     for_roles = parcel[0].for_roles if parcel and parcel[0] else None
@@ -130,7 +131,10 @@ def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
     alone = [process("scheduler", SCHEDULER, for_scheduler, True)] if first else []
     for kind, numbers in (("server", part.servers), ("standby", part.standbys)):
         names = [(f"{kind}{i}", i) for i in numbers]
-        alone += [process(name, SERVER, (name, i, part.addresses.get(name, ""), for_roles), False) for name, i in names]
+        # On another machine they stay when its workers are asked to leave.
+        alone += [
+            process(name, SERVER, (name, i, part.addresses.get(name, ""), for_roles), not first) for name, i in names
+        ]
     workers: dict[int, list[Process]] = {}
     for local in range(plan.workers):
         number, rank = divmod(part.first_worker + local, part.ranks)
@@ -143,6 +147,36 @@ def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
         for first, ranks in zip(range(0, plan.workers, part.ranks), workers.values(), strict=True)
     ]
     return Job((Group(tuple(alone), Restart.ALONE), *map(Group, split)), plan.max_restarts)
+
+
+def another_worker(job: Job, number: int, batch_size: int, gpus: int) -> Process:
+    """Return a worker beyond those that a job of this machine begins with, by its number from 0.
+
+    Args:
+        batch_size: samples that the workers divide among them; 0: they do not.
+        gpus: that the workers compute on; 0: on none.
+
+    Raises:
+        UserError: this machine cannot have one; says why.
+    """
+    workers = [process for group in job.groups for process in group.processes if process.entry in (RANK, WORKER)]
+    process, local = workers[-1], len(workers) + number
+    if 0 < batch_size <= local:
+        raise UserError(f"--batch-size {batch_size} gives {local + 1} workers less than a sample each")
+    if 0 < gpus <= local:
+        raise UserError(f"each worker has a GPU, and this machine has {gpus}")
+    if process.host is not None:
+        raise UserError("with --link each worker has a network of its own, which is made at the start")
+    name, args = f"rank{local}", process.args
+    if process.entry == WORKER:
+        path, place, *parcel = args
+        if place.size > 1:
+            raise UserError("a worker is several processes: only a whole machine can come")
+        if place.machine:
+            raise UserError("only the first machine can have more workers")
+        place = replace(place, number=place.workers + number, local=local)
+        name, args = place.name, (path, place, *parcel)
+    return replace(process, name=name, args=args, log=str(Path(process.log).with_name(f"{name}.out")))
 
 
 def _of_split(process: Process, environment: Mapping[str, str], local: int) -> Process:

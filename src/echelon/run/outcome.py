@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config import load_run_config
-from echelon.core.errors import UserError
+from echelon.core.errors import LEFT, UserError
 from echelon.core.stop import stopped_exit_code
 from echelon.core.units import format_bytes
 from echelon.records.events import WorkerDied
@@ -36,7 +36,8 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        status: `completed`, `stopped` or `failed`; `submitted` where the run was left to its place.
+        status: `completed`, `stopped` or `failed`; `submitted` where the run was left to its place; `left` where
+            this machine's workers were asked to leave a run that goes on.
         summary: the numbers of `summary.json`.
         signum: the signal that stopped it; 0 where that came to another machine, or none did.
         words: what the report that was written since the command was given says in closing; empty where none was.
@@ -55,7 +56,7 @@ class Outcome:
         """A command's exit code: 0 when completed, 1 when failed, 128 + signal when stopped (130 for Ctrl-C)."""
         if self.status == "stopped":
             return stopped_exit_code(self.signum)
-        return 0 if self.status in ("completed", SUBMITTED) else _EXIT_FAILED
+        return 0 if self.status in ("completed", SUBMITTED, LEFT) else _EXIT_FAILED
 
     @property
     def metrics(self) -> Mapping[str, float | None]:

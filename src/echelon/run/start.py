@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from echelon.config import RunConfig
 from echelon.config.validate import Nodes, check_batch
 from echelon.coordinator.config import CONTINUES
-from echelon.core.errors import UserError, naming
+from echelon.core.errors import LEFT, UserError, naming
 from echelon.core.files import allow_open_files, full_disk_in_words
 from echelon.core.stop import StopFlag, Stopped, stop_on_signals
 from echelon.core.tuning import packages_of
@@ -445,7 +445,7 @@ class _Ended:
     """How the run of this machine ended.
 
     Attributes:
-        status: `completed`, `stopped` or `failed`.
+        status: `completed`, `stopped`, `failed`, or `left`.
         closes: whether this machine is the one that records how the run ended.
         words: where it is not: what ran here, and where the record is.
     """
@@ -533,7 +533,9 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
         if stopped and machine.number == 0:
             _end_before_start(path, record)
         status = machine.scheduler.status() if machine.scheduler else "stopped" if stopped else "completed"
-        return ended("stopped" if stopped and status not in ("completed", CONTINUES) else status)
+        if status == LEFT:
+            say("the workers of this machine have left the run, which goes on")
+        return ended("stopped" if stopped and status not in ("completed", CONTINUES, LEFT) else status)
 
 
 def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: str) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import Store, TCPStore
 
 from echelon.config import RunConfig, load_run_config
 from echelon.coordinator.addresses import ROLES_FOLDER, note_status
-from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from echelon.core.errors import LEFT, LEFT_EXIT_CODE, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import full_disk_in_words
 from echelon.core.stop import StopFlag, stop_on_signals
 from echelon.forecast.alternatives import record_alternatives
@@ -55,6 +55,8 @@ def run_worker(folder: str, parcel: Parcel | None = None) -> None:
         status = train_rank(path, stop, parcel.open() if parcel else None, notes, count)
     if status == "stopped":
         leave(STOPPED_EXIT_CODE)
+    if status == LEFT:
+        leave(LEFT_EXIT_CODE)
 
 
 def run_server_worker(folder: str, process: WorkerRank, parcel: Parcel | None = None) -> None:
@@ -68,6 +70,8 @@ def run_server_worker(folder: str, process: WorkerRank, parcel: Parcel | None = 
         note_status(path / ROLES_FOLDER, status)
     if status == "refused":
         sys.exit(USER_ERROR_EXIT_CODE)
+    if status == LEFT:
+        leave(LEFT_EXIT_CODE)
 
 
 @contextmanager
@@ -118,7 +122,9 @@ def train_rank(
     notes: RankNotes | None = None,
     count: StepCounter | None = None,
 ) -> str:
-    """Train one rank of the run that a folder describes; returns `completed` or, once the flag is set, `stopped`.
+    """Train one rank of the run that a folder describes; returns how it ended for this rank.
+
+    That is `completed`, `stopped` once the flag is set, or `left` where the rank was asked to leave the others.
 
     Args:
         count: is told of each step.
@@ -144,6 +150,10 @@ def train_rank(
                     status = fit(run, batches)
                 else:
                     status, batches = ElasticLoop(rebuilder, membership, stop).fit(run, batches)
+                if status == LEFT:  # the others go on: nothing is done together any more
+                    _close_loaders(run)
+                    run.progress.record.close()
+                    return status
                 with run.progress.display.bar("end: what is left to write"):
                     _close(run, path)
         except Exception as error:

@@ -158,6 +158,11 @@ class EpochOrder:
         if self._run.survives and regroupable(self._run).at_agreement:
             self.commit = Commit.of(self._run, self._cursor, self.reason, between)
 
+    @property
+    def agreed(self) -> bool:
+        """Whether the others have a part in all that this rank has done, so that it may go and nothing is lost."""
+        return self.commit is not None and self.commit.step == self._cursor.step
+
     def _resume(self) -> bool:
         """Go on where ranks have changed: with the steps that no record has, and what is due after the last one.
 

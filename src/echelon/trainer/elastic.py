@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.checkpoint import broadcast_state
+from echelon.core.errors import LEFT
 from echelon.core.stop import StopFlag
 from echelon.core.task import BestResult
 from echelon.data.base import Batch
@@ -26,7 +27,7 @@ from echelon.records.decode import decode
 from echelon.trainer.assemble import Rebuilder, rank_seed
 from echelon.trainer.batches import EpochOrder, Resumption
 from echelon.trainer.commit import Commit, Draws, replica_state, take_replica_state
-from echelon.trainer.loop import Batches, TrainingRun, fit, regroupable
+from echelon.trainer.loop import TrainingRun, fit, regroupable
 from echelon.trainer.membership import Membership, TermOver
 from echelon.trainer.state import seed_everything
 from echelon.trainer.step import StepResult
@@ -57,16 +58,20 @@ class _Agreed:
     behind: bool
 
 
-class _UntilTermEnds:
-    """Batches of a process that is alone: before each it looks whether others have come."""
+class _WhileMember:
+    """Batches of a member that looks before each whether it was asked to leave, or, alone, whether others have come.
 
-    def __init__(self, batches: EpochOrder, membership: Membership) -> None:
-        self._batches, self._membership = batches, membership
+    It leaves where all have agreed, and no checkpoint is being written.
+    """
+
+    def __init__(self, run: TrainingRun, batches: EpochOrder, membership: Membership) -> None:
+        self._run, self._batches, self._membership = run, batches, membership
+        self._leaves = False
 
     @property
     def status(self) -> str:
-        """See `Batches`."""
-        return self._batches.status
+        """See `Batches`; `left` where this member leaves."""
+        return LEFT if self._leaves else self._batches.status
 
     @status.setter
     def status(self, value: str) -> None:
@@ -80,8 +85,12 @@ class _UntilTermEnds:
             TermOver: others have come.
         """
         for batch in self._batches:
-            if self._membership.is_over():
+            # Who is alone has no connections that a newer term would break.
+            if self._run.world.size == 1 and self._membership.is_over():
                 raise TermOver("others have come")
+            if self._membership.may_leave() and self._batches.agreed and not self._run.saver.is_writing():
+                self._leaves = True
+                return
             yield batch
 
     def step_done(self, result: StepResult) -> None:
@@ -110,7 +119,9 @@ class ElasticLoop:
                 self._membership.begin()
         while True:
             try:
-                status = fit(run, self._watched(run, batches))
+                status = fit(run, _WhileMember(run, batches, self._membership))
+                if status == LEFT:
+                    return status, batches
                 if status != "completed":
                     self._membership.stop()
                     return status, batches
@@ -122,10 +133,6 @@ class ElasticLoop:
                     raise
                 logging.warning("in step %d the others were lost: %s", run.world.notes.step, error)
             batches = self._go_on(run, batches)
-
-    def _watched(self, run: TrainingRun, batches: EpochOrder) -> Batches:
-        """Return batches that end with the term, where nobody else is there whose connections would break."""
-        return batches if run.world.size > 1 else _UntilTermEnds(batches, self._membership)
 
     def _go_on(self, run: TrainingRun, batches: EpochOrder) -> EpochOrder:
         """Enter the next term, and the ones after it while members are lost in that; returns the batches from there."""

@@ -128,6 +128,10 @@ class Membership:
         """Return the file in which the members of a term find each other."""
         return self._folder.store(term)
 
+    def may_leave(self) -> bool:
+        """Whether this process was asked to leave after the step under way."""
+        return self._folder.may_leave(self.member)
+
     def close(self) -> bool:
         """Say that all is trained, so that nobody is taken in any more; returns whether nobody was just before.
 

@@ -107,7 +107,7 @@ def join_world(
     layout = run.layout_for(size)
     if size == 1 or (membership is not None and membership.is_newcomer):
         device = _taken(choose_device(run.config.training.device, local_rank, _local_size()))
-        place_of_own = (rank, size) if size == 1 else (size, size + 1)
+        place_of_own = (size, size + 1) if membership is not None and membership.is_newcomer else (rank, size)
         yield World(*place_of_own, local_rank, device, None, alone(), notes)
         leave_groups()
         return

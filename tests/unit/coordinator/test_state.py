@@ -28,6 +28,7 @@ from echelon.coordinator.messages import (
     CatchUp,
     CopyKept,
     Died,
+    Drain,
     EvaluateTask,
     EvaluationDone,
     JoinAgain,
@@ -55,7 +56,15 @@ from echelon.core.patience import Patience
 from echelon.core.task import BestResult, Stagnation
 from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
-from echelon.records.events import EvaluationLate, ServerGone, ServerLost, ServerSettled, WorkerGone
+from echelon.records.events import (
+    ChangeRefused,
+    EvaluationLate,
+    ServerGone,
+    ServerLost,
+    ServerSettled,
+    WorkerGone,
+    WorkerLeft,
+)
 
 STEPS = 12
 PLAN = TrainingPlan(2, 0, 1, None, None)
@@ -719,3 +728,62 @@ def test_a_worker_of_another_model_is_sent_away() -> None:
     run.say("b", JoinWorker("another"))
     assert run.sent("b", RunEnded) == [RunEnded("refused")]
     assert [m.name for m in run.state.members.workers] == ["a"]
+
+
+@pytest.mark.parametrize("policy", [FREE, SHARED])
+def test_a_worker_that_is_asked_to_leave_finishes_its_lease_and_goes(policy: CoordinationPolicy) -> None:
+    run = Run(policy)
+    run.begin("worker0", "worker1")
+    first, task = run.ask("worker0"), run.ask("worker1")
+    run.say("worker1", AskTask())  # for the next one, while it works
+    held = [task, *run.sent("worker1", TrainTask)]
+    run.say("launcher", Drain(["worker1"]))
+    for lease in held:
+        assert not run.sent("worker1", RunEnded) and not run.told(WorkerLeft)
+        assert isinstance(lease, TrainTask)
+        run.done("worker1", lease.task)
+    assert len(run.counted()) == len(held) and run.sent("worker1", RunEnded) == [RunEnded("left")]
+    (left,) = run.told(WorkerLeft)
+    assert isinstance(left, WorkerLeft) and left.worker == "worker1" and "1 other goes on" in left.message
+    run.say("worker1", WorkerBeat({}, 0, 0))  # it says farewell, and is not asked to join again
+    assert not run.sent("worker1", JoinAgain) and not run.sent("worker1", TrainTask)
+    run.say("worker1", LeaveRun(NOTHING))
+    assert not run.told(WorkerGone)
+    run.done("worker0", first.task)
+    train(run, "worker0")
+    assert run.state.status == "completed"
+
+
+def test_who_died_on_its_way_out_gives_its_lease_back() -> None:
+    run = Run(FREE)
+    run.begin("worker0", "worker1")
+    task = run.ask("worker1")
+    run.say("launcher", Drain(["worker1"]))
+    run.say("launcher", Died("worker1"))
+    assert run.told(WorkerGone) and not run.told(WorkerLeft)
+    assert run.ask("worker0").task == task.task
+
+
+def test_one_worker_has_to_stay() -> None:
+    run = Run(FREE)
+    run.begin("worker0", "worker1")
+    run.say("launcher", Drain(["worker0", "worker1"]))
+    run.say("launcher", Drain(["worker7"]))
+    reasons = [refused.message for refused in run.told(ChangeRefused) if isinstance(refused, ChangeRefused)]
+    assert ["nobody would be left" in reasons[0], "no such worker" in reasons[1]] == [True, True]
+    assert run.ask("worker0") and run.ask("worker1")
+
+
+def test_a_worker_that_evaluates_leaves_when_it_has_answered() -> None:
+    run = Run(FREE, replace(PLAN, save_steps=1))
+    run.begin("worker0", "worker1")
+    run.done("worker1", run.ask("worker1").task)
+    (copy,) = run.sent("server0", KeepCopy)
+    assert isinstance(copy, KeepCopy)
+    run.say("server0", CopyKept(copy.tag, 0))
+    run.say("worker0", AskTask())
+    (task,) = run.sent("worker0", EvaluateTask)
+    run.say("launcher", Drain(["worker0"]))
+    assert isinstance(task, EvaluateTask) and not run.sent("worker0", RunEnded)
+    run.say("worker0", EvaluationDone(task.task))
+    assert run.sent("worker0", RunEnded) == [RunEnded("left")]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from echelon.core.address import STORE_VARIABLE
+from echelon.core.errors import LEFT_EXIT_CODE
 from echelon.core.stop import StopFlag
 from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder
+from echelon.launch.changes import Change
 from echelon.launch.members import GroupMembers
 from echelon.launch.places.base import Group, Job, Process, Restart
 from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, Round, Running, State
@@ -45,6 +47,14 @@ def test_nobody_is_taken_in_once_all_is_trained(tmp_path: Path) -> None:
     assert members.admit() == [] and folder.newest() == Term(1, ("a.0", "b.0"))
 
 
+def test_members_leave_as_long_as_one_stays(tmp_path: Path) -> None:
+    members, folder = _members(tmp_path)
+    assert "no such member" in members.drain([]) and "nobody would be left" in members.drain(["a", "b", "c"])
+    assert members.drain(["b"]) == "" and folder.may_leave("b.0") and not folder.may_leave("a.0")
+    assert "nobody would be left" in members.drain(["a", "c"])
+    assert members.release("b") and not members.release("a")
+
+
 def test_a_term_begins_when_all_of_its_members_have_entered_it(tmp_path: Path) -> None:
     folder, term = TermFolder(tmp_path), Term(3, ("a.0", "b.1"))
     folder.enter(term, "b.1")
@@ -77,6 +87,9 @@ class _OneRound:
 
     def saved(self, checkpoints: int) -> None:
         pass
+
+    def resize(self, workers: int) -> None:
+        self.workers = workers
 
 
 def _supervised(place: Script, store: Path, restarts: int = 3, begin: bool = True) -> list[tuple[Death, Aftermath]]:
@@ -131,3 +144,59 @@ def test_a_run_that_stops_does_not_wait_for_who_has_yet_to_come(tmp_path: Path) 
     rounds = _OneRound(tmp_path / "store", begin=True)
     assert supervise(Job((group,), 3), place, Watch(died), stop, rounds)
     assert ("b", 9) in place.signals
+
+
+def test_who_was_asked_to_leave_is_not_started_again_and_the_others_go_on(tmp_path: Path) -> None:
+    """Its number of restarts stays what it was; a later start of the whole group is of those that stayed."""
+    place = Script([], [("b", LEFT_EXIT_CODE)], [("a", 1), ("c", 0)], [("a", 0), ("c", 0)])
+    asked = [[], [Change(pids=[102])]]
+    left: list[tuple[str, int]] = []
+    deaths: list[Aftermath] = []
+    group = Group(tuple(Process(name, "module:function") for name in "abc"), Restart.BESIDE)
+    watch = Watch(
+        lambda death, then: deaths.append(then),
+        changes=lambda: asked.pop(0) if asked else [],
+        on_leave=lambda started, stay: left.append((started.name, stay)),
+    )
+    rounds = _OneRound(tmp_path / "store", begin=True)
+    assert not supervise(Job((group,), 3), place, watch, StopFlag(), rounds)
+    assert left == [("b", 2)] and rounds.workers == 2 and place.starts == [*"abc", *"ac"]
+    assert TermFolder(tmp_path / "store1.terms").newest() == Term(1, ("a.0", "c.0")) and len(deaths) == 1
+
+
+def test_more_come_beside_the_others_those_that_left_first(tmp_path: Path) -> None:
+    """A later start of the whole group is of all that have come."""
+    place = Script([], [("b", LEFT_EXIT_CODE)], [], [("a", 1)], [(name, 0) for name in "acbd"])
+    asked = [[], [Change(pids=[102])], [], [Change(add=2)]]
+    group = Group(tuple(Process(name, "module:function") for name in "abc"), Restart.BESIDE)
+    watch = Watch(
+        lambda death, then: None,
+        changes=lambda: asked.pop(0) if asked else [],
+        another=lambda number: Process("defg"[number], "module:function"),
+    )
+    rounds = _OneRound(tmp_path / "store", begin=True)
+    assert not supervise(Job((group,), 3), place, watch, StopFlag(), rounds)
+    assert place.starts == [*"abc", *"bd", *"acbd"] and rounds.workers == 4
+
+
+def test_what_a_group_is_not_asked_for_is_refused_in_words(tmp_path: Path) -> None:
+    place = Script([], [], [("a", 0), ("b", 0), ("c", 0)])
+    asked = [[], [Change(pids=[101, 102, 103])], [Change(pids=[7]), Change(add=1)]]
+    refused: list[str] = []
+    group = Group(tuple(Process(name, "module:function") for name in "abc"), Restart.BESIDE)
+    watch = Watch(lambda death, then: None, changes=lambda: asked.pop(0) if asked else [], on_refused=refused.append)
+    assert not supervise(Job((group,), 3), place, watch, StopFlag(), _OneRound(tmp_path / "store", begin=True))
+    assert ["nobody would be left" in refused[0], "no member now" in refused[1], "no more" in refused[2]] == [True] * 3
+
+
+def test_processes_that_restart_alone_leave_and_come(tmp_path: Path) -> None:
+    place = Script([], [("b", LEFT_EXIT_CODE)], [], [("b", 0), ("c", 0)], [("a", 0)])
+    asked = [[], [], [], [Change(add=2)]]
+    group = Group((Process("a", "module:function"), Process("b", "module:function", leads=False)), Restart.ALONE)
+    watch = Watch(
+        lambda death, then: None,
+        changes=lambda: asked.pop(0) if asked else [],
+        another=lambda number: Process("c", "module:function", leads=False),
+    )
+    assert not supervise(Job((group,), 3), place, watch, StopFlag())
+    assert place.starts == ["a", "b", "b", "c"] and not place.signals

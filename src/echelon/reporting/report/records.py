@@ -171,7 +171,7 @@ class RunRecord:
             return ""
         if len(start.hosts) == 1:
             return start.hosts[0]
-        return start.hosts[rank] if len(start.hosts) == start.world_size else ""
+        return start.hosts[rank] if rank < len(start.hosts) == start.world_size else ""  # workers may have joined
 
 
 def load_run(run: Path) -> RunRecord:

@@ -1,0 +1,96 @@
+"""Who takes part in a run, from its record; and who cannot be asked to leave."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from echelon.config import build
+from echelon.core.errors import UserError
+from echelon.launch.changes import Change
+from echelon.records.events import WorkerDied, WorkerGone, WorkerLeft
+from echelon.records.file import Recorder
+from echelon.records.going import holder
+from echelon.records.kinds import ProcessStarted, Record, ServerWindow, Start, Steps, WorkerJoined, WorkerWindow
+from echelon.run.nodes import drain, members_of
+from echelon.trainer import folder as folders
+
+START = Start(world_size=3, hosts=["a", "a", "b"], pids=[11, 12, 13], layout={"dp": 3})
+
+
+def _run(folder: Path, *records: Record, **settings: str) -> Path:
+    described = {"launch.on": "local", **{name.replace("_", ".", 1): value for name, value in settings.items()}}
+    folders.prepare(folder, build(None, described).config, 1000.0)
+    recorder = Recorder(folder)
+    for record in records:
+        recorder.write(record)
+    recorder.close()
+    return folder
+
+
+def test_ranks_are_those_of_the_newest_start_since_they_joined(tmp_path: Path) -> None:
+    after = replace(START, world_size=2, hosts=["a", "b"], pids=[11, 13], start_step=40)
+    newcomer = replace(START, pids=[11, 13, 14], hosts=["a", "b", "a"], start_step=60)
+    run = _run(tmp_path / "run", START, after, newcomer, Steps(step=70, losses=[1.0] * 10, seconds=2.0))
+    members = members_of(run)
+    assert [(m.name, m.host, m.pid, m.steps) for m in members] == [
+        ("rank0", "a", 11, 70), ("rank1", "b", 13, 70), ("rank2", "a", 14, 10),
+    ]  # fmt: skip
+    assert {m.steps_per_s for m in members} == {5.0} and {m.share for m in members} == {1 / 3}
+
+
+def test_shares_that_differ_and_models_that_are_split(tmp_path: Path) -> None:
+    run = _run(tmp_path / "a", replace(START, shares=[1, 1, 2]))
+    assert [m.share for m in members_of(run)] == [0.25, 0.25, 0.5]
+    run = _run(tmp_path / "b", replace(START, layout={"dp": 1, "tp": 3}))
+    assert [m.share for m in members_of(run)] == [None] * 3
+
+
+def test_members_that_come_and_go(tmp_path: Path) -> None:
+    records = (
+        ProcessStarted("scheduler", 1, "a"), ProcessStarted("server0", 2, "a"), ProcessStarted("worker0", 3, "a"),
+        *(WorkerJoined(f"worker{i}", "ab"[i // 2], 3 + i) for i in range(4)),
+        ServerWindow(name="server1"), WorkerLeft("it left", "worker1"), WorkerGone("it died", "worker2"),
+        WorkerDied("it died", role="server0"), ProcessStarted("server0", 9, "a"), WorkerJoined("worker2", "b", 8),
+        WorkerWindow(clocks={"worker0": 10, "worker2": 5, "worker3": 5}),
+    )  # fmt: skip
+    members = members_of(_run(tmp_path / "run", START, *records, strategy_sync="ps(mode=async)"))
+    assert [(m.name, m.role, m.host, m.pid) for m in members] == [
+        ("scheduler", "scheduler", "a", 1), ("server0", "server", "a", 9), ("server1", "server", "", None),
+        ("worker0", "worker", "a", 3), ("worker2", "worker", "b", 8), ("worker3", "worker", "b", 6),
+    ]  # fmt: skip
+    assert [m.share for m in members[3:]] == [0.5, 0.25, 0.25] and members[0].steps is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "word", "reason"),
+    [
+        ({}, "rank1", "echelon resume .* --workers N; one of them can leave a run with --elastic on"),
+        ({"launch_elastic": "on"}, "rank4", "unknown worker or host 'rank4'"),
+        ({"launch_elastic": "on"}, "a", "a is asked"),
+    ],
+)
+def test_what_cannot_leave(
+    settings: dict[str, str], word: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def noted(run: Path, pid: int, change: Change) -> None:
+        """Note who would be asked."""
+        asked.append(list(change.workers))
+        raise UserError("a is asked")
+
+    monkeypatch.setattr("echelon.run.nodes.ask", noted)
+    run = _run(tmp_path / "run", START, **settings)
+    with pytest.raises(UserError, match="does not go on here"):
+        drain(run, [word])
+    with folders.locked(run, shared=False):
+        assert holder(run) == os.getpid()
+        with pytest.raises(UserError, match=reason):
+            drain(run, [word])
+        with pytest.raises(UserError, match="nobody would be left to train" if settings else "begin and end"):
+            drain(run, ["a", "b"])
+    assert asked == ([["rank0", "rank1"]] if word == "a" else [])
