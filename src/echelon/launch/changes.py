@@ -40,8 +40,15 @@ class Change:
 
 
 def ask(run: Path, pid: int, change: Change) -> None:
-    """Ask the command with a process id, which runs a run on this machine, for a change."""
-    write_atomic(run / REQUESTS_FOLDER / f"{_addressee(pid)}{uuid.uuid4().hex}.json", json.dumps(asdict(change)))
+    """Ask the command with a process id, which runs a run on this machine, for a change.
+
+    Raises:
+        UserError: it takes none.
+    """
+    try:
+        write_atomic(run / REQUESTS_FOLDER / f"{_addressee(pid)}{uuid.uuid4().hex}.json", json.dumps(asdict(change)))
+    except FileNotFoundError:
+        raise UserError(f"{run}: its command takes no changes of its members") from None
 
 
 def _addressee(pid: int) -> str:
@@ -53,7 +60,11 @@ class Requests:
 
     def __init__(self, run: Path, every_s: float = LOOK_S) -> None:
         self._folder, self._every_s, self._looked_s = run / REQUESTS_FOLDER, every_s, 0.0
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:  # then nobody can ask
+            if not may_pass(error):
+                raise
         self.take()  # those for an earlier process of this number
 
     def take(self) -> list[Change]:

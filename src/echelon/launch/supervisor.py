@@ -385,6 +385,8 @@ class _Supervisor:
         """
         beside = next((group for group in self._groups if group.members is not None), None)
         left = [group for group in self._groups if group.over is not None and group.has_left]
+        if beside is None and any(group.heeds_signals for group in self._groups):
+            raise UserError("nobody can join: the processes begin and end together")
         for _ in range(count):
             if beside is not None:
                 process = beside.left.pop() if beside.left else self._another()

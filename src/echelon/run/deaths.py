@@ -116,7 +116,9 @@ class _Chronicle:
     ) -> None:
         self._path, self._record, self._scheduler, self._tell = path, record, machine.scheduler, tell
         self._notifier = Notifier(run.described.tracking.notify, path)
-        self._requests, self._run, self._job = Requests(path), run, machine.job
+        can_change = machine.scheduler is not None or any(g.restart is Restart.BESIDE for g in machine.job.groups)
+        self._requests = Requests(path) if can_change else None
+        self._run, self._job = run, machine.job
         self._most_restarts = run.config.launch.max_restarts
         self._saved = SavedSteps(path / "checkpoints")
         self._started_t: dict[str, float] = {}
@@ -137,7 +139,7 @@ class _Chronicle:
 
     def _changes(self) -> Sequence[Change]:
         """Return what the supervisor is to do of what was asked for; where there is a scheduler, that one does it."""
-        asked = self._requests.take()
+        asked = self._requests.take() if self._requests is not None else []
         if self._scheduler is None:
             return asked
         for change in asked:

@@ -57,7 +57,7 @@ def members_of(run: Path) -> list[NodeMember]:
 
 def _ranks(run: Path, begun_t: float) -> list[NodeMember]:
     """Return the ranks of the newest start; a group whose members change has a start for each change."""
-    starts = [start for start in read_records(run, Start) if start.t >= begun_t]
+    starts = _starts(run, begun_t)
     last, window = starts[-1], next(newest(run, Steps), None)
     step = max(last.start_step, window.step if window is not None and window.t >= begun_t else 0)
     rate = window.count / window.seconds if window is not None and window.t >= last.t and window.seconds else None
@@ -73,6 +73,10 @@ def _ranks(run: Path, begun_t: float) -> list[NodeMember]:
             )
         )  # fmt: skip
     return members
+
+
+def _starts(run: Path, begun_t: float) -> list[Start]:
+    return [start for start in read_records(run, Start) if start.t >= begun_t]
 
 
 def _roles(run: Path, begun_t: float) -> list[NodeMember]:
@@ -149,9 +153,8 @@ def drain(run: Path, words: Sequence[str]) -> list[str]:
 
     asked_t = time.time()
     ask(run, pid, Change(names, pids))
-    return _waited(
-        run, _Asked(pid, asked_t), left, len(chosen), f"{' and '.join(names)} will leave after what is under way"
-    )
+    later = f"{' and '.join(names)} will leave after what is under way"
+    return _waited(run, _Asked(pid, asked_t), left, len(chosen), later)
 
 
 def add(run: Path, count: int) -> list[str]:
@@ -206,12 +209,15 @@ def _check_can_change(run: Path, what: str) -> None:
         UserError: says what works.
     """
     config = load_run_config(run / CONFIG_FILE)
-    if config.launch.elastic == "on" or config.strategy.sync.partition("(")[0] == "ps":
+    if config.strategy.sync.partition("(")[0] == "ps":
+        return
+    first = next(iter(_starts(run, read_launch(run).launched_t or 0.0)), None)
+    if config.launch.elastic == "on" and (first is None or first.world_size > 1):
         return
     size = "--workers N" if config.launch.nodes == "1" else "--nodes N"
     raise UserError(
         f"the workers of {run} begin and end together: use echelon stop {run}, then echelon resume {run} {size}; "
-        f"one of them can {what} a run with --elastic on, or with --sync ps(...)"
+        f"one of them can {what} a run of several with --elastic on, or with --sync ps(...)"
     )
 
 

@@ -192,11 +192,12 @@ def test_what_a_group_is_not_asked_for_is_refused_in_words(tmp_path: Path) -> No
 def test_processes_that_restart_alone_leave_and_come(tmp_path: Path) -> None:
     place = Script([], [("b", LEFT_EXIT_CODE)], [], [("b", 0), ("c", 0)], [("a", 0)])
     asked = [[], [], [], [Change(add=2)]]
-    group = Group((Process("a", "module:function"), Process("b", "module:function", leads=False)), Restart.ALONE)
+    roles = [Process(name, "module:function", leads=name == "a", stops_on_signal=False) for name in "abc"]
+    group = Group(tuple(roles[:2]), Restart.ALONE)
     watch = Watch(
         lambda death, then: None,
         changes=lambda: asked.pop(0) if asked else [],
-        another=lambda number: Process("c", "module:function", leads=False),
+        another=lambda number: roles[2 + number],
     )
     assert not supervise(Job((group,), 3), place, watch, StopFlag())
     assert place.starts == ["a", "b", "b", "c"] and not place.signals

@@ -15,7 +15,7 @@ from echelon.records.events import WorkerDied, WorkerGone, WorkerLeft
 from echelon.records.file import Recorder
 from echelon.records.going import holder
 from echelon.records.kinds import ProcessStarted, Record, ServerWindow, Start, Steps, WorkerJoined, WorkerWindow
-from echelon.run.nodes import drain, members_of
+from echelon.run.nodes import add, drain, how_to_come, members_of
 from echelon.trainer import folder as folders
 
 START = Start(world_size=3, hosts=["a", "a", "b"], pids=[11, 12, 13], layout={"dp": 3})
@@ -68,7 +68,7 @@ def test_members_that_come_and_go(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "word", "reason"),
     [
-        ({}, "rank1", "echelon resume .* --workers N; one of them can leave a run with --elastic on"),
+        ({}, "rank1", "echelon resume .* --workers N; one of them can leave a run of several with --elastic on"),
         ({"launch_elastic": "on"}, "rank4", "unknown worker or host 'rank4'"),
         ({"launch_elastic": "on"}, "a", "a is asked"),
     ],
@@ -94,3 +94,27 @@ def test_what_cannot_leave(
         with pytest.raises(UserError, match="nobody would be left to train" if settings else "begin and end"):
             drain(run, ["a", "b"])
     assert asked == ([["rank0", "rank1"]] if word == "a" else [])
+
+
+def test_a_run_that_began_with_one_worker_takes_no_more(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", replace(START, world_size=1, hosts=["a"], pids=[11]), launch_elastic="on")
+    with folders.locked(run, shared=False), pytest.raises(UserError, match="one of them can join a run of several"):
+        add(run, 1)
+
+
+def test_a_command_that_takes_no_changes(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", START, launch_elastic="on")
+    with folders.locked(run, shared=False), pytest.raises(UserError, match="takes no changes of its members"):
+        add(run, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "run of one machine"),
+        ({"launch_nodes": "2", "launch_rendezvous": "h:1"}, "the run has --nodes 2"),
+        ({"launch_nodes": "1:4", "launch_rendezvous": "h:1"}, "joins when the run's own command is given there: "),
+    ],
+)
+def test_how_a_machine_can_come(settings: dict[str, str], said: str, tmp_path: Path) -> None:
+    assert said in how_to_come(_run(tmp_path / "run", **settings), "hostb")
