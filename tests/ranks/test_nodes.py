@@ -36,7 +36,7 @@ def check_left(run: Run, command: Run, pids: Sequence[int]) -> None:
     """Check that processes have left, as they were asked to, and none of them died or was started again."""
     assert command.process.returncode == 0, command.text() + run.text()[-3000:]
     left = run.events("worker_left")
-    assert [event["pid"] for event in left] == list(pids) and left[-1]["message"] in command.errors()
+    assert [event["pid"] for event in left] == list(pids) and left[-1]["message"] in command.text()
     assert not run.events("worker_died") and not run.events("worker_gone"), run.text()[-3000:]
 
 
