@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from echelon.cli.app import COMMANDS, as_command
+from echelon.core.columns import seconds_column
 from echelon.core.errors import UserError
 from echelon.core.output import print_words
 from echelon.core.stop import stopped_exit_code
-from echelon.core.units import format_seconds
 
 if TYPE_CHECKING:
     from echelon.flows.driver import FlowOutcome
@@ -123,11 +123,15 @@ def _show(folder: Path, as_graph: bool) -> None:
     flow = load_flow(folder)
     found = step_statuses(flow, folder)
     depth = levels(flow)
-    table = Table("step", "does", "state", "time", "starts", "needs" if as_graph else "why", box=None)
-    for each in sorted(found, key=lambda each: depth[each.step.name]) if as_graph else found:
+    shown_steps = sorted(found, key=lambda each: depth[each.step.name]) if as_graph else found
+    times = seconds_column("time", [each.seconds or None for each in shown_steps])
+    table = Table("step", "does", "state", times.head, "starts", "needs" if as_graph else "why", box=None)
+    for column in table.columns[3:5]:
+        column.justify = "right"
+    for each, seconds in zip(shown_steps, times.cells, strict=True):
         name = each.step.name
         shown = f"{'  ' * depth[name]}{'└ ' * bool(depth[name])}{name}" if as_graph else name
-        took = format_seconds(each.seconds) if each.seconds else ""
+        took = seconds if each.seconds else ""
         why = ", ".join(each.step.before) if as_graph else each.message
         cells = [shown, each.step.kind, each.stands, took, str(each.starts), why]
         table.add_row(*(cell.replace("[", r"\[") for cell in cells))

@@ -38,7 +38,15 @@ def runs_command() -> Any:
         found += runs_below(local_copies()) if folder == _RUNS else []
         if not found:
             raise UserError(f"{folder}: no runs there; name the folder in which they lie")
-        table = Table(Column("run", overflow="fold"), "place", "state", "progress", "metric", "age", box=None)
+        table = Table(
+            Column("run", overflow="fold"),
+            "place",
+            "state",
+            "progress",
+            "metric",
+            Column("age", justify="right"),
+            box=None,
+        )
         for run in found:
             try:
                 now = overview_of(run)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from echelon.cli.app import COMMANDS, as_command
 from echelon.cli.settings import overrides_of, parameter, trust_parameter, with_settings
 from echelon.config import build
 from echelon.config.machines import read_machines
+from echelon.core.columns import Column, rows_of, seconds_column
 from echelon.core.output import print_words
-from echelon.core.units import format_seconds
 
 if TYPE_CHECKING:
     from echelon.planning.plan import PlanReport
@@ -89,33 +90,40 @@ def _show_history(folder: Path) -> None:
 
     residuals = residuals_of(folder)
     table = Table(box=None)
-    for name in ("when", "run", "way", "a step: predicted", "measured", "off"):
-        table.add_column(name, no_wrap=True, overflow="fold")
-    for each in residuals:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.when))
-        seconds = format_seconds(each.predicted_s), format_seconds(each.measured_s)
-        table.add_row(when, each.run, each.way, *seconds, f"{each.off:+.0%}")
+    columns = [
+        Column("when", [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.when)) for each in residuals]),
+        Column("run", [each.run for each in residuals]),
+        Column("way", [each.way for each in residuals]),
+        seconds_column("a step: predicted", [each.predicted_s for each in residuals]),
+        seconds_column("measured", [each.measured_s for each in residuals]),
+        Column("off", [f"{each.off:+.0%}" for each in residuals]),
+    ]
+    _add(table, columns, numbers_from=3)
     if residuals:
         Console(width=None if sys.stdout.isatty() else _WIDTH).print(table, highlight=False, markup=False)
     for line in history_words(residuals):
         print_words(line)
 
 
+def _add(table: Table, columns: Sequence[Column], numbers_from: int = 1) -> None:
+    """Fill a table; on a narrow terminal its columns are folded, the page has them whole."""
+    for place, column in enumerate(columns):
+        justify: JustifyMethod = "right" if place >= numbers_from else "left"
+        table.add_column(column.head, no_wrap=True, overflow="fold", justify=justify)
+    for row in rows_of(columns):
+        table.add_row(*row)
+
+
 def _show(plan: PlanReport) -> None:
     """Print the answers, one table for each description of machines."""
-    from echelon.planning.words import HEAD, answer_words, opening, row_of
+    from echelon.planning.words import answer_words, columns_of, opening
 
     for line in opening(plan):
         print_words(line)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     for answer in plan.answers:
-        costs = any(p.money.value for p in answer.predictions)
-        head = HEAD if costs else HEAD[:-1]  # on a narrow terminal the columns are folded, the page has them whole
         table = Table(box=None, title=answer.machines.name, title_justify="left")
-        for name in head:
-            table.add_column(name, no_wrap=True, overflow="fold")
-        for prediction in answer.predictions:
-            table.add_row(*row_of(prediction)[: len(head)])
+        _add(table, columns_of(answer.predictions))
         console.print()
         console.print(table, highlight=False, markup=False)
         for line in answer_words(answer):

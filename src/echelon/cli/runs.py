@@ -11,6 +11,8 @@ from echelon.cli.app import COMMANDS, as_command
 from echelon.cli.settings import parameter, trust_parameter, with_parameters
 from echelon.core.output import print_words
 
+_TITLE = 16  # of a metric, in characters: most are shorter
+
 
 def evaluate_command() -> Any:
     """Build `echelon evaluate`."""
@@ -31,9 +33,11 @@ def evaluate_command() -> Any:
             print(json.dumps(metrics))
             return
         begun = next(newest(Path(run), Start), None)
-        for name, value in metrics.items():
-            title = begun.task.title_of(name) if begun else name
-            print(f"{title:16} {value:.4f}" if value is not None else f"{title:16} undefined")
+        titles = [begun.task.title_of(name) if begun else name for name in metrics]
+        values = ["undefined" if value is None else f"{value:.4f}" for value in metrics.values()]
+        widest, longest = max(map(len, titles), default=0), max(map(len, values), default=0)
+        for title, text in zip(titles, values, strict=True):
+            print(f"{title:{max(_TITLE, widest)}} {text:>{longest}}")
 
     options = [
         parameter("run", str, typer.Argument(..., help="the run's folder")),

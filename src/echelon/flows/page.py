@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from echelon.core.columns import seconds_column
 from echelon.core.files import write_atomic
 from echelon.core.units import format_seconds
 from echelon.flows.base import STEPS_FOLDER, Flow
@@ -14,13 +15,16 @@ from echelon.flows.state import LOG_FILE, PAGE_FILE, Stands, StepStatus, step_st
 
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 190, 46, 60, 16, 12  # of a box, in pixels
 _LETTERS = 24
+_NUMBER = ' class="number"'
 _COLOURS = {
     Stands.DONE: "#2e7d32", Stands.RUNS: "#1565c0", Stands.FAILED: "#c62828", Stands.CUT_SHORT: "#ef6c00",
     Stands.BLOCKED: "#8e24aa", Stands.WAITS: "#757575",
 }  # fmt: skip
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem; max-width: 75rem; color: #222; background: #fff; }
-svg { max-width: 100%; height: auto; } td, th { text-align: left; padding: .2rem 1rem .2rem 0; vertical-align: top; }
+svg { max-width: 100%; height: auto; } table { font-variant-numeric: tabular-nums; }
+td, th { text-align: left; padding: .2rem 1rem .2rem 0; vertical-align: top; }
+td.number, th.number { text-align: right; }
 @media (prefers-color-scheme: dark) { body { color: #ddd; background: #1b1b1b; } a { color: #8ab4f8; } }
 """
 
@@ -107,15 +111,19 @@ def _box(status: StepStatus, x: int, y: int) -> str:
 
 
 def _table(steps: Sequence[StepStatus]) -> str:
+    took = seconds_column("time", [each.seconds or None for each in steps])
     rows = []
-    for each in steps:
+    for each, seconds in zip(steps, took.cells, strict=True):
         report = f'<a href="{html.escape(each.report)}">report</a>' if each.report else ""
-        took = format_seconds(each.seconds) if each.seconds else ""
         cost = f"{each.seconds * each.step.resources.cores / 3600:.3f}" if each.seconds else ""
-        name = html.escape(each.step.name)
-        cells = [name, each.step.kind, each.stands, took, cost, str(each.starts), report, html.escape(each.message)]
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    heads = ("step", "does", "state", "time", "core hours", "starts", "", "")
-    head = "".join(f"<th>{word}</th>" for word in heads)
+        name, time_cell = html.escape(each.step.name), seconds if each.seconds else ""
+        words, numbers = [name, each.step.kind, each.stands], [time_cell, cost, str(each.starts)]
+        rows.append(f"<tr>{_cells(words)}{_cells(numbers, _NUMBER)}{_cells([report, html.escape(each.message)])}</tr>")
+    numbers = [took.head, "core hours", "starts"]
+    head = _cells(["step", "does", "state"], kind="th") + _cells(numbers, _NUMBER, "th") + _cells(["", ""], kind="th")
     logs = f"<p>Logs: <code>{STEPS_FOLDER}/STEP/{LOG_FILE}</code>.</p>"
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>{logs}"
+
+
+def _cells(cells: Sequence[str], attributes: str = "", kind: str = "td") -> str:
+    return "".join(f"<{kind}{attributes}>{cell}</{kind}>" for cell in cells)

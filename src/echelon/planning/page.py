@@ -14,7 +14,7 @@ from echelon.core.ticks import time_axis
 from echelon.core.units import format_seconds
 from echelon.forecast.simulator import TaskSpan
 from echelon.planning.plan import PlannedMachines, PlanReport, RunEstimate, predict
-from echelon.planning.words import HEAD, answer_words, opening, row_of
+from echelon.planning.words import answer_words, columns_of, opening
 from echelon.reporting.report import render_page
 from echelon.reporting.report.tables import Headline, Table
 
@@ -102,9 +102,7 @@ def _headlines(plan: PlanReport) -> list[Headline]:
 
 
 def _table(answer: PlannedMachines) -> Table:
-    rows = [row_of(p) for p in answer.predictions]
-    caption = "Ways, the fastest first; * may cost accuracy"
-    return Table(caption, list(HEAD), rows)
+    return Table.of("Ways, the fastest first; * may cost accuracy", columns_of(answer.predictions))
 
 
 def _charts(plan: PlanReport, answer: PlannedMachines, number: int) -> Iterator[Chart]:

@@ -3,36 +3,55 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from echelon.core.columns import Column, bytes_column, seconds_column
 from echelon.core.units import format_bytes, format_seconds
 from echelon.planning.plan import Change, PlannedMachines, PlanReport, RunEstimate
 from echelon.planning.steps import Estimate
 
-HEAD = ("way", "a step", "run", "memory", "sent a step", "cost")
 _WIDE = 1.5
 
 
-def row_of(prediction: RunEstimate) -> list[str]:
-    """Return the cells of a way, in the order of `HEAD`."""
-    memory = prediction.candidate.memory_bytes
-    held = "not known" if memory is None else ("≥ " if prediction.candidate.unknown else "") + format_bytes(memory)
-    held += "" if prediction.fits else " (too much)"
-    return [
-        prediction.label + ("" if prediction.candidate.exact else " *"),
-        span_of(prediction.step.seconds),
-        span_of(prediction.run_s),
-        held,
-        format_bytes(prediction.step.sent_bytes),
-        money(prediction.money),
+def columns_of(ways: Sequence[RunEstimate]) -> list[Column]:
+    """Return what a table shows of ways; costs where a price was said."""
+    step_s, run_s = [way.step.seconds for way in ways], [way.run_s for way in ways]
+    columns = [
+        Column("way", [way.label + ("" if way.candidate.exact else " *") for way in ways]),
+        seconds_column("a step", [s.value for s in step_s]),
+        Column("a step within", [_off_by(s) for s in step_s]),
+        seconds_column("run", [s.value for s in run_s]),
+        Column("run within", [_off_by(s) for s in run_s]),
+        _memory_column(ways),
+        bytes_column("sent a step", [way.step.sent_bytes for way in ways]),
     ]
+    costs = [money(way.money) for way in ways]
+    return [*columns, Column("cost", costs)] if any(costs) else columns
+
+
+def _memory_column(ways: Sequence[RunEstimate]) -> Column:
+    column = bytes_column("memory", [way.candidate.memory_bytes for way in ways])
+    cells = []
+    for way, held in zip(ways, column.cells, strict=True):
+        least = "≥ " if way.candidate.unknown else ""
+        known = "not known" if way.candidate.memory_bytes is None else f"{least}{held}"
+        cells.append(known if way.fits else f"too much: {known}")
+    return Column(column.head, cells)
 
 
 def span_of(seconds: Estimate) -> str:
-    """Write a duration with how far it may be off, in ratio; or by which factor."""
+    """Write a duration with how far it may be off."""
     if not math.isfinite(seconds.value) or not seconds.value:
         return "never" if seconds.value else "0 s"
+    return f"{format_seconds(seconds.value)} {_off_by(seconds)}"
+
+
+def _off_by(seconds: Estimate) -> str:
+    """Write how far a duration may be off, in ratio; or by which factor."""
+    if not math.isfinite(seconds.value) or not seconds.value:
+        return ""
     off = seconds.high / seconds.value
-    return f"{format_seconds(seconds.value)} " + (f"×/÷ {off:.1f}" if off > _WIDE else f"± {off - 1:.0%}")
+    return f"×/÷ {off:.1f}" if off > _WIDE else f"± {off - 1:.0%}"
 
 
 def money(cost: Estimate) -> str:

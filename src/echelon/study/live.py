@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from echelon.core.columns import seconds_column
 from echelon.core.units import format_seconds
 from echelon.observe.screen import QUIET_S
 from echelon.study.base import COMPLETED, PlannedRun
@@ -117,11 +118,12 @@ class StudyDisplay:
 def study_table(states: Sequence[RunStatus], height: int) -> Group:
     """Draw the runs of a study in about `height` rows, and a line with what is left."""
     shown = _around_running(states, max(3, height - 6))
-    table = Table("run", "seed", "status", "done", "metric", "samples/s", "took", box=None, pad_edge=False)
-    for column in table.columns[3:]:
+    took = seconds_column("took", [state.seconds or None for state in shown])
+    table = Table("run", "seed", "status", "done", "metric", "samples/s", took.head, box=None, pad_edge=False)
+    for column in (table.columns[1], *table.columns[3:]):
         column.justify = "right"
-    for state in shown:
-        table.add_row(*_cells(state), style=_STYLES.get(state.status, "dim"))
+    for state, seconds in zip(shown, took.cells, strict=True):
+        table.add_row(*_cells(state, seconds), style=_STYLES.get(state.status, "dim"))
     over, left_s = _over(states), seconds_left(states)
     left = f"; about {format_seconds(left_s)} left" if left_s or over < len(states) else ""
     text = f"{over} of {len(states)} runs over{left}" if over else "the first run"
@@ -144,7 +146,7 @@ def _around_running(states: Sequence[RunStatus], room: int) -> Sequence[RunStatu
     return states[first : first + room]
 
 
-def _cells(state: RunStatus) -> list[Text]:
+def _cells(state: RunStatus, took: str) -> list[Text]:
     p = state.progress
     texts = [
         state.run.title,
@@ -153,7 +155,7 @@ def _cells(state: RunStatus) -> list[Text]:
         f"{p.done:.0%}" if state.status in ("running", COMPLETED) else "",
         f"{p.value:.4f}" if p.value is not None else "",
         f"{p.samples_per_s:,.0f}" if p.samples_per_s else "",
-        format_seconds(state.seconds) if state.seconds else "",
+        took if state.seconds else "",
     ]
     return [Text(text, overflow="ellipsis", no_wrap=True) for text in texts]
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.core.columns import Column, measure_column, rows_of
 from echelon.core.errors import UserError
 from echelon.core.figure import Chart, ReportSection, ReportTable, axis, color, line
 from echelon.core.task import Metric, TaskDefaults
@@ -208,11 +209,12 @@ def regression_sections(result: EvaluationResult) -> list[ReportSection]:
             _predicted_over_true(f"predicted{i}", of, detail["true"][i], detail["predicted"][i]),
             _residuals(f"residuals{i}", of, detail["residuals"][i]),
         ]
-    rows = [
-        [name, *("–" if by_target[key][i] is None else f"{by_target[key][i]:.4g}" for key in ("rmse", "mae", "r2"))]
-        for i, name in enumerate(names)
+    measured = [
+        measure_column(title, by_target[key]) for title, key in (("RMSE", "rmse"), ("MAE", "mae"), ("R2", "r2"))
     ]
-    tables = [ReportTable("Metrics per target", ["target", "RMSE", "MAE", "R2"], rows)] if len(names) > 1 else []
+    columns = [Column("target", names), *measured]
+    head = [column.head for column in columns]
+    tables = [ReportTable("Metrics per target", head, rows_of(columns))] if len(names) > 1 else []
     return [ReportSection("Predictions", charts, tables)] if charts else []
 
 

@@ -12,6 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from echelon.core.errors import UserError
+from echelon.core.columns import bytes_column
 from echelon.core.units import format_bytes
 from echelon.study import from_tries, load_study, write_study
 from echelon.study.folder import discard, run_folder
@@ -88,10 +89,9 @@ def check_target(folder: Path) -> int:
                 wanted = spent_at(target, [p["top1"] for p in own], [p[spent] for p in own])
                 assert r[column] == (None if wanted is None else pytest.approx(wanted)), (r["run"], column)
             reached += r["target_s"] is not None
-        for candidate in {r["candidate"] for r in mine}:
-            sent = [r["target_bytes"] for r in mine if r["candidate"] == candidate]
-            if sent and None not in sent:
-                assert f">{format_bytes(np.mean(sent))}<" in page, candidate
+        sent = [[r["target_bytes"] for r in mine if r["candidate"] == c] for c in {r["candidate"] for r in mine}]
+        column = bytes_column("sent to target", [None if None in runs else float(np.mean(runs)) for runs in sent])
+        assert f">{column.head}<" in page and all(f">{cell}<" in page for cell in column.cells), column
     return reached
 
 

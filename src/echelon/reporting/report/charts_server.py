@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
 
+from echelon.core.columns import Column, bytes_column
 from echelon.core.figure import Chart, Json, axis, color, dots, line, pick, safe
 from echelon.core.ticks import byte_axis, count_axis, time_axis
 from echelon.core.units import format_bytes, format_seconds
@@ -86,15 +87,24 @@ def server_table(record: RunRecord) -> Table | None:
     loads = server_loads(record)
     if not loads:
         return None
-    rows = []
-    for name, load in loads.items():
-        dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(load.dropped.items())) or "none"
-        rows.append([name, str(load.lives), str(load.updates), str(load.duplicates), str(load.late),
-                     f"{load.busy:.0%}", format_bytes(load.received_bytes), format_bytes(load.sent_bytes),
-                     str(load.refused), dropped])  # fmt: skip
-    head = ["server", "lives", "updates of keys", "repeated pushes", "late pushes", "busy", "received", "sent",
-            "peers refused", "messages dropped"]  # fmt: skip
-    return Table("Servers, over all their lives", head, rows)
+    each = loads.values()
+    columns = [
+        Column("server", list(loads)),
+        Column("lives", [str(load.lives) for load in each]),
+        Column("updates of keys", [f"{load.updates:,}" for load in each]),
+        Column("repeated pushes", [f"{load.duplicates:,}" for load in each]),
+        Column("late pushes", [f"{load.late:,}" for load in each]),
+        Column("busy", [f"{load.busy:.0%}" for load in each]),
+        bytes_column("received", [load.received_bytes for load in each]),
+        bytes_column("sent", [load.sent_bytes for load in each]),
+        Column("peers refused", [f"{load.refused:,}" for load in each]),
+        Column("messages dropped", [_dropped(load) for load in each]),
+    ]
+    return Table.of("Servers, over all their lives", columns)
+
+
+def _dropped(load: ServerTotals) -> str:
+    return ", ".join(f"{n} {reason}" for reason, n in sorted(load.dropped.items())) or "none"
 
 
 def _staleness(loads: dict[str, ServerTotals]) -> Chart | None:

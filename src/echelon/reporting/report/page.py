@@ -151,7 +151,7 @@ _PHONE = 40  # characters of code that a phone's line holds
 
 def with_term(text: str) -> Markup:
     """Return a term with what it means, for who points at it; other text as it is, escaped."""
-    meaning = TERMS.get(text)
+    meaning = TERMS.get(text) or TERMS.get(text.rpartition(", ")[0])  # behind the comma is the unit
     return Markup('<abbr title="{}">{}</abbr>').format(meaning, text) if meaning else escape(text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from echelon.core.columns import NONE, Column, bytes_column, moments_column, rows_of, seconds_column
 from echelon.core.units import format_bytes, format_seconds, rounded
 from echelon.observe.phases import Phase, phase_name, phase_share
 from echelon.records.events import Event, SharesDealt
@@ -26,14 +27,20 @@ class Table:
     Attributes:
         caption: names it for all readers.
         links: lead on from its rows.
-        worded: heads of columns that hold words, which break into lines; others are as wide as what they hold.
+        counting: heads of columns whose cells end below each other.
     """
 
     caption: str
     head: list[str]
     rows: list[list[str]]
     links: Sequence[str] = ()
-    worded: Sequence[str] = ()
+    counting: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, caption: str, columns: Sequence[Column], links: Sequence[str] = ()) -> Table:
+        """Put columns beside each other."""
+        counting = [column.head for column in columns if column.counts]
+        return cls(caption, [column.head for column in columns], rows_of(columns), links, counting)
 
 
 @dataclass(frozen=True)
@@ -92,17 +99,14 @@ def rank_table(record: RunRecord, timing: Timing | None) -> Table | None:
     phases = phase_order(list(timing.phases))
     memory, shares = timing.memory_bytes, _shares(record, len(timing.by_rank))
     gc_s = timing.gc_s
-    head = ["rank", "host", *map(phase_name, phases), "own work", *(["garbage collection"] if gc_s else [])]
-    head += ["peak memory"] if memory else []
-    head += ["samples of a batch"] if shares else []
-    rows = []
-    for rank, seconds in enumerate(timing.by_rank):
-        row = [str(rank), record.rank_host(rank) or "–"]
-        row += [_ms(seconds.get(p, 0.0)) for p in phases] + [_ms(own_work(seconds))]
-        row += [_ms(gc_s[rank])] if gc_s else []
-        row += [format_bytes(memory[rank])] if memory else []
-        rows.append(row + ([str(shares[rank])] if shares else []))
-    return Table("Milliseconds per step, by rank and phase", head, rows)
+    ranks = range(len(timing.by_rank))
+    columns = [Column("rank", [str(r) for r in ranks]), Column("host", [record.rank_host(r) or NONE for r in ranks])]
+    columns += [Column(phase_name(p), [_ms(seconds.get(p, 0.0)) for seconds in timing.by_rank]) for p in phases]
+    columns += [Column("own work", [_ms(own_work(seconds)) for seconds in timing.by_rank])]
+    columns += [Column("garbage collection", [_ms(gc_s[r]) for r in ranks])] if gc_s else []
+    columns += [bytes_column("peak memory", [memory[r] for r in ranks])] if memory else []
+    columns += [Column("samples of a batch", [str(shares[r]) for r in ranks])] if shares else []
+    return Table.of("Milliseconds per step, by rank and phase", columns)
 
 
 def _shares(record: RunRecord, ranks: int) -> Sequence[int]:
@@ -124,22 +128,20 @@ def evaluation_table(record: RunRecord) -> Table | None:
         return None
     names = list(dict.fromkeys(name for e in evaluations for name in e.metrics))
     tested = list(dict.fromkeys(name for e in evaluations for name in e.test_metrics))
-    rows = []
-    for e in evaluations:
-        loss = "–" if e.loss is None else f"{e.loss:.4f}"
-        values = [f"{e.metrics[n]:.4f}" if n in e.metrics else "–" for n in names]
-        values += [f"{e.test_metrics[n]:.4f}" if n in e.test_metrics else "–" for n in tested]
-        rows.append([str(e.epoch), str(e.step), loss, *values, str(e.samples), format_seconds(e.seconds)])
-    head = [
-        "epoch",
-        "step",
-        "loss",
-        *map(record.task.title_of, names),
-        *(f"test {record.task.title_of(n)}" for n in tested),
-        "samples",
-        "took",
-    ]
-    return Table("Evaluations", head, rows)
+    title = record.task.title_of
+    columns = [
+        Column("epoch", [str(e.epoch) for e in evaluations]), Column("step", [f"{e.step:,}" for e in evaluations]),
+        Column("loss", [_four(e.loss) for e in evaluations]),
+        *(Column(title(n), [_four(e.metrics.get(n)) for e in evaluations]) for n in names),
+        *(Column(f"test {title(n)}", [_four(e.test_metrics.get(n)) for e in evaluations]) for n in tested),
+        Column("samples", [f"{e.samples:,}" for e in evaluations]),
+        seconds_column("took", [e.seconds for e in evaluations]),
+    ]  # fmt: skip
+    return Table.of("Evaluations", columns)
+
+
+def _four(value: float | None) -> str:
+    return NONE if value is None else f"{value:.4f}"
 
 
 _KINDS = {Start.kind: "training begins", End.kind: "training ends"}
@@ -151,12 +153,13 @@ def events(record: RunRecord) -> Table | None:
     if not lines:
         return None
     stretches, attempt = sittings(record), 0
-    rows = []
+    what, words = [], []
     for line in lines:
         attempt += isinstance(line, Start)
-        what = line.name.replace("_", " ") if isinstance(line, Event) else _KINDS.get(line.kind, line.kind)
-        rows.append([format_seconds(elapsed_s(stretches, line.t)), what, _sentence(line, attempt)])
-    return Table("Attempts, events and checkpoints in order", ["at", "what", "in words"], rows)
+        what.append(line.name.replace("_", " ") if isinstance(line, Event) else _KINDS.get(line.kind, line.kind))
+        words.append(_sentence(line, attempt))
+    at = moments_column("at", [elapsed_s(stretches, line.t) for line in lines])
+    return Table.of("Attempts, events and checkpoints in order", [at, Column("what", what), Column("in words", words)])
 
 
 def _sentence(line: Record, attempt: int) -> str:
@@ -254,40 +257,33 @@ def prediction_table(summary: Summary) -> Table | None:
     """What other ways to communicate would do to a step, and to the run from its first step to its end."""
     if not summary.predictions:
         return None
-    head = [
-        "change",
-        "saved of the run",
-        "whole run",
-        "a step would take",
-        "saved of a step",
-        "times as fast",
-        "sent a step by a rank",
+    first, others = summary.predictions[0], summary.predictions
+    columns = [
+        Column("change", ["none: this run", *(p.label for p in others)]),
+        Column("saved of the run", ["0%", *(f"{rounded(p.run_saves, 2):.0%}" for p in others)]),
+        seconds_column("whole run", [first.run_now_s, *(p.run_then_s for p in others)]),
+        seconds_column("a step would take", [first.now_s, *(p.then_s for p in others)]),
+        Column("saved of a step", ["0%", *(f"{rounded(p.saves, 2):.0%}" for p in others)]),
+        Column("times as fast", ["1.00x", *(f"{p.gain:.2f}x" for p in others)]),
+        bytes_column("sent a step by a rank", [first.now_bytes, *(p.wire_bytes for p in others)]),
     ]
-    now_s = summary.predictions[0].now_s
-    first = summary.predictions[0]
-    run_s, sent = format_seconds(first.run_now_s), format_bytes(first.now_bytes)
-    rows = [["none: this run", "0%", run_s, format_seconds(now_s), "0%", "1.00x", sent]]
-    rows += [
-        [
-            p.label, f"{rounded(p.run_saves, 2):.0%}", format_seconds(p.run_then_s), format_seconds(p.then_s),
-            f"{rounded(p.saves, 2):.0%}", f"{p.gain:.2f}x", format_bytes(p.wire_bytes),
-        ]
-        for p in summary.predictions
-    ]  # fmt: skip
-    return Table("What other ways to communicate would gain, computed from the record", head, rows)
+    return Table.of("What other ways to communicate would gain, computed from the record", columns)
 
 
 def slow_step_table(summary: Summary) -> Table | None:
     """The slowest steps and their causes."""
     if not summary.slow_steps:
         return None
-    told = any(s.waited_for is not None for s in summary.slow_steps)
-    rows = []
-    for s in summary.slow_steps:
-        rank = [f"rank {s.waited_for}" if s.waited_for is not None else "–"] if told else []
-        rows.append([str(s.step), format_seconds(s.seconds), format_seconds(s.median_s), *rank, s.cause])
-    head = ["step", "took", "median then", *(["the others waited for"] if told else []), "cause"]
-    return Table("Steps that took over 3 times the median", head, rows)
+    steps = summary.slow_steps
+    waited = [f"rank {s.waited_for}" if s.waited_for is not None else NONE for s in steps]
+    columns = [
+        Column("step", [f"{s.step:,}" for s in steps], counts=True),
+        seconds_column("took", [s.seconds for s in steps]),
+        seconds_column("median then", [s.median_s for s in steps]),
+        *([Column("the others waited for", waited)] if set(waited) != {NONE} else []),
+        Column("cause", [s.cause for s in steps]),
+    ]
+    return Table.of("Steps that took over 3 times the median", columns)
 
 
 def communication_words(summary: Summary) -> list[str]:

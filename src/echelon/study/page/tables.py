@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from urllib.parse import quote
 
-from echelon.core.units import format_bytes, format_seconds, rounded
+from echelon.core.columns import NONE, Column, bytes_column, number_column, seconds_column
+from echelon.core.units import format_seconds, rounded
 from echelon.reporting.report import REPORT_FILE
 from echelon.reporting.report.tables import Table
 from echelon.study.base import COMPLETED
@@ -18,8 +19,6 @@ from echelon.study.page.scene import Scene, spread
 from echelon.study.predictions import CLOSE, PredictionCheck, gain_of
 from echelon.study.tables import RunRow
 
-NONE = "–"
-
 
 def verdict_table(group: ComparisonGroup, scene: Scene) -> Table:
     """Return one row per candidate under the same terms: its verdict and the numbers behind it.
@@ -27,28 +26,30 @@ def verdict_table(group: ComparisonGroup, scene: Scene) -> Table:
     Which pauses there were, the words beside it say.
     """
     numbers, metric = {style.label: style.number for style in scene.styles}, scene.metric
-    columns = (("final", metric.text), *_COLUMNS)
-    head = [
-        "candidate", "verdict", "times as fast to the end", "times as fast to target",
-        f"{metric.unit} of {metric.label}", f"final {metric.label}", "whole run", "pauses", "time to target",
-        "sent to target", "a step", "sent a step", "memory",
-    ]  # fmt: skip
-    rows = []
-    for c in group.comparisons:
-        cells = [
-            f"{numbers[c.candidate]} {c.candidate}",
-            _verdict(c, metric),
-            _interval(c.to_end, ".2f", "x"),
-            _interval(c.to_target, ".2f", "x"),
-            _interval(c.points, "+.2f", ""),
-        ]
-        first, second, *others = [_cell(scene, c.candidate, column, write) for column, write in columns]
-        rows.append([*cells, first, second, _pauses(scene, c.candidate), *others])
-    return Table(
-        f"Each candidate against the baseline, means over {_seeds(max(c.seeds for c in group.comparisons))}",
-        head,
-        rows,
-    )
+    compared = group.comparisons
+
+    def means(column: str) -> list[float | None]:
+        """Return the mean of each candidate's runs."""
+        values = [spread(scene.runs, c.candidate, column) for c in compared]
+        return [None if value is None else value.mean for value in values]
+
+    columns = [
+        Column("candidate", [f"{numbers[c.candidate]} {c.candidate}" for c in compared]),
+        Column("verdict", [_verdict(c, metric) for c in compared]),
+        Column("times as fast to the end", [_interval(c.to_end, ".2f", "x") for c in compared]),
+        Column("times as fast to target", [_interval(c.to_target, ".2f", "x") for c in compared]),
+        Column(f"{metric.unit} of {metric.label}", [_interval(c.points, "+.2f", "") for c in compared]),
+        Column(f"final {metric.label}", [_write(value, metric.text) for value in means("final")]),
+        seconds_column("whole run", means("end_s")),
+        Column("pauses", [_pauses(scene, c.candidate) for c in compared]),
+        seconds_column("time to target", means("target_s")),
+        bytes_column("sent to target", means("target_bytes")),
+        seconds_column("a step", means("step_s")),
+        bytes_column("sent a step", means("wire_bytes_per_step")),
+        bytes_column("memory", means("memory_bytes")),
+    ]
+    seeds = _seeds(max(c.seeds for c in compared))
+    return Table.of(f"Each candidate against the baseline, means over {seeds}", columns)
 
 
 def _seeds(n: int) -> str:
@@ -76,44 +77,37 @@ def prediction_table(checked: list[PredictionCheck]) -> Table | None:
 
 def time_table(group: TimeGroup, scene: Scene) -> Table:
     """Return one row per candidate, the best after equal time first."""
-    numbers, metric = {style.label: style.number for style in scene.styles}, group.metric
-    rows = [
-        [
-            f"{numbers.get(s.candidate, '')} {s.candidate}".strip(), _write(s.value, metric.text),
-            _interval(s.points, "+.2f", ""), str(s.epochs), _write(s.run_s, format_seconds),
-        ]
-        for s in group.step_statuses
-    ]  # fmt: skip
-    head = [
-        "candidate",
-        f"{metric.label} then",
-        f"{metric.unit} of {metric.label}",
-        "epochs ended by then",
-        "whole run",
+    numbers, metric, each = {style.label: style.number for style in scene.styles}, group.metric, group.step_statuses
+    columns = [
+        Column("candidate", [f"{numbers.get(s.candidate, '')} {s.candidate}".strip() for s in each]),
+        Column(f"{metric.label} then", [_write(s.value, metric.text) for s in each]),
+        Column(f"{metric.unit} of {metric.label}", [_interval(s.points, "+.2f", "") for s in each]),
+        Column("epochs ended by then", [str(s.epochs) for s in each]),
+        seconds_column("whole run", [s.run_s for s in each]),
     ]
-    return Table(f"After {format_seconds(group.seconds)} from the first step, the best first", head, rows)
+    return Table.of(f"After {format_seconds(group.seconds)} from the first step, the best first", columns)
 
 
 def run_table(runs: list[RunRow], with_page: Collection[str]) -> Table:
     """Return one row per run, what matters most first; those `with_page` lead to theirs, which name the pauses."""
-    head = [
-        "run", metric_of(runs).label, "whole run", "time to target", "status", "seed", "lr", "steps", "pauses",
-        "command", "samples/s", "a step", "sent", "memory by rank",
-    ]  # fmt: skip
-    rows = []
-    for r in runs:
-        rows.append(
-            [
-                r.run, _write(r.final, r.primary.text), _write(r.end_s, format_seconds),
-                _write(r.target_s, format_seconds), r.status, str(r.seed), _write(r.lr, "{:g}".format),
-                _write(r.train_s, format_seconds), _paused([r]),
-                _write(r.whole_s, format_seconds), _write(r.samples_per_s, _count),
-                _write(r.step_s, format_seconds), _write(r.wire_bytes, format_bytes),
-                _by_rank(r.memory_bytes_by_rank),
-            ]
-        )  # fmt: skip
+    columns = [
+        Column("run", [r.run for r in runs]),
+        Column(metric_of(runs).label, [_write(r.final, r.primary.text) for r in runs]),
+        seconds_column("whole run", [r.end_s for r in runs]),
+        seconds_column("time to target", [r.target_s for r in runs]),
+        Column("status", [r.status for r in runs]),
+        Column("seed", [str(r.seed) for r in runs]),
+        number_column("lr", [r.lr for r in runs]),
+        seconds_column("steps", [r.train_s for r in runs]),
+        Column("pauses", [_paused([r]) for r in runs]),
+        seconds_column("command", [r.whole_s for r in runs]),
+        Column("samples/s", [_write(r.samples_per_s, _count) for r in runs]),
+        seconds_column("a step", [r.step_s for r in runs]),
+        bytes_column("sent", [r.wire_bytes for r in runs]),
+        _memory_by_rank(runs),
+    ]
     pages = [f"{RUNS_FOLDER}/{quote(r.run)}/{REPORT_FILE}" if r.run in with_page else "" for r in runs]
-    return Table("Every run", head, rows, pages)
+    return Table.of("Every run", columns, pages)
 
 
 def failures(runs: list[RunRow]) -> list[str]:
@@ -145,11 +139,6 @@ def _interval(interval: Interval | None, form: str, unit: str) -> str:
     return f"{text} ({rounded(interval.low, 2):{form}} to {rounded(interval.high, 2):{form}})"
 
 
-def _cell(scene: Scene, candidate: str, column: str, write: Callable[[float], str]) -> str:
-    values = spread(scene.runs, candidate, column)
-    return NONE if values is None else write(values.mean)
-
-
 def _write(value: float | None, write: Callable[[float], str]) -> str:
     return NONE if value is None else write(value)
 
@@ -164,16 +153,12 @@ def _paused(runs: Sequence[RunRow]) -> str:
     return f"{sum(sum(r.pauses.values()) for r in runs) / whole_s:.1%}" if whole_s else NONE
 
 
-def _by_rank(memory: str | None) -> str:
-    return ", ".join(format_bytes(float(n_bytes)) for n_bytes in memory.split()) if memory else NONE
+def _memory_by_rank(runs: Sequence[RunRow]) -> Column:
+    by_run = [[float(n_bytes) for n_bytes in (r.memory_bytes_by_rank or "").split()] for r in runs]
+    column = bytes_column("memory by rank", [n_bytes for ranks in by_run for n_bytes in ranks])
+    cells = iter(column.cells)
+    return Column(column.head, [" / ".join(next(cells) for _ in ranks) or NONE for ranks in by_run])
 
 
 def _count(value: float) -> str:
     return f"{value:,.0f}"
-
-
-_COLUMNS: tuple[tuple[str, Callable[[float], str]], ...] = (
-    ("end_s", format_seconds),
-    ("target_s", format_seconds), ("target_bytes", format_bytes), ("step_s", format_seconds),
-    ("wire_bytes_per_step", format_bytes), ("memory_bytes", format_bytes),
-)  # fmt: skip
