@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from echelon.core.errors import UserError
 from echelon.core.columns import bytes_column
+from echelon.core.errors import UserError
 from echelon.core.units import format_bytes
 from echelon.study import from_tries, load_study, write_study
 from echelon.study.folder import discard, run_folder
