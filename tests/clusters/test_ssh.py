@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -154,3 +155,22 @@ def test_a_host_is_lost_and_comes_back(tmp_path: Path, hosts: SshHosts) -> None:
         assert there.end() == 130, there.text()
         saved = there.records("checkpoint")[-1]
         assert saved["reason"] == "stop" and saved["step"] == there.records("steps")[-1]["step"]
+
+
+@pytest.mark.slow
+def test_a_host_leaves_a_run_with_servers(tmp_path: Path, hosts: SshHosts) -> None:
+    """The command for the first host is given here; the part of the host that left has ended well."""
+    place = hosts.place("a", "b", more=f', folder="{hosts.disk}", python="{sys.executable}"')
+    with Runs(tmp_path) as runs:
+        settings = ("--workers", "1", "--sync", "ps(mode=async)", "--epochs", "4000", "--on", place, "--detach")
+        there = runs.start(*SETTINGS, *settings, folder="there")
+        assert there.end() == 0, there.text()
+        _wait_for("nodes", "there", until="worker1", cwd=tmp_path)
+        assert "worker1 leaves" in _told("nodes", "there", "drain", "worker1", cwd=tmp_path)
+        members = json.loads(_told("nodes", "there", "--json", cwd=tmp_path))
+        assert [m["name"] for m in members["members"] if m["role"] == "worker"] == ["worker0"]
+        refused = runs.start("nodes", there.folder, "drain", "worker0")
+        assert refused.end() == 2 and "nobody would be left to train" in refused.errors(), refused.text()
+        assert "worker2" in _told("nodes", "there", "add", "1", cwd=tmp_path)
+        _told("stop", "there", cwd=tmp_path)
+        _wait_for("runs", ".", until="stopped", cwd=tmp_path)

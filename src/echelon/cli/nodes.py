@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -49,34 +48,35 @@ def command() -> Any:
             raise unknown("action", action, _WHAT)
         if not what:
             raise UserError(f"echelon nodes {run} {action}: say {_WHAT[action]}")
-        from echelon.run.overview import cluster_of
-
-        if cluster_of(path) is not None:
-            raise UserError(f"{run} runs elsewhere: give this command on its first machine, in the run's folder there")
         for line in _changed(path, action, what):
-            print(line, file=sys.stderr)
+            print(line)
 
     return as_command(nodes, "nodes", COMMANDS["nodes"][1])
 
 
 def _changed(run: Path, action: str, what: list[str]) -> list[str]:
     """Change the members, and return what the run says of it."""
+    from echelon.records.going import holder
+    from echelon.run.elsewhere import nodes_there
     from echelon.run.nodes import add, drain, how_to_come
+    from echelon.run.overview import cluster_of
 
-    if action == "drain":
-        return drain(run, what)
-    if len(what) != 1 or not what[0].isdecimal() or int(what[0]) < 1:
+    if action == "add" and (len(what) != 1 or not what[0].isdecimal() or int(what[0]) < 1):
         raise UserError(how_to_come(run, " and ".join(what)))
-    return add(run, int(what[0]))
+    cluster = cluster_of(run)
+    if cluster is not None and holder(run) is None:  # else this is its first machine
+        return nodes_there(run, cluster, [action, *what])
+    return drain(run, what) if action == "drain" else add(run, int(what[0]))
 
 
 def _show(run: Path, as_json: bool) -> None:
+    from echelon.records.going import is_held
     from echelon.run.nodes import members_of
     from echelon.run.overview import bring_from_place, cluster_of, overview_of
 
     cluster_of(run)  # that it is a run
     bring_from_place(run)
-    state = overview_of(run).state
+    state = "running" if is_held(run) else overview_of(run).state
     members = members_of(run) if state.startswith("running") else []
     if as_json:
         print(json.dumps({"run": str(run), "state": state, "members": [asdict(member) for member in members]}))

@@ -11,7 +11,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -248,6 +248,21 @@ def stop(run: Path, cluster: Cluster) -> bool:
     except PlaceSilent as silent:
         raise UserError(str(silent)) from None
     return True
+
+
+def nodes_there(run: Path, cluster: Cluster, words: Sequence[str]) -> list[str]:
+    """Change the members of a run at its place; returns what the command says there.
+
+    Raises:
+        UserError: the run does not go on, the place does not answer or gives no commands there, or it was refused.
+    """
+    job = PlaceFiles(run).job()
+    if not job or state_of(cluster, job).phase is JobPhase.ENDED:
+        raise UserError(f"{run} does not go on")
+    try:
+        return cluster.change_members(Submission(run.absolute()), words).splitlines()
+    except PlaceSilent as silent:
+        raise UserError(str(silent)) from None
 
 
 class _Follower:

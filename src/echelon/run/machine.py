@@ -243,8 +243,11 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
             scheduler=admission.scheduler,
         )  # fmt: skip
 
+    brought = _brought_secret(plan, path)
     if _is_first(plan, rendezvous, own):
         roles = prepare_roles(path, plan.trusted_network)
+        if brought is not None:
+            write_secret(roles, brought)
         answer = partial(Register(shape, arrival).answer, roles / ADDRESS_FILE)
         meeting = Meeting(rendezvous, read_secret(roles), Arrival, answer)
         _say_first(plan, own, roles)
@@ -252,7 +255,7 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
             yield part(Admission())
         return
     roles = path / ROLES_FOLDER
-    secret = SecretSource(roles, plan.trusted_network)
+    secret = SecretSource(roles if brought is None else path / SECRET_FOLDER, plan.trusted_network)
     deadline_s, tell, flag = run.timeout_s, say, "--timeout"
     if plan.meets_again:
         deadline_s, tell, flag = run.machine_patience_s, _say_nothing, "--machine-patience"
@@ -262,7 +265,19 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
     note_address(roles, admission.scheduler)
     if plan.trusted_network:
         write_secret(roles, PUBLIC_SECRET)
+    elif brought is not None:
+        write_secret(roles, brought)
     yield part(admission)
+
+
+def _brought_secret(plan: LaunchPlan, path: Path) -> bytes | None:
+    """Return the run's secret where its place has brought it to each machine, in a file; None: it has not."""
+    from echelon.messages.identity import SECRET_FILE, read_secret
+
+    folder = path / SECRET_FOLDER
+    if plan.node_rank is None or plan.trusted_network or not (folder / SECRET_FILE).exists():
+        return None
+    return read_secret(folder)
 
 
 def machine_words(machine: Machine, plan: LaunchPlan, path: Path) -> str:

@@ -178,7 +178,11 @@ def add(run: Path, count: int) -> list[str]:
 
 def how_to_come(run: Path, host: str) -> str:
     """Return why another machine cannot be added from here, and what lets it join."""
-    launch, nodes = read_launch(run), load_run_config(run / CONFIG_FILE).launch.nodes
+    launch, described = read_launch(run), load_run_config(run / CONFIG_FILE).launch
+    nodes = described.nodes
+    if described.on.partition("(")[0] != "local":
+        again = f"echelon stop {run}, then echelon resume {run} with other machines in --on {described.on}"
+        return f"{host} cannot join a run that goes on at its place: use {again}"
     if launch.rendezvous and ":" in nodes:
         return f"{host} joins when the run's own command is given there: {launch.command}"
     if launch.rendezvous:

@@ -112,6 +112,7 @@ def test_a_command_that_takes_no_changes(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({}, "run of one machine"),
+        ({"launch_on": "ssh(hosts=a+b)"}, "with other machines in --on ssh"),
         ({"launch_nodes": "2", "launch_rendezvous": "h:1"}, "the run has --nodes 2"),
         ({"launch_nodes": "1:4", "launch_rendezvous": "h:1"}, "joins when the run's own command is given there: "),
     ],

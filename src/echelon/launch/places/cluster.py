@@ -225,6 +225,15 @@ class Cluster(ABC):
             PlaceSilent: one of them does not answer now.
         """
 
+    def change_members(self, submission: Submission, words: Sequence[str]) -> str:
+        """Give `echelon nodes RUN` with some words on the first machine; returns what it prints.
+
+        Raises:
+            UserError: this place gives no commands there, or it was refused.
+            PlaceSilent: the place does not answer now.
+        """
+        raise UserError(f"give this command on the first machine of {submission.run}, in the run's folder there")
+
     @abstractmethod
     def node_rank(self, environment: Mapping[str, str]) -> NodeRank:
         """Return the part of the machine on which the node command has this environment.

@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,7 @@ T = TypeVar("T")
 RANK_VARIABLE = "ECHELON_SSH_RANK"
 CONNECT_S = 10
 MOST_STARTS = 10  # of one part
+MOST_CHANGE_S = 120.0  # workers finish what is under way, or start
 MOST_GOODBYE_S = 30.0  # after the first host's part; it waits for 10 s until the others know that the run is over
 _NO_CONNECTION = 255  # the exit code of ssh itself
 _HOST = re.compile(r"(?!-)[\w.@:%\[\]-]+")
@@ -368,6 +369,16 @@ class Ssh(Cluster):
         if all(isinstance(answer, Exception) for answer in answers):
             raise PlaceSilent(str(answers[0]))
 
+    def change_members(self, submission: Submission, words: Sequence[str]) -> str:
+        """Give `echelon nodes RUN` on the first host.
+
+        Raises:
+            UserError: it was refused, or the host does not answer.
+        """
+        command = [self._python(submission), "-m", "echelon", "nodes", self._run_there(submission.run), *words]
+        script = f"cd {shlex.quote(self._folder_there(submission))} || exit 3\n{shlex.join(command)}\n"
+        return self._ask(self.hosts[0], script, MOST_CHANGE_S)
+
     def _signal(self, job: str) -> list[str | Exception]:
         numbers = {host: number for number, host in enumerate(self.hosts)}
         return self._on_all(lambda host: self._ask(host, _part(job, numbers[host]) + _STOP))
@@ -391,7 +402,7 @@ class Ssh(Cluster):
                 parts.append(HostPart(host, state, code, float(ended_s)))
         return parts
 
-    def _ask(self, host: str, script: str) -> str:
+    def _ask(self, host: str, script: str, most_s: float = ANSWER_S) -> str:
         """Run a script on a host, and return what it prints.
 
         Raises:
@@ -402,15 +413,15 @@ class Ssh(Cluster):
         try:
             done = subprocess.run(
                 [*self._ssh(host), "sh", "-s"],
-                input=script, env=environment, capture_output=True, text=True, timeout=ANSWER_S, check=False,
+                input=script, env=environment, capture_output=True, text=True, timeout=most_s, check=False,
                 start_new_session=True,  # Ctrl-C is for who follows the run
             )  # fmt: skip
         except FileNotFoundError:
             raise UserError("ssh is not there: install the OpenSSH client") from None
         except subprocess.TimeoutExpired:
-            raise PlaceSilent(f"{host} gives no answer within {ANSWER_S:.0f}s") from None
+            raise PlaceSilent(f"{host} gives no answer within {most_s:.0f}s") from None
         if done.returncode:
-            words = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+            words = " ".join(done.stderr.split()).removeprefix("echelon: ") or f"exit code {done.returncode}"
             if done.returncode == _NO_CONNECTION:
                 raise PlaceSilent(f"{host} does not answer: {words}")
             raise UserError(f"{host}: {words}")
