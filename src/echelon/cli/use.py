@@ -13,6 +13,7 @@ from echelon.cli.app import COMMANDS, as_command
 from echelon.cli.settings import parameter, trust_parameter, with_parameters
 from echelon.core.errors import UserError
 from echelon.core.units import seconds_for
+from echelon.observe.screen import Screen
 
 if TYPE_CHECKING:
     from echelon.inference.predict import PredictedRow
@@ -32,22 +33,27 @@ def predict_command() -> Any:
         from echelon import api
 
         if not files and not text:
-            raise UserError("name files to predict, or give texts with --text")
+            raise UserError("name files to predict, - for lines of standard input, or give texts with --text")
         if out:
             _check_out(Path(out))
         from echelon.inference import Text
 
-        data: list[Path | str] = [*map(Path, files or ()), *map(Text, text or ())]
+        data: list[Path | str] = [*map(_named, files or ()), *map(Text, text or ())]
         rows: Iterable[PredictedRow]
         if workers == 1:
-            rows = _predicted(api.trained_model(run, checkpoint, trust, follow_links), data, masks, device, writing)
+            trained, prints_here = (
+                api.trained_model(run, checkpoint, trust, follow_links),
+                not out and sys.stdout.isatty(),
+            )
+            rows = _predicted(trained, data, masks, device, writing, prints_here)
         else:
             api.usable(run, checkpoint, trust, follow_links)
             from echelon.tasks.base import Writing
 
-            rows = api.predict(
-                run, data, masks or None, checkpoint, trust, device, Writing(**writing), workers, follow_links
-            )
+            with Screen(to_stderr=True) as screen, screen.bar("predicting"):
+                rows = api.predict(
+                    run, data, masks or None, checkpoint, trust, device, Writing(**writing), workers, follow_links
+                )
         if out:
             from echelon.inference.predict import write_table
 
@@ -64,7 +70,8 @@ def predict_command() -> Any:
     options = [
         parameter("run", str, typer.Argument(..., help="the run's folder")),
         parameter("files", list[str], typer.Argument(
-            None, metavar="FILES...", help="images, sounds, folders of these, tables, or texts with one a line")),
+            None, metavar="FILES...",
+            help="images, sounds, folders of these, tables, or texts with one a line; -: those of standard input")),
         parameter("text", list[str], typer.Option(None, "--text", help="a text, in place of a file; may be repeated")),
         parameter("out", str, typer.Option("", "--out", metavar="FILE", help="write .jsonl, .csv or .parquet")),
         parameter("masks", str, typer.Option("", "--masks", metavar="FOLDER", help="for a segmentation's masks")),
@@ -131,16 +138,45 @@ def _check_out(path: Path) -> None:
         raise UserError(f"--out {path}: there is no folder {path.parent}")
 
 
+def _named(file: str) -> Path | str:
+    """Return a file, or the lines of standard input.
+
+    Raises:
+        UserError: it holds none, or no text.
+    """
+    if file != "-":
+        return Path(file)
+    from echelon.inference import Lines
+
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError("standard input is no UTF-8 text: give images, sounds and tables as files") from None
+    if not text.strip():
+        raise UserError("standard input is empty: it takes one text a line")
+    return Lines(text)
+
+
 def _predicted(
-    trained: TrainedModel, data: list[Path | str], masks: str, device: str, writing: dict[str, Any]
+    trained: TrainedModel, data: list[Path | str], masks: str, device: str, writing: dict[str, Any], prints_here: bool
 ) -> Iterator[PredictedRow]:
-    """Yield the rows, with a bar for long work."""
+    """Yield the rows, and show on standard error how far it is where that takes long.
+
+    Args:
+        prints_here: the rows are printed on the terminal, in whose way a bar would be.
+    """
     from echelon.inference.predict import MaskOutput, check_mask_folder, device_of, predict_samples
     from echelon.tasks.base import Writing
 
     folder = MaskOutput.of(masks) if masks else None
     check_mask_folder(trained, folder)
-    yield from predict_samples(trained, data, Writing(**writing), device_of(device), folder)
+    with Screen(to_stderr=True, lines=prints_here) as screen, screen.bar("predicting, batch") as bar:
+
+        def advance(batches: int) -> None:
+            """Note that another batch begins, or that all are done."""
+            bar.total, bar.done = batches, min(bar.done + 1, batches)
+
+        yield from predict_samples(trained, data, Writing(**writing), device_of(device), folder, advance)
 
 
 def _print_table(rows: Iterable[PredictedRow]) -> None:

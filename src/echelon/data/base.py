@@ -37,6 +37,7 @@ class DataInfo:
         several: specs of inputs that are more than one tensor, or ids, or ragged, as the model takes them; None: they
             are one tensor of `shape` and `dtype`.
         targets: specs of the targets.
+        label_span: the least and the greatest of whole numbers that are no classes: some are negative, or too great.
         target_names: of targets that are numbers, where they have names.
         target_mean, target_std: of targets that are numbers, over the training samples, which a task may learn in
             these units; empty: they are learnt as they come.
@@ -62,6 +63,7 @@ class DataInfo:
     dtype: str = "float32"
     several: Nest = None
     targets: Nest = CLASS_NUMBER
+    label_span: tuple[int, int] | None = None
     target_names: tuple[str, ...] = ()
     target_mean: tuple[float, ...] = ()
     target_std: tuple[float, ...] = ()

@@ -17,6 +17,7 @@ from torch import Tensor
 _JPEG = b"\xff\xd8\xff"
 # From this size on the decoder's own scaling by 1/2, 1/4 or 1/8 saves more than reading the header first costs.
 _LARGE_BYTES = 512 * 1024
+_SIXTEEN_BITS = ("PNG", "PPM")  # whose numbers are of 16 bits where Pillow holds them in 32
 _RGB = 3  # torchvision.io.ImageReadMode.RGB
 
 
@@ -92,6 +93,8 @@ def rgb_tensor(image: Any) -> Tensor:
     if image.mode.startswith("I") or image.mode == "F":
         if image.mode == "F":
             raise CannotDecode("its pixels are floating-point numbers")
+        if image.mode == "I" and image.format not in _SIXTEEN_BITS:
+            raise CannotDecode("its pixels are 32-bit numbers, of which nobody knows what is white: give 8 or 16 bits")
         grey = np.clip(np.asarray(image, dtype=np.int64) >> 8, 0, 255).astype(np.uint8)
         return torch.from_numpy(grey).expand(3, *grey.shape)
     if image.mode == "P":

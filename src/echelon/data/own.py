@@ -80,6 +80,7 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
         dtype="float32" if is_image or first is None else several.dtype,
         several=several if first is None else None,
         targets=targets if labels is None else CLASS_NUMBER,
+        label_span=_span(both) if both is not None and not names else None,
         task=_task_of(targets),
     )  # fmt: skip
     notes = tuple(f"the {part} data can only be iterated: {_PROMISE}" for part, each in (
@@ -198,12 +199,21 @@ def _class_names(name: str, both: tuple[Labels, Labels] | None, classes: Sequenc
     """Return the names of the classes; empty where targets can be none."""
     if both is None:
         return ()
-    least, most = min(labels.min() for labels in both), max(labels.max() for labels in both)
+    least, most = _span(both)
     if classes:
-        if least < 0 or most >= len(classes):
-            raise UserError(f"data {name}: labels must be 0 to {len(classes) - 1}, for the {len(classes)} classes")
+        for part, labels in zip(("training", "evaluation"), both, strict=True):
+            wrong = np.flatnonzero((labels < 0) | (labels >= len(classes)))
+            if len(wrong):
+                raise UserError(
+                    f"data {name}: labels must be 0 to {len(classes) - 1}, for the {len(classes)} classes; sample "
+                    f"{wrong[0]} of the {part} data has {labels[wrong[0]]}"
+                )
         return tuple(classes)
     return () if least < 0 or most > MOST_CLASSES else tuple(str(i) for i in range(int(most) + 1))
+
+
+def _span(both: tuple[Labels, Labels]) -> tuple[int, int]:
+    return min(int(labels.min()) for labels in both), max(int(labels.max()) for labels in both)
 
 
 def _first_sample(name: str, data: Any) -> tuple[Nest, Nest]:

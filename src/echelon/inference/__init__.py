@@ -5,3 +5,9 @@ class Text(str):
     """A text that names no file: from somebody who may not choose what is read here."""
 
     __slots__ = ()
+
+
+class Lines(Text):
+    """What a file with one text a line would hold."""
+
+    __slots__ = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from echelon.data.images import FileNames, ImageArray, ImageFiles, LabelledFiles
 from echelon.data.masks import ImagesToMask
 from echelon.data.sounds import measured
 from echelon.data.sources.text_file import SUFFIXES as TEXTS
-from echelon.data.sources.text_file import read_lines, read_text
+from echelon.data.sources.text_file import lines_of, read_lines, read_text
 from echelon.data.sources.texts import TEXT_FILES
 from echelon.data.table_files import SUFFIXES as TABLES
 from echelon.data.table_files import read_rows
 from echelon.data.tokenisers import Ids, Tokeniser
-from echelon.inference import Text
+from echelon.inference import Lines, Text
 from echelon.run.machine import say
 from echelon.run.trained import TrainedModel
 from echelon.tasks import nest
@@ -38,6 +39,12 @@ from echelon.tasks.nest import Nest
 
 MASK_TOKEN = "[MASK]"
 """What stands in a text where a masked language model is to say what belongs there."""
+
+
+class SampleKind(StrEnum):
+    """What the samples of a run are; texts may be a column of a table."""
+
+    SOUNDS, IMAGES, TEXTS, ROWS, ARRAYS = "sounds", "images", "texts", "rows", "arrays"
 
 
 @dataclass(frozen=True)
@@ -64,22 +71,34 @@ def samples_of(trained: TrainedModel, data: Any) -> Samples:
     Raises:
         UserError: there is none, or the model takes others: says which.
     """
-    info = trained.info
     raw = [data] if isinstance(data, (str, Path, Mapping)) else data
     if isinstance(raw, Sequence) and not len(raw):
         raise UserError("there is nothing to predict: name files, or give texts with --text")
-    follow = trained.config.data.follow_links
-    if info.rate:
-        return _sounds(trained, _files(raw, SOUND_FILES, "sounds", follow))
-    if info.columns and info.tokeniser is None:
-        return _rows(trained, _table(raw, info.columns))
-    if info.tokeniser is not None and trained.task.encoding is Encoding.TEXT and not info.columns:
-        return _documents(trained, raw)
-    if info.tokeniser is not None:
-        return _texts(trained, _lines(raw, info.columns, trained.task.encoding is Encoding.TEXT))
-    if info.mean and _are_strings(raw):
-        return _images(trained, _files(raw, IMAGE_FILES, "images", follow))
+    follow, columns = trained.config.data.follow_links, trained.info.columns
+    match kind_of(trained):
+        case SampleKind.SOUNDS:
+            return _sounds(trained, _files(raw, SOUND_FILES, "sounds", follow))
+        case SampleKind.ROWS:
+            return _rows(trained, _table(raw, columns))
+        case SampleKind.TEXTS if trained.task.encoding is Encoding.TEXT and not columns:
+            return _documents(trained, raw)
+        case SampleKind.TEXTS:
+            return _texts(trained, _lines(raw, columns, trained.task.encoding is Encoding.TEXT))
+        case SampleKind.IMAGES if _are_strings(raw):
+            return _images(trained, _files(raw, IMAGE_FILES, "images", follow))
     return _arrays(trained, raw)
+
+
+def kind_of(trained: TrainedModel) -> SampleKind:
+    """Return what a run's samples are."""
+    info = trained.info
+    if info.rate:
+        return SampleKind.SOUNDS
+    if info.tokeniser is not None:
+        return SampleKind.TEXTS
+    if info.columns:
+        return SampleKind.ROWS
+    return SampleKind.IMAGES if info.mean else SampleKind.ARRAYS
 
 
 def _sample_source(trained: TrainedModel, dataset: Any) -> Source:
@@ -244,7 +263,9 @@ def _lines(raw: Any, columns: Sequence[str], keep_empty: bool) -> list[str]:
     texts: list[str] = []
     for each in raw:
         path = Path(each).expanduser() if _names_file(each) else None
-        if path is None:
+        if isinstance(each, Lines):
+            texts += [line for line in lines_of(each) if keep_empty or line.strip()]
+        elif path is None:
             texts.append(str(each))
         elif path.suffix.lower() in TABLES and columns:
             texts += _column(read_rows(path), columns[0])

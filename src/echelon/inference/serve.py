@@ -32,6 +32,7 @@ from echelon.core.errors import UserError
 from echelon.core.files import scratch_folder
 from echelon.inference import Text
 from echelon.inference.predict import PredictedRow, finite, predict_samples
+from echelon.inference.samples import SampleKind, kind_of
 from echelon.reporting.live.server import HOSTS, ImpatientProtocol
 from echelon.run.machine import say
 from echelon.run.trained import TrainedModel
@@ -127,6 +128,7 @@ class PredictionService:
         if self._waiting >= _MOST_WAITING:
             raise BadRequest(503, f"{self._waiting} requests wait already: ask again later")
         job = _job_of(body, kind.partition(";")[0].strip().lower())
+        _check_kind(self._trained, job)
         self._waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._worker, self._compute, job)
@@ -182,6 +184,29 @@ def _job_of(body: bytes, kind: str) -> Any:
     if name not in known or not all(isinstance(each, known[name]) for each in values):
         raise BadRequest(422, _WANTED)
     return [Text(each) for each in values] if name == "texts" else values
+
+
+def _check_kind(trained: TrainedModel, job: Sequence[Any]) -> None:
+    """Refuse samples of another kind than the run's, in the words of a request.
+
+    Raises:
+        BadRequest: says what to send.
+    """
+    kind, columns = kind_of(trained), trained.info.columns
+    rows = f'{{"rows": [{{"{columns[0]}": value{", ..." * (len(columns) > 1)}}}, ...]}}' if columns else ""
+    texts = '{"texts": [...]}' + (f" or {rows}" if rows else "")
+    files = '{"files": [base64, ...]}, or one as the body with its Content-Type'
+    wanted: dict[SampleKind, tuple[tuple[type, ...], str]] = {
+        SampleKind.TEXTS: ((str, dict) if columns else (str,), texts),
+        SampleKind.ROWS: ((dict,), rows),
+        SampleKind.IMAGES: ((bytes,), files),
+        SampleKind.SOUNDS: ((bytes,), files),
+    }
+    if kind not in wanted:
+        raise BadRequest(422, "this run's samples are arrays, which no request can hold: use echelon.predict in Python")
+    kinds, send = wanted[kind]
+    if not isinstance(job[0], kinds):
+        raise BadRequest(422, f"this run's samples are {kind}: send {send}")
 
 
 def _plain(place: int, row: PredictedRow) -> Any:

@@ -42,14 +42,17 @@ class Bar:
 class Screen:
     """Bars on a terminal, lines elsewhere; `with Screen(...)`. What is not visible says nothing."""
 
-    def __init__(self, visible: bool = True, to_stderr: bool = False) -> None:
-        """Take where to show things: standard output, or standard error."""
+    def __init__(self, visible: bool = True, to_stderr: bool = False, lines: bool = False) -> None:
+        """Take where to show things: standard output, or error; `lines` in place of bars, where others write there."""
         file = sys.stderr if to_stderr else sys.stdout
         at_terminal = file.isatty()  # not as rich guesses: FORCE_COLOR, which notebooks set, makes no terminal
         self._console = Console(
             quiet=not visible, highlight=False, file=file, force_terminal=at_terminal, force_jupyter=False
         )
-        self._visible, self.is_live = visible, visible and at_terminal and not self._console.is_dumb_terminal
+        self._visible, self.is_live = (
+            visible,
+            visible and at_terminal and not lines and not self._console.is_dumb_terminal,
+        )
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),

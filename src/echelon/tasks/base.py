@@ -152,6 +152,10 @@ class DataFacts(InputFacts, Protocol):
         """A nest of `TensorSpec`: what one sample's targets are."""
 
     @property
+    def label_span(self) -> tuple[int, int] | None:
+        """The least and the greatest of whole numbers that are no classes: some are negative, or too great."""
+
+    @property
     def target_names(self) -> tuple[str, ...]:
         """Names of targets that are numbers; empty where they have none."""
 

@@ -79,7 +79,11 @@ class Classification(Task):
                 "one whole number, the class, for each sample: give int64 class numbers from 0, or name another --task"
             )
         if not data.classes:
-            raise UserError(f"data {data.name}: labels must be 0 to C - 1, for C classes; or name another --task")
+            span = data.label_span
+            reach = f", and these reach from {span[0]:,} to {span[1]:,}" if span else ""
+            raise UserError(
+                f"data {data.name}: labels must be 0 to C - 1, for C classes{reach}; or name another --task"
+            )
         task = copy.copy(self)
         task.classes = data.classes
         task._from_one = len(data.class_counts) > 1 and not data.class_counts[0] and data.classes[0] == "0"

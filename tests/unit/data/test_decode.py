@@ -70,3 +70,17 @@ def test_damaged_images_are_named(tmp_path: Path, kind: str) -> None:
     with pytest.raises(CannotDecode) as raised:
         open_picture(str(path)).load(1.0)
     assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("dtype", "words"), [("int32", "32-bit numbers, .*: give 8 or 16 bits"), ("float32", "float")])
+def test_numbers_whose_white_nobody_knows_are_refused(tmp_path: Path, dtype: str, words: str) -> None:
+    path = tmp_path / "a.tif"
+    Image.fromarray(np.full((4, 4), 200, dtype=dtype)).save(path)
+    with pytest.raises(CannotDecode, match=words):
+        open_picture(str(path)).load(1.0)
+
+
+def test_grey_of_16_bits_is_read_where_pillow_holds_it_in_32(tmp_path: Path) -> None:
+    path = tmp_path / "a.pgm"
+    path.write_bytes(b"P5 2 1 65535\n" + bytes([200, 0, 100, 0]))
+    assert open_picture(str(path)).load(1.0)[0].tolist() == [[200, 100]]

@@ -215,7 +215,7 @@ def test_own_data_sets() -> None:
         ([1, 2], r"items must be \(tensor, label\), not int"),
         ([(torch.zeros(2), "cat")] * 2, "not of str: number strings, such as by {name: i for i, name in"),
         (pandas.DataFrame({"a": [1, 2]}), "DataFrame: a data frame's items are its columns: write it to a table"),
-        (TensorDataset(torch.zeros(2, 3), torch.tensor([0, -1])), "labels must be"),
+        (TensorDataset(torch.zeros(2, 3), torch.tensor([0, -1])), "labels must be .*, and these reach from -1 to 0;"),
         (TensorDataset(torch.zeros(2, 3), torch.tensor([0.5, 1.5])), "targets are .* of float32"),
         (TensorDataset(torch.zeros(2, 3), torch.tensor([[0], [1]])), "targets are .* of int64"),
         (TensorDataset(torch.zeros(2, 3, 4, 5, dtype=torch.uint8), torch.tensor([0, 1])), "must be square"),
@@ -225,6 +225,12 @@ def test_own_data_sets_that_do_not_fit(data: object, words: str) -> None:
     with pytest.raises(UserError, match=words):
         info = from_datasets(data, data).info  # type: ignore[arg-type]
         ImageClassification().fitted(info, TaskSettings())
+
+
+def test_a_label_that_is_none_of_the_classes_is_named() -> None:
+    good, bad = (TensorDataset(torch.zeros(3, 3), torch.tensor(labels)) for labels in ([0, 1, 1], [0, 1, 7]))
+    with pytest.raises(UserError, match=r"0 to 1, for the 2 classes; sample 2 of the evaluation data has 7$"):
+        from_datasets(good, bad, ["cat", "dog"])
 
 
 def test_file_names_of_any_bytes() -> None:

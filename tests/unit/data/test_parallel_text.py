@@ -129,6 +129,9 @@ def test_files_that_do_not_match_are_refused(tmp_path: Path) -> None:
     (folder / "val.de").write_text("ein\n")
     with pytest.raises(UserError, match=r"val.en has 10 lines and val.de 1: line i of one must be"):
         opened(folder)
+    (folder / "val.de").write_text((folder / "val.en").read_text() + "\n")
+    with pytest.raises(UserError, match=r"of line i of the other; the last 1 line of val.de is empty$"):
+        opened(folder)
     (folder / "val.de").write_bytes(b"\xff\n" * 10)
     with pytest.raises(UserError, match=r"val.de: it is not UTF-8 \(byte 0\)"):
         opened(folder)

@@ -11,7 +11,7 @@ import pytest
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.inference import Text, samples
+from echelon.inference import Lines, Text, samples
 from echelon.inference.samples import samples_of
 from echelon.tasks.base import Encoding
 from tests.unit.data.test_texts import make_texts, opened
@@ -47,6 +47,7 @@ def test_lines_of_a_file_are_those_that_parallel_text_has(tmp_path: Path) -> Non
     task = SimpleNamespace(encoding=Encoding.TEXT_PAIRS)
     trained: Any = SimpleNamespace(info=info, task=task, folder=tmp_path, config=SimpleNamespace(data=DataConfig()))
     assert samples_of(trained, [file, Text("read new.txt")]).names == ["one\u2028and\x0con", "two", "read new.txt"]
+    assert samples_of(trained, [Lines("one\r\n\nnew.txt\n")]).names == ["one", "new.txt"]
 
 
 def test_a_column_of_texts_keeps_what_is_zero(tmp_path: Path) -> None:

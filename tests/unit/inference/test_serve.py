@@ -63,6 +63,15 @@ def test_rows_of_several_types_are_predicted_and_what_is_no_number_is_refused(tm
         assert refused.json()
 
 
+@pytest.mark.parametrize("body", [{"texts": ["a.csv"]}, {"files": [base64.b64encode(b"x").decode()]}])
+def test_samples_of_another_kind_are_refused_in_the_words_of_a_request(tmp_path: Path, body: dict) -> None:
+    refused = client(tmp_path).post("/predict", json=body)
+    assert refused.status_code == 422
+    assert refused.json()["error"] == 'this run\'s samples are rows: send {"rows": [{"a": value, ...}, ...]}'
+    images = image_client(tmp_path).post("/predict", json={"rows": [{"a": 1}]})
+    assert images.json()["error"].startswith('this run\'s samples are images: send {"files": [base64, ...]}, or one')
+
+
 def test_a_fault_of_the_service_is_answered_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

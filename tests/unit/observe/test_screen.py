@@ -71,6 +71,12 @@ def test_a_notebook_has_lines(quick: None, monkeypatch: pytest.MonkeyPatch, caps
         _wait(lambda: "evaluation 0 of 8, " in capsys.readouterr().out)
 
 
+def test_a_terminal_that_others_write_to_has_lines(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", _Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    assert Screen(to_stderr=True).is_live and not Screen(to_stderr=True, lines=True).is_live
+
+
 def test_a_terminal_has_bars_and_lines_above_them(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)

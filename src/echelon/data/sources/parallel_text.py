@@ -16,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from echelon.core.errors import UserError, nearest
+from echelon.core.units import many
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import FolderLinks
 from echelon.data.columns import IDS, MASK
@@ -162,12 +163,21 @@ def _read_pairs(folder: Path, stem: str, languages: tuple[str, str]) -> tuple[Pa
     if len(left) != len(right):
         raise UserError(
             f"data {folder}: {first.name} has {len(left)} lines and {second.name} {len(right)}: line i of one must be "
-            "the translation of line i of the other"
+            f"the translation of line i of the other{_empty_end(first, left, second, right)}"
         )
     kept = [(a, b) for a, b in zip(left, right, strict=True) if a and b]
     if not kept:
         raise UserError(f"data {folder}: {first.name} and {second.name} hold no pair of sentences")
     return Pairs([a for a, _ in kept], [b for _, b in kept]), len(left) - len(kept)
+
+
+def _empty_end(first: Path, left: list[str], second: Path, right: list[str]) -> str:
+    """Say that all which one file has more than the other are empty lines at its end."""
+    file, longer, length = (first, left, len(right)) if len(left) > len(right) else (second, right, len(left))
+    more = longer[length:]
+    if any(more):
+        return ""
+    return f"; the last {many(len(more), 'line')} of {file.name} {'is' if len(more) == 1 else 'are'} empty"
 
 
 def _hold_out(by_part: dict[str, Pairs], request: DataRequest, sample_index: SampleIndex) -> str:

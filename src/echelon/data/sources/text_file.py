@@ -188,5 +188,9 @@ def read_lines(path: Path) -> list[str]:
     Raises:
         UserError: it cannot be read, or is not UTF-8.
     """
-    text = read_text(path)
+    return lines_of(read_text(path))
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a text as those of a file."""
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
