@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from echelon.cli.app import COMMANDS, as_command
+from echelon.core.columns import NONE, Column, measure_column, number_column, rows_of, seconds_column
 from echelon.core.errors import UserError, unknown
-from echelon.core.units import format_seconds
 
 if TYPE_CHECKING:
     from echelon.run.nodes import NodeMember
@@ -89,18 +89,22 @@ def _show(run: Path, as_json: bool) -> None:
 
 
 def _print(members: list[NodeMember]) -> None:
-    table = Table("member", "role", "host", "pid", "since", "steps", "share", "steps/s", box=None)
-    for member in members:
-        table.add_row(
-            member.name,
-            member.role,
-            member.host,
-            "" if member.pid is None else str(member.pid),
-            "" if member.since_t is None else format_seconds(max(0.0, time.time() - member.since_t)),
-            "" if member.steps is None else f"{member.steps:g}",
-            "" if member.share is None else f"{member.share:.0%}",
-            "" if member.steps_per_s is None else f"{member.steps_per_s:.3g}",
-        )
+    now = time.time()
+    columns = [
+        Column("member", [member.name for member in members]),
+        Column("role", [member.role for member in members]),
+        Column("host", [member.host for member in members]),
+        Column("pid", [NONE if member.pid is None else str(member.pid) for member in members], counts=True),
+        seconds_column("here for", [m.since_t and max(0.0, now - m.since_t) for m in members]),
+        number_column("steps", [member.steps for member in members]),
+        Column("share", [NONE if m.share is None else f"{m.share:.0%}" for m in members], counts=True),
+        measure_column("steps/s", [member.steps_per_s for member in members]),
+    ]
+    table = Table(box=None)
+    for column in columns:
+        table.add_column(column.head, justify="right" if column.counts else "left")
+    for row in rows_of(columns):
+        table.add_row(*row)
     console = Console(soft_wrap=True)
     if not console.is_terminal:
         console.width = _WHOLE  # who reads a pipe wants names whole, on one line

@@ -37,7 +37,7 @@ class GroupMembers:
         if self._folder is not None:
             self._folder.path.mkdir()
         self._term, self.closing, self._starts = 0, False, dict.fromkeys(self.names, 0)
-        self._inside, self._booting = list(self.names), []
+        self._inside, self._booting, self._leaving = list(self.names), [], set()
 
     def environment(self, name: str) -> dict[str, str]:
         """Return what a process is to know of its group's terms."""

@@ -238,6 +238,11 @@ class _Group:
         """Whether the group has left a run that goes on."""
         return LEFT_EXIT_CODE in self.exit_codes.values()
 
+    @property
+    def takes_in(self) -> bool:
+        """Whether a process may be started beside the others."""
+        return self.members is not None and isinstance(self.state, Running) and not self.members.closing
+
     def let_go(self, name: str) -> None:
         """Be without a process from now on, in later rounds too."""
         self.left += [process for process in self.processes if process.name == name]
@@ -387,6 +392,8 @@ class _Supervisor:
         left = [group for group in self._groups if group.over is not None and group.has_left]
         if beside is None and any(group.heeds_signals for group in self._groups):
             raise UserError("nobody can join: the processes begin and end together")
+        if beside is not None and not beside.takes_in:
+            raise UserError("nobody can join now: the others have yet to begin, or are about to end")
         for _ in range(count):
             if beside is not None:
                 process = beside.left.pop() if beside.left else self._another()
@@ -516,6 +523,8 @@ class _Supervisor:
         dead, stopping = dict(group.exit_codes), self._stop_by > 0 or group.leave_by > 0
         go_on = all(_is_kill(code) or code == LEFT_EXIT_CODE for code in dead.values())
         if not members.survivors(dead) or not go_on or stopping:
+            for name in [name for name, code in dead.items() if code == LEFT_EXIT_CODE and not stopping]:
+                self._come_back_or_go(group, members, name, group.exit_codes.pop(name))
             if dead:  # nobody is waited for that has yet to come, nor when the run stops
                 members.closing = True
                 self._place.signal(members.booting(), signal.SIGKILL)

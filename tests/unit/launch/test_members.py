@@ -201,3 +201,19 @@ def test_processes_that_restart_alone_leave_and_come(tmp_path: Path) -> None:
     )
     assert not supervise(Job((group,), 3), place, watch, StopFlag())
     assert place.starts == ["a", "b", "b", "c"] and not place.signals
+
+
+def test_who_has_left_stays_away_where_an_error_ends_the_others_at_that_moment(tmp_path: Path) -> None:
+    place = Script([], [("b", LEFT_EXIT_CODE), ("a", 1)], [("c", 0), ("a", 0)], [("c", 0), ("a", 0)])
+    asked = [[], [Change(pids=[102])]]
+    group = Group(tuple(Process(name, "module:function") for name in "abc"), Restart.BESIDE)
+    watch = Watch(lambda death, then: None, changes=lambda: asked.pop(0) if asked else [])
+    assert not supervise(Job((group,), 3), place, watch, StopFlag(), _OneRound(tmp_path / "store", begin=True))
+    assert place.starts == [*"abc", *"ac"]
+
+
+def test_who_was_asked_to_leave_stays_in_a_new_start(tmp_path: Path) -> None:
+    members, _ = _members(tmp_path)
+    members.drain(["b"])
+    members.begin(Round(2, {STORE_VARIABLE: f"file:{tmp_path / 'store2'}"}, 0))
+    assert not members.release("b")  # it was asked in the round before
