@@ -161,6 +161,28 @@ def test_workers_join_a_parameter_server(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@NEEDS_LINKS[0]
+@NEEDS_LINKS[1]
+def test_a_machine_leaves_an_all_reduce_run_and_the_others_go_on(tmp_path: Path) -> None:
+    """It goes after a checkpoint, from which the other one goes on; each step is trained once."""
+    settings = ("--nodes", "1:2", "--epochs", "100000", "--eval-every", "0", "--max-steps", "4000")
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        machines = [start_machine(runs, network, i, *settings, folder=f, secret="5a" * 32) for i, f in enumerate("ab")]
+        first, second = machines
+        first.wait_for(lambda: [s["world_size"] for s in first.records("start")][-1:] == [2], "both machines")
+        first.wait_for_step(first.records("start")[-1]["start_step"] + 5)
+        refused = nodes(runs, first, "drain", "rank0")
+        assert refused.process.returncode == 2 and "the first machine leads" in refused.errors(), refused.text()
+        command = nodes(runs, first, "drain", "rank1")
+        assert command.process.returncode == 0 and "rank1 leaves with its machine" in command.text(), command.text()
+        assert second.end() == 0 and "have left the run" in second.text(), second.text()
+        first.wait_for(lambda: [s["world_size"] for s in first.records("start")][-1] == 1, "the one that goes on")
+        assert first.end() == 0, first.text()
+        steps = [s for r in first.records("steps") for s in range(r["step"] - len(r["losses"]) + 1, r["step"] + 1)]
+        assert steps == list(range(1, 4001)) and not first.events("worker_died")
+
+
+@pytest.mark.slow
 def test_who_begins_and_ends_together_is_told_what_works(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         run = runs.train("digits", "--workers", "2", "--epochs", "400", folder="run")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import zmq
 
 from echelon.core.address import Address
-from echelon.core.errors import UserError
+from echelon.core.errors import LEFT, UserError
 from echelon.core.units import format_seconds
 from echelon.launch.culprit import Elsewhere, Observed
 from echelon.launch.meeting import (
@@ -82,6 +82,7 @@ class FirstMachine:
     """
 
     number = 0
+    has_left = False
 
     def __init__(self, arrival: Arrival, terms: RoundSettings, open_store: Callable[[str], str]) -> None:
         """Open rounds; `open_store` opens the store of one by its name, and returns where ranks find it."""
@@ -100,6 +101,11 @@ class FirstMachine:
         """Note that checkpoints of new steps were saved."""
         with self._lock:
             self._rendezvous.saved(checkpoints)
+
+    def drain(self, ranks: Collection[int]) -> str:
+        """Let the machines of some ranks leave after a checkpoint; returns why they cannot, or nothing."""
+        with self._lock:
+            return self._rendezvous.drain(ranks, time.monotonic())
 
     def resize(self, workers: int) -> None:
         """Begin later rounds with so many workers of this machine."""
@@ -209,6 +215,15 @@ class OtherMachine:
 
     def saved(self, checkpoints: int) -> None:
         """Do nothing: the first machine counts restarts, and sees what its first rank saves."""
+
+    def drain(self, ranks: Collection[int]) -> str:
+        """Return why nobody can leave by a word to this machine."""
+        return "give this command on the first machine"
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this machine has left the run, as it was asked to."""
+        return isinstance(self._order, Over) and self._order.status == LEFT
 
     def resize(self, workers: int) -> None:
         """Do nothing: members of groups that span machines do not leave."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from echelon.core.address import STORE_VARIABLE
-from echelon.core.errors import UserError
+from echelon.core.errors import LEFT, UserError
 from echelon.launch.plan import ROUND_VARIABLE
 
 LAST_CALL_S = 2.0  # a run on some of its machines waits so long for more of them before it starts
@@ -100,7 +100,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Over:
-    """No round follows: the run is `completed`, `stopped` or `failed`.
+    """No round follows: the run is `completed`, `stopped` or `failed`; for this machine alone: `left`.
 
     Attributes:
         reason: why it failed.
@@ -227,6 +227,8 @@ class _Machine:
     present: bool = True
     state: State = field(default_factory=Ready)
     knows: bool = False  # that the run is over
+    leaves: bool = False  # after a checkpoint, as it was asked to
+    left_s: float | None = None  # when it was told that it has
 
 
 class Rendezvous:
@@ -256,8 +258,38 @@ class Rendezvous:
             raise UserError(f"the run has its {self._terms.most} machines already: use a larger --nodes on all of them")
         if machine is None:
             machine = self._machines[name] = _Machine(name, workers, now)
-        machine.workers, machine.present, machine.seen = workers, True, now
+        if machine.left_s is not None and now - machine.left_s > LOST_S:  # its command was given again
+            machine.leaves, machine.left_s = False, None
+        machine.workers, machine.present, machine.seen = workers, machine.left_s is None, now
         return list(self._machines).index(name)
+
+    def drain(self, ranks: Collection[int], now: float) -> str:
+        """Let the machines of some ranks leave after a checkpoint; returns why they cannot, or nothing."""
+        asked, missed = list[_Machine](), set(ranks)
+        for m in self._machines.values():
+            own = self._ranks(m.name)
+            if own & set(ranks):
+                asked.append(m)
+                missed -= own
+                if rest := own - set(ranks):
+                    return f"its machine leaves as a whole, with rank {', '.join(map(str, sorted(rest)))}"
+        stay = sum(m.present and not m.leaves for m in self._machines.values()) - sum(not m.leaves for m in asked)
+        if missed or self.over is not None:
+            return "the run has no such rank now"
+        if any(m.name == next(iter(self._machines)) for m in asked):
+            return "the first machine leads the run"
+        if stay < self._terms.least:
+            return f"the run needs {self._terms.least} machines"
+        for m in asked:
+            m.leaves = True
+        self._break_round(now, gracefully=True)
+        return ""
+
+    def _ranks(self, name: str) -> set[int]:
+        """Return the ranks of a machine in the present round."""
+        current = self._rounds.get(name)
+        first = current.first_rank if current is not None else None
+        return set() if first is None else set(range(first, first + self._machines[name].workers))
 
     def resize(self, name: str, workers: int) -> None:
         """Begin later rounds with so many workers of a machine."""
@@ -266,7 +298,7 @@ class Rendezvous:
     def handle(self, name: str, state: State, now: float) -> Order:
         """Return what an admitted machine shall do, given the state of its processes."""
         machine = self._machines[name]
-        machine.seen, machine.present = now, True
+        machine.seen, machine.present = now, machine.left_s is None
         self._expire(now)
         order = self._answer(machine, state, now)
         machine.knows = isinstance(order, Over)
@@ -274,6 +306,9 @@ class Rendezvous:
 
     def _answer(self, machine: _Machine, state: State, now: float) -> Order:
         name = machine.name
+        if machine.leaves and self.over is None and not isinstance(state, Running):
+            machine.left_s, machine.present, machine.state = machine.left_s or now, False, state
+            return Over(LEFT)
         match state:
             case Ready():
                 return self._ready(machine, state, now)

@@ -37,6 +37,7 @@ from echelon.run.out_of_memory import OutOfMemory
 from echelon.sync.ps import server_settings
 
 if TYPE_CHECKING:
+    from echelon.launch.machines import FirstMachine, OtherMachine
     from echelon.trainer.resolved import ResolvedRun
 
 _LOOK_BACK_S = 300.0
@@ -117,7 +118,9 @@ class _Chronicle:
         self._path, self._record, self._scheduler, self._tell = path, record, machine.scheduler, tell
         self._notifier = Notifier(run.described.tracking.notify, path)
         can_change = machine.scheduler is not None or any(g.restart is Restart.BESIDE for g in machine.job.groups)
-        self._requests = Requests(path) if can_change else None
+        ranges = machine.rounds is not None and run.nodes.least < run.nodes.most
+        self._machines = machine.rounds if ranges else None
+        self._requests = Requests(path) if can_change or ranges else None
         self._run, self._job = run, machine.job
         self._most_restarts = run.config.launch.max_restarts
         self._saved = SavedSteps(path / "checkpoints")
@@ -140,12 +143,28 @@ class _Chronicle:
     def _changes(self) -> Sequence[Change]:
         """Return what the supervisor is to do of what was asked for; where there is a scheduler, that one does it."""
         asked = self._requests.take() if self._requests is not None else []
+        if self._machines is not None:
+            for change in asked:
+                self._let_machines_leave(self._machines, change)
+            return ()
         if self._scheduler is None:
             return asked
         for change in asked:
             if change.workers:
                 self._scheduler.drain(change.workers)
         return [Change(add=change.add) for change in asked if change.add]
+
+    def _let_machines_leave(self, machines: FirstMachine | OtherMachine, change: Change) -> None:
+        """Let the machines of ranks leave, and record it."""
+        who = " and ".join(change.workers)
+        ranks = [int(name.removeprefix("rank")) for name in change.workers]
+        if why := machines.drain(ranks) if ranks else "machines join by the run's own command":
+            self._record.write(ChangeRefused(f"{who or 'nobody'} cannot {'leave' if who else 'join'}: {why}"))
+            return
+        words = f"{who} leaves with its machine after a checkpoint, as it was asked to; the others go on from there"
+        for name, pid in zip(change.workers, change.pids, strict=False):
+            self._record.write(WorkerLeft(words, name, pid=pid))
+        self._tell(words)
 
     def _another(self, number: int) -> Process:
         """Return a worker more than this machine began with.

@@ -218,6 +218,8 @@ def _check_can_change(run: Path, what: str) -> None:
     first = next(iter(_starts(run, read_launch(run).launched_t or 0.0)), None)
     if config.launch.elastic == "on" and (first is None or first.world_size > 1):
         return
+    if ":" in config.launch.nodes and what == "leave":  # its machine does
+        return
     size = "--workers N" if config.launch.nodes == "1" else "--nodes N"
     raise UserError(
         f"the workers of {run} begin and end together: use echelon stop {run}, then echelon resume {run} {size}; "

@@ -533,6 +533,8 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
         if stopped and machine.number == 0:
             _end_before_start(path, record)
         status = machine.scheduler.status() if machine.scheduler else "stopped" if stopped else "completed"
+        if machine.rounds is not None and machine.rounds.has_left:
+            status = LEFT
         if status == LEFT:
             say("the workers of this machine have left the run, which goes on")
         return ended("stopped" if stopped and status not in ("completed", CONTINUES, LEFT) else status)

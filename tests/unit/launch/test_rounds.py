@@ -212,3 +212,40 @@ def test_the_same_failure_twice_in_a_row_before_the_first_step_is_the_last() -> 
     assert restarts.take("a", (), 3.0) == ""  # this time it had made steps
     assert restarts.take("a", same, 4.0) == ""
     assert "in the same way twice" in restarts.take("a", (*same, "another rank's"), 5.0)
+
+
+def test_a_machine_that_is_asked_to_leave_goes_after_a_checkpoint_and_the_others_go_on() -> None:
+    machines = Machines(1, 3)
+    number = machines.begin("a", "b", "c")
+    assert machines.rendezvous.drain([2, 3], machines.now) == ""  # the ranks of b
+    assert [machines.ask(name, Running(number)) for name in "abc"] == [Leave(gracefully=True)] * 3
+    assert machines.ask("a", Finished(number, stopped=True)) == Leave(gracefully=True)
+    assert (
+        machines.ask("a", Ready(number))
+        == machines.ask("c", Ready(number))
+        == Continue("waiting for the other machines")
+    )
+    assert machines.ask("b", Finished(number, stopped=True)) == Over("left")
+    assert machines.ask("b", Ready(number)) == Over("left")  # until it has heard
+    machines.wait(2 * LAST_CALL_S, ("a", Ready(number)), ("c", Ready(number)))
+    orders = [machines.ask(name, Ready(number)) for name in "ac"]
+    assert [order.round.environment["WORLD_SIZE"] for order in orders if isinstance(order, Go)] == ["4", "4"]
+    machines.wait(2 * LOST_S, ("a", Running(number + 1)), ("c", Running(number + 1)))
+    assert machines.ask("b", Ready()) == Continue("waiting for the other machines")  # its command was given again
+    assert machines.ask("a", Running(number + 1)) == Leave(gracefully=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason"),
+    [
+        ([2], "leaves as a whole, with rank 3"),
+        ([0, 1], "the first machine leads the run"),
+        ([2, 3, 4, 5], "the run needs 2 machines"),
+        ([9], "no such rank"),
+    ],
+)
+def test_machines_that_cannot_leave(ranks: list[int], reason: str) -> None:
+    machines = Machines(2, 3)
+    number = machines.begin("a", "b", "c")
+    assert reason in machines.rendezvous.drain(ranks, machines.now)
+    assert machines.ask("a", Running(number)) == Continue()
