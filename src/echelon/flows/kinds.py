@@ -60,6 +60,7 @@ def _check_switches(settings: Settings) -> None:
 def _check_run(arguments: Sequence[str], settings: Settings, extra: Sequence[str] = ()) -> None:
     """Refuse settings of `echelon train` that do not exist or fit, and data that is not there."""
     from echelon.run.data_names import check_data_name
+    from echelon.run.foretold import check_model
     from echelon.run.resolve import check_names
 
     known = _by_flag()
@@ -74,7 +75,9 @@ def _check_run(arguments: Sequence[str], settings: Settings, extra: Sequence[str
             raise unknown("setting", name, [flag for flag in [*known, *extra] if "." not in flag and flag != "run"])
         if not TOKEN.search(value):
             overrides[known[key][0]] = value
-    check_names(build(None, overrides).config)
+    config = build(None, overrides).config
+    check_names(config)
+    check_model(config.model.name)
     for data in arguments:
         if not TOKEN.search(data):
             check_data_name(data)

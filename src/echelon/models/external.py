@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.core.errors import UserError, nearest
+from echelon.core.errors import UserError
+from echelon.core.model_names import unknown_of_library
 from echelon.core.own import find_own
 from echelon.models.base import ModelInput
 from echelon.models.keras_model import is_keras_model, keras_module
@@ -28,7 +29,7 @@ def build_timm(name: str, data: ModelInput) -> nn.Module:
     from timm.models import get_pretrained_cfg
 
     if not timm.is_model(name):
-        raise UserError(f"unknown model 'timm/{name}': {_suggest('timm', name, timm.list_models())}")
+        raise unknown_of_library("timm", name, timm.list_models())
     size: dict[str, int] = {}
     pretrained = get_pretrained_cfg(name, allow_unregistered=True)
     if pretrained is not None and pretrained.fixed_input_size:
@@ -49,7 +50,7 @@ def build_torchvision(name: str, data: ModelInput) -> nn.Module:
 
     known = _torchvision_names()
     if name not in known:
-        raise UserError(f"unknown model 'torchvision/{name}': {_suggest('torchvision', name, known)}")
+        raise unknown_of_library("torchvision", name, known)
     if data.channels != 3:
         raise UserError(
             f"--model torchvision/{name} takes 3-channel images, the data has {data.channels}: "
@@ -196,10 +197,6 @@ def _arguments(name: str, function: Callable[..., Any], data: ModelInput) -> dic
             f"give it a default, or take some of {', '.join(offered)}"
         )
     return taken
-
-
-def _suggest(library: str, name: str, known: list[str]) -> str:
-    return f"{nearest(name, known)}{library} has {len(known)}: see {library}'s list_models()"
 
 
 def _not_for_such_images(name: str, data: ModelInput, error: Exception) -> UserError:

@@ -8,25 +8,15 @@ import pkgutil
 from torch import nn
 
 from echelon.config.schema import ModelConfig
-from echelon.core.errors import UserError, nearest, unknown
+from echelon.core.errors import UserError
 from echelon.core.hints import name_for_side
+from echelon.core.model_names import OF_COLUMNS, OF_PIXELS, OF_SEQUENCES, of_images, unknown_model
 from echelon.core.own import TRANSFORMERS
 from echelon.models import builtin
 from echelon.models.base import ModelInput
 from echelon.models.external import build_own, build_timm, build_torchvision, build_transformers, library_names
 from echelon.models.logits import give_logits
 from echelon.models.trial import try_out
-
-OF_SEQUENCES = (
-    "small_bert",
-    "small_ctc",
-    "small_gpt",
-    "small_seq2seq",
-    "speech_cnn",
-    "text_classifier",
-)  # not of images
-OF_COLUMNS = ("dlrm", "matrix_factorisation", "table_mlp", "two_tower")  # likewise
-OF_PIXELS = ("small_unet",)  # of images, with a class for each pixel
 
 
 def build_model(config: ModelConfig, data: ModelInput) -> nn.Module:
@@ -62,8 +52,7 @@ def auto_name(data: ModelInput) -> str:
 
 def builtin_names() -> list[str]:
     """Return the built-in models of images of one class each: names of files in `models/builtin`. Imports none."""
-    of_others = OF_SEQUENCES + OF_COLUMNS + OF_PIXELS
-    return sorted(name for module in pkgutil.iter_modules(builtin.__path__) if (name := module.name) not in of_others)
+    return of_images(module.name for module in pkgutil.iter_modules(builtin.__path__))
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -83,33 +72,13 @@ def _build(name: str, data: ModelInput) -> nn.Module:
         return model
     if name in builtin_names() or name in OF_SEQUENCES + OF_COLUMNS + OF_PIXELS:
         return importlib.import_module(f"{builtin.__name__}.{name}").build(data)
-    raise _unknown(name)
+    raise unknown_model(name, builtin_names(), library_names)
 
 
 def leads_to_model(name: str) -> bool:
     """Whether a name is one of models, by its form; the class of a module that was given from Python is none."""
     known = [*builtin_names(), *OF_SEQUENCES, *OF_COLUMNS, *OF_PIXELS, "auto"]
     return name in known or ":" in name or "/" in name
-
-
-def _unknown(name: str) -> UserError:
-    known = [*builtin_names(), "auto"]
-    library, _, rest = name.rpartition("/")
-    if library:
-        return UserError(
-            f"unknown model {name!r}: {nearest(library, ['timm', 'torchvision', 'transformers'])}"
-            f"write timm/{rest}, torchvision/{rest}, transformers/FOLDER, module:function or one of {', '.join(known)}"
-        )
-    found = [f"{prefix}/{name}" for prefix, names in library_names().items() if name in names]
-    if found:
-        return UserError(f"unknown model {name!r}: did you mean {' or '.join(found)}?")
-    if nearest(name, known):
-        return unknown("model", name, [*known, "timm/NAME", "torchvision/NAME", "module:function"])
-    anywhere = {each: f"{prefix}/{each}" for prefix, names in reversed(library_names().items()) for each in names}
-    closest = nearest(name, anywhere).removeprefix("did you mean ").removesuffix("? ")
-    if closest:
-        return UserError(f"unknown model {name!r}: did you mean {anywhere[closest]}? built-in: {', '.join(known)}")
-    return unknown("model", name, [*known, "timm/NAME", "torchvision/NAME", "module:function"], may_be_object=True)
 
 
 def _try_out(model: nn.Module, name: str, data: ModelInput) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from echelon.config import ModelConfig, RunConfig
 from echelon.core.hints import name_for_side
+from echelon.core.model_names import check_model_name
 from echelon.records.file import newest
 from echelon.records.kinds import Start
 from echelon.run.data_names import declared_kinds, holds_folders_of_a_kind, kind_by_name
@@ -157,6 +158,15 @@ def _parameters(model: str, shape: _ImageShape) -> int | None:
     known = {"channels": shape.channels, "classes": shape.classes}
     counts = {evaluate(formula, {**known, "side": side}) for side in shape.sides}
     return counts.pop() if len(counts) == 1 else None
+
+
+def check_model(name: str) -> None:
+    """Refuse a model that nobody knows, without torch.
+
+    Raises:
+        UserError: with the nearest name.
+    """
+    check_model_name(name, [file.stem for file in _MODELS.glob("[!_]*.py")])
 
 
 def declared_count(model: str) -> str:

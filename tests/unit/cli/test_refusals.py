@@ -22,6 +22,10 @@ REFUSED = [
     ("--parallel", "dp=2,tpp=2", "did you mean tp?"),
     ("--task", "image-clasification", "did you mean image-classification?"),
     ("--task", "regresion", "known: auto"),
+    ("--model", "smal_cnn", "did you mean small_cnn?"),
+    ("--model", "vit", "did you mean small_vit, timm/vit_"),
+    ("--model", "resnet18", "did you mean timm/resnet18 or torchvision/resnet18?"),
+    ("--model", "timm/resnet5O", "did you mean resnet50? timm has "),
     ("--on", "locl", "did you mean local?"),
     ("--on", "slrm", "did you mean slurm?"),
 ]
@@ -31,6 +35,7 @@ STUDIES = [
     (["digits", "--try", "sync=local(8)", "--try", "sync=allreduc"], "sync=allreduc: --sync: ", "mean allreduce?"),
     (["digits", "--try", "compression=topkk(0.1)"], "--compression: ", "did you mean topk?"),
     (["digits", "--optimizer", "sgdd", "--try", "sync=allreduce"], "--optimizer ", "did you mean sgd?"),
+    (["digits", "--try", "model=smal_cnn"], "unknown model 'smal_cnn'", "did you mean small_cnn?"),
     (["digitss", "--try", "sync=allreduce"], "unknown data 'digitss'", "did you mean digits?"),
 ]
 
@@ -46,7 +51,7 @@ def _run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str
 
 @pytest.mark.parametrize(("flag", "spec", "words"), REFUSED)
 def test_a_misspelt_choice_is_refused_without_torch(flag: str, spec: str, words: str, tmp_path: Path) -> None:
-    _is_refused(tmp_path, ["train", "digits", flag, spec], flag, words)
+    _is_refused(tmp_path, ["train", "digits", flag, spec], "unknown model" if flag == "--model" else flag, words)
 
 
 @pytest.mark.parametrize("arguments", [["train", "digits", "--run", "a" * 256], ["report", "a/" * 2100]])
