@@ -19,10 +19,10 @@ from echelon.config import build
 from echelon.config.build import COMMAND_LINE
 from echelon.config.keywords import RESUMABLE
 from echelon.core.errors import UserError
+from echelon.core.model_names import check_model_name
 from echelon.core.output import print_words
 from echelon.optim.names import check_optimizer_name
 from echelon.run.data_names import check_data_name
-from echelon.run.foretold import check_model
 from echelon.run.resolve import check_names
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _train(resolved: Resolved, way: WayToStart, trials: Sequence[Event] = ()) ->
     """
     check_names(resolved.config)  # before what starts runs is imported: a misspelt word is said at once
     check_data_name(resolved.config.data.source)
-    check_model(resolved.config.model.name)
+    check_model_name(resolved.config.model.name)
     check_optimizer_name(resolved.config.optimizer.name)
     from echelon.run.defaults import with_task_defaults
     from echelon.run.trust import check_trust
@@ -197,7 +197,7 @@ def _chosen(resolved: Resolved, tolerance: float, trust: bool, all_of_it: bool) 
     described = replace(resolved, config=settled(resolved.config))
     check_names(described.config)
     check_data_name(described.config.data.source)
-    check_model(described.config.model.name)
+    check_model_name(described.config.model.name)
     check_trust(described, trust)
     choice = choose(with_task_defaults(described), tolerance, free)
     for line in choice.words:

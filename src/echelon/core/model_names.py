@@ -11,6 +11,7 @@ from pathlib import Path
 from echelon.core.errors import UserError, nearest, unknown
 from echelon.core.own import TRANSFORMERS
 
+BUILTIN_FOLDER = Path(__file__).parents[1] / "models" / "builtin"
 _FOLDERS = {"timm": ("models/**",), "torchvision": ("models", "models/segmentation")}
 _REGISTERED = re.compile(
     r"^@register_model(?:\((?:name=)?(?:[\"'](\w+)[\"'])?\))?\n(?:[@ )].*\n)*def (\w+)", re.MULTILINE
@@ -33,12 +34,13 @@ def of_images(builtin: Iterable[str]) -> list[str]:
     return sorted(set(builtin).difference(OF_SEQUENCES, OF_COLUMNS, OF_PIXELS))
 
 
-def check_model_name(name: str, builtin: Sequence[str]) -> None:
+def check_model_name(name: str) -> None:
     """Refuse a name that neither Echelon's models have nor the files of timm and torchvision, without importing these.
 
     Raises:
         UserError: with the nearest name.
     """
+    builtin = [file.stem for file in BUILTIN_FOLDER.glob("[!_]*.py")]
     if ":" in name or name.startswith(TRANSFORMERS) or name in (*builtin, "auto"):
         return
     library, _, rest = name.partition("/")

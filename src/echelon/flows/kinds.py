@@ -59,8 +59,8 @@ def _check_switches(settings: Settings) -> None:
 
 def _check_run(arguments: Sequence[str], settings: Settings, extra: Sequence[str] = ()) -> None:
     """Refuse settings of `echelon train` that do not exist or fit, and data that is not there."""
+    from echelon.core.model_names import check_model_name
     from echelon.run.data_names import check_data_name
-    from echelon.run.foretold import check_model
     from echelon.run.resolve import check_names
 
     known = _by_flag()
@@ -77,7 +77,7 @@ def _check_run(arguments: Sequence[str], settings: Settings, extra: Sequence[str
             overrides[known[key][0]] = value
     config = build(None, overrides).config
     check_names(config)
-    check_model(config.model.name)
+    check_model_name(config.model.name)
     for data in arguments:
         if not TOKEN.search(data):
             check_data_name(data)

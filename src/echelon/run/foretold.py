@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from echelon.config import ModelConfig, RunConfig
 from echelon.core.hints import name_for_side
-from echelon.core.model_names import check_model_name
+from echelon.core.model_names import BUILTIN_FOLDER
 from echelon.records.file import newest
 from echelon.records.kinds import Start
 from echelon.run.data_names import declared_kinds, holds_folders_of_a_kind, kind_by_name
@@ -20,7 +20,6 @@ from echelon.tasks.registry import AUTO, TASKS
 if TYPE_CHECKING:
     from torch import nn
 
-_MODELS = Path(__file__).parents[1] / "models" / "builtin"
 _COUNT = "COUNT"  # of parameters, in a built-in model's file
 _PEEKED = 32
 _EVERYTHING = "all"  # is trained
@@ -160,18 +159,9 @@ def _parameters(model: str, shape: _ImageShape) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def check_model(name: str) -> None:
-    """Refuse a model that nobody knows, without torch.
-
-    Raises:
-        UserError: with the nearest name.
-    """
-    check_model_name(name, [file.stem for file in _MODELS.glob("[!_]*.py")])
-
-
 def declared_count(model: str) -> str:
     """Return the formula of a built-in model's file for its parameters; empty: it has none. Imports nothing."""
-    file = _MODELS / f"{model}.py"
+    file = BUILTIN_FOLDER / f"{model}.py"
     if not model.isidentifier() or not file.is_file():
         return ""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:

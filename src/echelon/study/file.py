@@ -14,9 +14,9 @@ from echelon.config import RunConfig, build
 from echelon.config.yaml_file import read_yaml, shown
 from echelon.core.errors import UserError, naming, nearest
 from echelon.core.files import write_atomic
+from echelon.core.model_names import check_model_name
 from echelon.optim.names import check_optimizer_name
 from echelon.run.data_names import check_data_name
-from echelon.run.foretold import check_model
 from echelon.run.resolve import check_names
 from echelon.study.base import DEFAULT_LOSS, Choices, Settings, Study
 from echelon.study.grid import candidates_of, exclusions_of, flatten, planned_runs, terms_of
@@ -127,7 +127,7 @@ def checked(study: Study) -> Study:
 def _check_names(config: RunConfig) -> None:
     check_names(config)
     check_data_name(config.data.source)
-    check_model(config.model.name)
+    check_model_name(config.model.name)
     check_optimizer_name(config.optimizer.name)
 
 

@@ -8,8 +8,6 @@ from echelon.core.errors import UserError
 from echelon.core.model_names import check_model_name, names_in_files
 from echelon.models.external import library_names
 
-BUILTIN = ["mlp", "small_cnn", "small_vit", "small_gpt"]
-
 
 def test_names_in_files_are_those_that_the_libraries_register() -> None:
     assert {name: set(known) for name, known in names_in_files().items()} == {
@@ -23,14 +21,14 @@ def test_names_in_files_are_those_that_the_libraries_register() -> None:
 ])  # fmt: skip
 def test_what_somebody_knows_is_not_refused(name: str) -> None:
     """Weights behind a dot and a name of before are timm's too."""
-    check_model_name(name, BUILTIN)
+    check_model_name(name)
 
 
 @pytest.mark.parametrize(("name", "words"), [
     ("smal_vit", "did you mean small_vit"), ("vit", "did you mean small_vit, timm/vit_.* or torchvision/vit_b_16"),
     ("torchvision/resnet19", "did you mean resnet18"), ("tmm/resnet18", "did you mean timm"),
-    ("convnext_tny", "did you mean timm/convnext_tiny"), ("q", "known: auto, mlp, "),
+    ("convnext_tny", "did you mean timm/convnext_tiny"), ("q", "known: auto, "),
 ])  # fmt: skip
 def test_others_are_refused_with_the_nearest(name: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        check_model_name(name, BUILTIN)
+        check_model_name(name)
