@@ -87,6 +87,14 @@ class TermFolder:
         """Whether a member has said so."""
         return (self.path / f"{member}.begun").exists()
 
+    def agree(self, member: str) -> None:
+        """Say that a newcomer has what the others have trained."""
+        (self.path / f"{member}.agreed").touch()
+
+    def has_agreed(self, member: str) -> bool:
+        """Whether a member has what is trained: a newcomer may have yet to get it from one that has."""
+        return self.has_begun(member) if not is_newcomer(member) else (self.path / f"{member}.agreed").exists()
+
     def let_leave(self, member: str) -> None:
         """Ask a member to leave after the step under way."""
         (self.path / f"{member}.leave").touch()

@@ -49,9 +49,15 @@ class GroupMembers:
         return member_name(name, self._starts[name])
 
     def survivors(self, dead: Collection[str]) -> list[str]:
-        """Return the members that are left without some; none where they cannot go on: one of them has not begun."""
+        """Return the members that are left without some.
+
+        None where they cannot go on: one of them has not begun, or all of them have yet to get what is trained.
+        """
         left, folder = [name for name in self._inside if name not in dead], self._folder
-        return left if folder is not None and all(folder.has_begun(self._member(name)) for name in left) else []
+        members = [self._member(name) for name in left]
+        if folder is None or not all(map(folder.has_begun, members)) or not any(map(folder.has_agreed, members)):
+            return []
+        return left
 
     def lose(self, dead: Collection[str]) -> None:
         """Let the survivors go on without some members."""

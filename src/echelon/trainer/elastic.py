@@ -113,6 +113,7 @@ class ElasticLoop:
         if self._membership.is_newcomer:
             self._membership.begin()
             batches = self._go_on(run, batches)
+            self._membership.agree()
         else:
             batches.note(between=False)
             if batches.commit is not None:  # else in the midst of a round: a death leads back to the checkpoint

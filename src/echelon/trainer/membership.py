@@ -80,6 +80,10 @@ class Membership:
         """Say that this process can go on without others from now on."""
         self._folder.begin(self.member)
 
+    def agree(self) -> None:
+        """Say that this process has what the others have trained."""
+        self._folder.agree(self.member)
+
     def concerns(self, error: BaseException) -> bool:
         """Whether an error is of a lost connection, or of a term that is over."""
         return isinstance(error, TermOver) or is_lost_wait(error) or self.is_over()
@@ -180,7 +184,8 @@ class Membership:
                     self._break()  # again and again: connections may be under way
             now_s, now_used_s = time.monotonic(), time.clock_gettime(trains)
             late, looked_s = now_s - looked_s > _LATE_S, now_s
-            if not over or late or now_used_s - used_s > _IDLE * (now_s - still_s):
+            is_busy = now_used_s - used_s > _IDLE * (now_s - still_s)
+            if not over or late or is_busy or not self._connections:  # who is alone is in no collective
                 still_s, used_s = now_s, now_used_s
             elif now_s - still_s > _STUCK_S:
                 logging.error("a collective does not notice that its connections are broken: this process ends")

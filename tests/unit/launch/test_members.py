@@ -38,6 +38,18 @@ def test_survivors_keep_their_order_and_newcomers_come_last(tmp_path: Path) -> N
     assert folder.newest() == Term(2, ("b.0", "c.0", "a.1"))
 
 
+def test_newcomers_alone_have_nothing_to_go_on_from(tmp_path: Path) -> None:
+    members, folder = _members(tmp_path)
+    members.lose(["c"])
+    members.start_again("c")
+    folder.begin("c.1")
+    folder.arrive("c.1")
+    assert members.admit() == ["c"]
+    assert members.survivors(["a"]) == ["b", "c"] and members.survivors(["a", "b"]) == []
+    folder.agree("c.1")
+    assert members.survivors(["a", "b"]) == ["c"]
+
+
 def test_nobody_is_taken_in_once_all_is_trained(tmp_path: Path) -> None:
     members, folder = _members(tmp_path)
     members.lose(["c"])

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
-import os, sys, threading
+import os, socket, sys, threading
 from pathlib import Path
 from echelon.core.terms import Term, TermFolder
 from echelon.trainer import membership
@@ -17,7 +17,8 @@ membership._STUCK_S = 1.0
 folder = TermFolder(Path(sys.argv[1]))
 member = membership.Membership(folder, "rank0.0", timeout_s=60.0)
 with member.connecting():
-    pass
+    listener = socket.create_server(("127.0.0.1", 0))
+    peer = socket.create_connection(listener.getsockname()) if sys.argv[2] else None
 
 def turns():  # as gloo's thread does, on a connection whose lock another one holds
     while True:
@@ -25,12 +26,23 @@ def turns():  # as gloo's thread does, on a connection whose lock another one ho
 
 threading.Thread(target=turns, daemon=True).start()
 folder.publish(Term(1, ("rank0.0",)))
-threading.Event().wait(30.0)  # as in a collective
+threading.Event().wait(30.0 if peer else 3.0)  # as in a collective
 os._exit(0)
 """
 
 
+def _run(folder: Path, peer: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-c", PROGRAM, str(folder), peer]
+    return subprocess.run(command, timeout=100, check=False, capture_output=True)
+
+
 def test_who_waits_is_found_though_a_thread_beside_is_busy(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], timeout=100, check=False, capture_output=True)
+    done = _run(tmp_path, "with a peer")
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert b"this process ends" in done.stderr
+
+
+def test_who_is_alone_waits_for_no_peer(tmp_path: Path) -> None:
+    """It may wait for its data when others come."""
+    done = _run(tmp_path, "")
+    assert done.returncode == 0, done.stderr
