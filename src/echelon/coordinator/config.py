@@ -50,10 +50,10 @@ class CoordinationPolicy:
     Attributes:
         servers: how many are waited for.
         standbys: of each server.
-        shared: a step is cut into a share for each worker, and the next begins when it is complete; else whole steps
-            are given out as fast as workers ask.
+        shared: a step is cut into a share for each worker, and the next begins when it is complete; else shares of
+            steps, as many as the run began with, are given out as fast as workers ask.
         backup: with `shared`, a step is complete without this many of its shares.
-        bound: without `shared`, how many steps a worker may be ahead of the slowest; None: any number.
+        bound: without `shared`, how many leases a worker may be ahead of the slowest; None: any number.
     """
 
     servers: int = 0

@@ -1,13 +1,12 @@
 """Who works on what: batches as leases, each counted once. Pure bookkeeping; time comes in as an argument.
 
 A step is one global batch of an epoch's order. Where gradients are aggregated (see `shares`) a step is cut into
-shares, and the next one begins when the last is complete. Otherwise (`FreeLeases`) each lease is a whole step, and
-steps are given out as fast as workers ask.
+shares, and the next one begins when the last is complete. Otherwise (`FreeLeases`) each step is cut into as many leases
+as any other, and they are given out as fast as workers ask.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from abc import ABC, abstractmethod
 from collections import deque
@@ -91,14 +90,14 @@ class LeaseLedger(ABC):
 
     @abstractmethod
     def restore(self, below: int, done: Iterable[int]) -> None:
-        """Begin where a checkpoint ended: steps below `below` are done, and those of `done`."""
+        """Begin where a checkpoint ended: all below `below` are done (tasks, or steps where tasks are shares)."""
 
     @abstractmethod
     def replay(self, below: int, done: Iterable[int], shares: Mapping[int, int]) -> None:
-        """Count what a journal says: all steps before `below`, and tasks; into how many shares each step was cut."""
+        """Count what a journal says: what `counted` returned, and tasks; into how many shares each step was cut."""
 
     def counted(self) -> tuple[int, set[int]]:
-        """Return the step before which all are done, and the tasks done from there on."""
+        """Return the step or task before which all are done, and the tasks done from there on (see `replay`)."""
         return self.done_steps, set(self._done)
 
     @abstractmethod
@@ -149,10 +148,9 @@ class LeaseLedger(ABC):
         """Tasks before which servers need not remember each one: all are done, and will not be given out again."""
         return 0
 
-    @property
-    def incomplete_from(self) -> float:
-        """The step from which on steps may have shares that are not done; infinite where steps have none."""
-        return math.inf
+    def step_complete(self, step: int) -> bool:
+        """Whether all of a step is done."""
+        return step < self.done_steps
 
     @property
     def complete(self) -> bool:
@@ -172,11 +170,15 @@ class LeaseLedger(ABC):
 
 
 class FreeLeases(LeaseLedger):
-    """Asynchronous: each lease is a step; with a bound, no worker starts one further ahead of the slowest (Ho 2013)."""
+    """Asynchronous: leases are given out as workers ask; with a bound, none is further ahead of the slowest (Ho 2013).
 
-    def __init__(self, work: StepCount, bound: int | None = None) -> None:
+    Each step is cut into `parts` leases, whoever takes them: lease `t` is part `t % parts` of step `t // parts`.
+    """
+
+    def __init__(self, work: StepCount, bound: int | None = None, parts: int = 1) -> None:
         super().__init__(work)
-        self._bound = bound
+        self._bound, self._parts = bound, parts
+        self._tasks = work.steps * parts
         self._next = 0
         self._returned: deque[int] = deque()
         self._below = 0
@@ -184,26 +186,34 @@ class FreeLeases(LeaseLedger):
         self._finished: dict[str, int] = {}
 
     def restore(self, below: int, done: Iterable[int]) -> None:
-        """Begin where a checkpoint ended: steps before `below` are done, and those of `done`."""
+        """Begin where a checkpoint ended: tasks before `below` are done, and those of `done`."""
         self._below, self._done = below, {t for t in done if t >= below}
         self._next = below
         self._advance()
 
     def replay(self, below: int, done: Iterable[int], shares: Mapping[int, int]) -> None:
-        """Count what a journal says as done; the cut into shares says nothing here."""
+        """Count what a journal says as done; into how many shares a step is cut it need not say."""
         self.restore(max(self._below, below), self._done | set(done))
+
+    def counted(self) -> tuple[int, set[int]]:
+        """Return the task before which all are done, and those done from there on."""
+        return self._below, set(self._done)
 
     def lost(self, stored: set[int], least: int) -> list[int]:
         """Give nothing out again: workers push again what a server lacks. Returns what is done and is not there."""
         return sorted((set(range(least, self._below)) | self._done) - stored)
 
     def step_of(self, task: int) -> int:
-        """Return the task: each one is a step."""
-        return task
+        """Return the step that a task is part of."""
+        return task // self._parts
+
+    def step_complete(self, step: int) -> bool:
+        """Whether all parts of a step are done."""
+        return all(self._is_done(task) for task in range(step * self._parts, (step + 1) * self._parts))
 
     @property
     def watermark(self) -> int:
-        """The step before which all are done, as tasks and steps are the same."""
+        """The task before which all are done."""
         return self._below
 
     @property
@@ -213,21 +223,21 @@ class FreeLeases(LeaseLedger):
 
     @property
     def finished(self) -> dict[str, int]:
-        """Steps that each worker was the first to finish."""
-        return {worker: self._finished.get(worker, 0) for worker in self._clocks}
+        """Steps' worth of tasks that each worker was the first to finish, rounded down."""
+        return {worker: self._finished.get(worker, 0) // self._parts for worker in self._clocks}
 
     @property
     def done_steps(self) -> int:
         """Steps before which all are done."""
-        return self._below
+        return self._below // self._parts
 
     @property
     def done_beyond(self) -> set[int]:
-        """Steps done beyond `done_steps`, as a set of its own."""
-        return set(self._done)
+        """Whole steps done beyond `done_steps`."""
+        return {step for step in {self.step_of(task) for task in self._done} if self.step_complete(step)}
 
     def under_way(self, now_s: float) -> bool:
-        """Whether workers have steps, and have not had them for longer than others take."""
+        """Whether workers have tasks, and have not had them for longer than others take."""
         deadline_s = self._pace.deadline_s()
         return any(now_s - lease.since_s <= deadline_s for lease in self._out.values())
 
@@ -235,7 +245,7 @@ class FreeLeases(LeaseLedger):
         """Let a worker take part, at the clock of the slowest; what it works on already is its lease from now on."""
         self._clocks[worker] = max(self._slowest(), self._clocks.get(worker, 0))
         for task in holding:
-            if not self._is_done(task) and task < self._work.steps:
+            if not self._is_done(task) and task < self._tasks:
                 self._out.setdefault(task, Lease(worker, now_s))
 
     def leave(self, worker: str) -> list[int]:
@@ -253,51 +263,52 @@ class FreeLeases(LeaseLedger):
             self._clocks[worker] = max(self._clocks[worker], others)
 
     def take(self, worker: str, now_s: float) -> TrainTask | None:
-        """Give a worker a step; None where it would be too far ahead, or where none is left to do."""
+        """Give a worker a task; None where it would be too far ahead, or where none is left to do."""
         # What a worker has been given counts: it asks for the next task while it works on one.
         ahead = self._clocks[worker] + sum(lease.worker == worker for lease in self._out.values())
         if self._bound is not None and ahead - self._slowest() > self._bound:
             return None
-        step = self._pick(worker, now_s)
-        if step is None:
+        task = self._pick(worker, now_s)
+        if task is None:
             return None
-        self._out[step] = Lease(worker, now_s)
+        self._out[task] = Lease(worker, now_s)
+        step, share = divmod(task, self._parts)
         epoch, batch = divmod(step, self._work.steps_per_epoch)
-        return TrainTask(step, step, epoch, batch)
+        return TrainTask(task, step, epoch, batch, share, self._parts)
 
     def _pick(self, worker: str, now_s: float) -> int | None:
         while self._returned:
-            step = self._returned.popleft()
-            if not self._is_done(step) and step not in self._out:
-                return step
-        while self._next < self._work.steps and (self._is_done(self._next) or self._next in self._out):
+            task = self._returned.popleft()
+            if not self._is_done(task) and task not in self._out:
+                return task
+        while self._next < self._tasks and (self._is_done(self._next) or self._next in self._out):
             self._next += 1
-        if self._next < self._work.steps:
+        if self._next < self._tasks:
             self._next += 1
             return self._next - 1
         deadline_s = self._pace.deadline_s()
-        for step, lease in self._out.items():  # nothing else is left: do over what takes too long
+        for task, lease in self._out.items():  # nothing else is left: do over what takes too long
             if now_s - lease.since_s > deadline_s and lease.worker != worker and not lease.again:
                 lease.again = True
-                return step
+                return task
         return None
 
     def finish(self, task: int, worker: str, now_s: float, late: bool) -> bool:
-        """Count a step and advance the worker's clock; returns whether it is the first time, late or not."""
+        """Count a task and advance the worker's clock; returns whether it is the first time, late or not."""
         lease = self._out.pop(task, None)
         if worker in self._clocks:
             self._clocks[worker] += 1
         if lease is not None and lease.worker == worker:
             self._pace.seconds.append(now_s - lease.since_s)
-        if self._is_done(task) or task >= self._work.steps:
+        if self._is_done(task) or task >= self._tasks:
             return False
         self._done.add(task)
         self._finished[worker] = self._finished.get(worker, 0) + 1
         self._advance()
         return True
 
-    def _is_done(self, step: int) -> bool:
-        return step < self._below or step in self._done
+    def _is_done(self, task: int) -> bool:
+        return task < self._below or task in self._done
 
     def _advance(self) -> None:
         while self._below in self._done:

@@ -35,13 +35,14 @@ class TaskReport:
     """What a worker measured while it did a task.
 
     Attributes:
-        loss: sum over samples, divided by the samples of the whole batch.
+        loss: sum over units (samples, tokens), divided by those of the whole batch.
         score: the task's score, summed over samples; None: it has none.
         phases: seconds by phase; `gc_s`: of them in garbage collections.
         density: share of elements that its last message carried; None without a sparse codec.
         entropy_coded: what entropy coding did since the worker began.
         resources: a row of `observe.resources`; empty where nothing new was sampled.
         pauses: seconds of what the worker did since its last report that belongs to no step, by name: evaluation.
+        share: of the whole batch's units.
     """
 
     loss: AnyFloat
@@ -55,6 +56,7 @@ class TaskReport:
     resources: list[AnyFloat] = field(default_factory=list)
     gc_s: float = 0.0
     pauses: dict[str, float] = field(default_factory=dict)
+    share: float = 1.0
 
 
 # To the coordinator
@@ -148,15 +150,17 @@ class TaskDone(Content):
 
 @content(25)
 class SetupDone(Content):
-    """The servers hold what the run begins with: all steps below `done_below` are in it, and those of `done_beyond`.
+    """The servers hold what the run begins with: all leases below `done_below` are in it, and those of `done_beyond`.
 
     Attributes:
-        done_beyond: first, last, first, last, ... of runs of steps.
+        done_below, done_beyond: leases where workers do not wait for each other, `parts` of them in a step; else steps.
+            What is beyond is first, last, first, last, ... of runs.
         best, best_loss: the best result of the checkpoint that is resumed.
         about: the record's line of the run's start (`records.kinds.Start`), as plain values.
         notes: what a user has to know of this run, each with the name of its event before it.
         passed_over: what is wrong with newer checkpoints than the one that is resumed.
         stagnation: of the checkpoint's evaluations.
+        parts: leases that a step is cut into from the run's beginning on, where workers do not wait for each other.
     """
 
     task: int
@@ -172,6 +176,7 @@ class SetupDone(Content):
     passed_over: list[str] = field(default_factory=list)
     stagnation: Stagnation = Stagnation()
     moved: MovedBytes = MovedBytes()
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,11 +372,16 @@ class ServerEntry:
 
 @content(47)
 class Members(Content):
-    """Who takes part: servers in order of their index, workers by name. All steps below `watermark` are done."""
+    """Who takes part: servers in order of their index, workers by name. All tasks below `watermark` are done.
+
+    Attributes:
+        parts: leases that each batch is cut into, where workers do not wait for each other.
+    """
 
     servers: list[ServerEntry]
     workers: list[str]
     watermark: int
+    parts: int = 1
 
 
 @content(48)

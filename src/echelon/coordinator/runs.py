@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from echelon.messages.plain import Malformed
@@ -34,6 +35,17 @@ def from_runs(runs: Sequence[int]) -> set[int]:
     if len(runs) % 2 or any(last < first for first, last in pairs) or count_of(runs) > _MOST:
         raise Malformed("content")
     return {number for first, last in pairs for number in range(first, last + 1)}
+
+
+def whole_steps(below: int, beyond: Sequence[int], parts: int) -> int:
+    """Return how many steps of so many tasks are done: all tasks before a number are, and those of runs beyond it.
+
+    >>> whole_steps(5, [6, 9], 2)
+    4
+    """
+    tasks = from_runs(beyond) | set(range(below - below % parts, below))
+    of_step = Counter(task // parts for task in tasks)
+    return below // parts + sum(count == parts for count in of_step.values())
 
 
 def count_of(runs: Sequence[int]) -> int:

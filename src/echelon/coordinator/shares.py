@@ -49,11 +49,6 @@ class SharedLeases(LeaseLedger):
         """Return the step that a share is part of."""
         return task // MAX_SHARES
 
-    @property
-    def incomplete_from(self) -> float:
-        """The present step."""
-        return self._step
-
     def _begin(self, step: int) -> None:
         self._step, self._shares = step, 0
         self._free, self._done, self._had, self._out, self._owners = [], set(), set(), {}, {}
@@ -178,6 +173,6 @@ class SharedLeases(LeaseLedger):
         return back
 
 
-def make_leases(work: StepCount, policy: CoordinationPolicy) -> LeaseLedger:
-    """Return the way to give out work that a policy asks for."""
-    return SharedLeases(work, policy.backup) if policy.shared else FreeLeases(work, policy.bound)
+def make_leases(work: StepCount, policy: CoordinationPolicy, parts: int = 1) -> LeaseLedger:
+    """Return the way to give out work that a policy asks for; where steps need not be complete, in so many parts."""
+    return SharedLeases(work, policy.backup) if policy.shared else FreeLeases(work, policy.bound, parts)

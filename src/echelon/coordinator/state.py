@@ -195,7 +195,7 @@ class Coordinator:
             self._look_at_time(self._leases, now_s)
             self._turn_evaluations(self._leases, now_s)
         self._give_all(now_s)
-        if self._leases is not None and self._window.due(now_s, self._leases.incomplete_from):
+        if self._leases is not None and self._window.due(now_s, self._leases.step_complete):
             self._close_window(now_s)
         if now_s >= self._report_s:
             self._report_s = now_s + REPORT_S
@@ -405,7 +405,8 @@ class Coordinator:
         """Tell all who serves what, where."""
         servers = [server_entry(pair, self.members, self.setup is not None) for pair in self._pairs]
         workers = [m.name for m in self.members.workers]
-        content = Members(servers, workers, 0 if self._leases is None else self._leases.watermark)
+        watermark = 0 if self._leases is None else self._leases.watermark
+        content = Members(servers, workers, watermark, 1 if self.setup is None else self.setup.parts)
         for member in self.members.all():
             self._send(member, content)
 
@@ -510,14 +511,14 @@ class Coordinator:
 
     def _make_leases(self, setup: SetupDone) -> LeaseLedger:
         work = StepCount(self._config.plan.last_step(setup.steps_per_epoch), setup.steps_per_epoch)
-        leases = self._leases = make_leases(work, self._config.policy)
+        leases = self._leases = make_leases(work, self._config.policy, setup.parts)
         leases.restore(setup.done_below, from_runs(setup.done_beyond))
         self._evaluations.begin_at(self._steps(), setup.steps_per_epoch)
         return leases
 
     def _set_up(self, setup: SetupDone, now_s: float) -> None:
         """The servers hold what they begin with."""
-        if setup.task != SETUP_TASK or not setup.steps_per_epoch:
+        if setup.task != SETUP_TASK or not setup.steps_per_epoch or setup.parts < 1:
             raise Malformed("content")
         if self.setup is not None:
             return
@@ -526,7 +527,8 @@ class Coordinator:
         self._save(SetUp(setup))
         self._evaluations.set_up(BestResult.of(setup.best, setup.best_loss), setup.stagnation, now_s)
         self._stop_if_stagnant()  # so it was saved
-        size = (setup.about.get("batch_size") or 1) / max(1, len(self.members.workers) * self._config.policy.shared)
+        parts = len(self.members.workers) if self._config.policy.shared else setup.parts
+        size = (setup.about.get("batch_size") or 1) / max(1, parts)
         self._time.evaluation_steps = (setup.about.get("eval_size") or 0) / size
         self._window = WindowAccumulator(now_s)
         if not self._recorded:
@@ -534,6 +536,7 @@ class Coordinator:
             self._effects.append(Began(setup, self.members.worker_joins))
         for member in self.members.workers:
             leases.join(member.name, (), now_s)
+        self._tell_members()  # into how many leases a batch is cut
         self._look(leases, now_s)
         self._give_all(now_s)
 
@@ -716,16 +719,16 @@ class Coordinator:
         Args:
             epoch: that is over with it; None: the present one, whose steps are not all done.
         """
-        if self.setup is None or self._leases is None or not self._window.has_steps(self._leases.incomplete_from):
+        if self.setup is None or self._leases is None or not self._window.has_steps(self._leases.step_complete):
             return
         step = self._steps()
         if epoch is None:
             done = self._leases.done_steps
             epoch = max(0, done - self._leases.complete) // self.setup.steps_per_epoch
         workers = self.members.workers
-        names, below = [m.name for m in workers], self._leases.incomplete_from
+        names = [m.name for m in workers]
         resources = [self._window.resources.get(name, []) for name in names]
-        steps, self._window = self._window.close(epoch, step, names, now_s, below)
+        steps, self._window = self._window.close(epoch, step, names, now_s, self._leases.step_complete)
         self._effects.append(WindowClosed(steps, resources))
         beats = {m.name: m.beat for m in workers if isinstance(m.beat, WorkerBeat)}
         window = WorkerWindow(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -11,6 +12,7 @@ from echelon.observe.phases import CALLBACKS, PAUSES, PHASE_NAMES, PHASES, RECOR
 from echelon.records.kinds import RESOURCE_NAMES, Steps
 
 WINDOW_S = 0.5
+_WHOLE = 1 - 1e-9
 
 
 @dataclass
@@ -18,13 +20,14 @@ class WindowAccumulator:
     """Adds up finished tasks from `began_s` on. Shares of one step are added to one loss.
 
     Attributes:
+        losses: of each share of a step, with how much of the batch it is.
         rates: learning rates by step, from the newest step of the windows before on.
         pauses: seconds by worker and name.
         paused: what workers do between steps that is not over, and since when.
     """
 
     began_s: float
-    losses: dict[int, list[float]] = field(default_factory=dict)
+    losses: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     score: float | None = None
     samples: int = 0
     rates: dict[int, float] = field(default_factory=dict)
@@ -59,7 +62,7 @@ class WindowAccumulator:
         if worker in self.paused:
             self.paused[worker] = (self.paused[worker][0], now_s)
         if counted:
-            self.losses.setdefault(step, []).append(report.loss)
+            self.losses.setdefault(step, []).append((report.loss, report.share))
             if report.score is not None:
                 self.score = (self.score or 0.0) + report.score
             self.samples += report.samples
@@ -86,16 +89,16 @@ class WindowAccumulator:
         """All bytes of no window so far."""
         return self.moved.sent + self.moved.received + self.moved.other
 
-    def has_steps(self, below: float = math.inf) -> bool:
-        """Whether a step before `below` was finished."""
-        return any(step < below for step in self.losses)
+    def has_steps(self, complete: Callable[[int], bool]) -> bool:
+        """Whether a step is complete."""
+        return any(complete(step) for step in self.losses)
 
-    def due(self, now_s: float, below: float = math.inf) -> bool:
+    def due(self, now_s: float, complete: Callable[[int], bool]) -> bool:
         """Whether it is time to close the window."""
-        return now_s - self.began_s >= WINDOW_S and self.has_steps(below)
+        return now_s - self.began_s >= WINDOW_S and self.has_steps(complete)
 
     def close(
-        self, epoch: int, step: int, workers: list[str], now_s: float, below: float = math.inf
+        self, epoch: int, step: int, workers: list[str], now_s: float, complete: Callable[[int], bool]
     ) -> tuple[Steps, WindowAccumulator]:
         """Return the window, with a row for each of the workers, in their order, and the next window's accumulator.
 
@@ -103,7 +106,7 @@ class WindowAccumulator:
         mean of the workers.
 
         Args:
-            below: steps from here on are not complete: their loss waits for the window in which they are.
+            complete: tells whether a step is; the loss of others waits for the window in which they are.
         """
         zeros, latest = [0.0] * len(PHASES), self.latest
         densities = [report.density for report in latest.values() if report.density is not None]
@@ -111,12 +114,12 @@ class WindowAccumulator:
             self._add_pause(worker, name, now_s - max(since_s, self.began_s))
         pauses = [[self.pauses.get(w, {}).get(name, 0.0) for name in PAUSES] for w in workers]
         paused_s = math.fsum(map(sum, pauses)) / max(1, len(pauses))
-        waiting = {s: loss for s, loss in self.losses.items() if s >= below}
-        newest = max((s for s in self.rates if s < below), default=None)
+        waiting = {s: loss for s, loss in self.losses.items() if not complete(s)}
+        newest = max((s for s in self.rates if complete(s)), default=None)
         steps = Steps(
             epoch=epoch,
             step=step,
-            losses=[math.fsum(self.losses[s]) for s in sorted(self.losses.keys() - waiting.keys())],
+            losses=[_mean(self.losses[s]) for s in sorted(self.losses.keys() - waiting.keys())],
             correct=self.score,
             samples=self.samples,
             lr=self.rates[newest] if newest is not None else None,
@@ -139,3 +142,9 @@ class WindowAccumulator:
         """Return what entropy coding did to all workers' messages since they began; empty without it."""
         names = sorted({name for coded in self.coded.values() for name in coded})
         return {name: sum(coded.get(name, 0.0) for coded in self.coded.values()) for name in names}
+
+
+def _mean(shares: list[tuple[float, float]]) -> float:
+    """Return the loss of a step: of those of its shares that count, where a backup's or an earlier launch's do not."""
+    loss, of_batch = math.fsum(loss for loss, _ in shares), math.fsum(share for _, share in shares)
+    return loss / of_batch if 0 < of_batch < _WHOLE else loss

@@ -83,6 +83,10 @@ class Client:
         """How the run ended; empty while it goes."""
         return self.connection.status
 
+    def outdate(self) -> None:
+        """Begin the next task with values of then: this worker did something else meanwhile, and others trained on."""
+        self.connection.do(self.connection.outdate)
+
     def push(self, key: KeyRange, gradient: Tensor, info: PushInfo, absent: Sequence[int] = ()) -> None:
         """Send a key's gradient, 1-D; it must not change any more. The key's next value is asked for behind it.
 

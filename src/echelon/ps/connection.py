@@ -352,6 +352,11 @@ class Connection:
             self._links[key.server].flush()
         return awaited
 
+    def outdate(self) -> None:
+        """Let what is here be asked for anew when it is wanted, where a newer value serves as well."""
+        for cached in self._cached.values():
+            cached.valid = cached.valid and self.config.aggregates
+
     def want(self, key: KeyRange, version: int) -> None:
         """Ask for a version, unless it is on its way."""
         cached = self._cached[key.index]

@@ -19,7 +19,7 @@ from echelon.core.state_tree import StateTree
 from echelon.optim.own import ParamGroup
 from echelon.ps.rows import RowVersions
 from echelon.ps.table import KeyRange
-from echelon.sync.ps import ServerSettings, corrected_momentum
+from echelon.sync.ps import ServerSettings
 
 _WRAPPED = ("torch.", "timm.")  # modules of optimizers whose wrappers are torch's
 _MEAN_SQUARE_DECAY = 0.95
@@ -182,7 +182,8 @@ class KeyStore:
         self.applied.tasks.add(push.task)
         gradient = self._compensated(push)
         memory = push.memory if gradient is push.gradient else None
-        self._update(gradient, push.lr * push.scale, memory, push.absent)
+        share = push.units / push.batch if 0 < push.units < push.batch else 1.0
+        self._update(gradient, push.lr * push.scale, memory, push.absent, share)
         self.version += 1
         return PushOutcome.APPLIED
 
@@ -239,7 +240,15 @@ class KeyStore:
         square = self._mean_square.setdefault(push.worker, torch.zeros_like(self.value))
         return compensate_adaptive(push.gradient, self.value, then, square, strength)
 
-    def _update(self, gradient: Tensor, lr: float, memory: Any = None, absent: frozenset[int] = frozenset()) -> None:
+    def _update(
+        self,
+        gradient: Tensor,
+        lr: float,
+        memory: Any = None,
+        absent: frozenset[int] = frozenset(),
+        share: float = 1.0,
+    ) -> None:
+        """Let the optimizer step on a gradient, which is of this share of a batch, at its rate."""
         if absent and self._plain:
             for part in (self.key.parts[i] for i in absent):
                 if gradient[part.start : part.stop].any():  # a codec may decode more than nothing of nothing
@@ -252,9 +261,10 @@ class KeyStore:
         if self.rows is not None:
             self.rows.updated(gradient.indices()[0])
         if self.average is not None:  # as the loop's own average: a short run is not one of its random start
-            decay = min(self.settings.ema, (1 + self.averaged) / (10 + self.averaged))
+            batches = self.averaged * share
+            decay = min(self.settings.ema, (1 + batches) / (10 + batches))
             self.averaged += 1
-            self.average.lerp_(self.value, 1 - decay)
+            self.average.lerp_(self.value, 1 - decay**share)
 
     def _descend(self, gradient: Tensor, lr: float, memory: Any) -> None:
         """SGD in one pass: the new value is written over the gradient, and that memory can travel without a copy."""
@@ -296,14 +306,17 @@ class KeyStore:
         """Return a copy of rows of a table's key, `(R, D)`."""
         return self.value.view(-1, self.key.width)[rows]
 
-    def set_workers(self, workers: int) -> None:
-        """Correct momentum and rates for asynchrony among so many workers, where the settings say so."""
+    def set_workers(self, workers: int, parts: int = 1) -> None:
+        """Correct momentum and rates for asynchrony among so many workers, where the settings say so.
+
+        Args:
+            parts: leases that each batch is cut into.
+        """
         if self.rows is None and any(momentum is not None for momentum in self._momenta):  # it is SGD
-            self._scales_by_staleness = self.settings.scales_by_staleness(workers)
-        if self.settings.corrects_momentum:
-            for group, wanted in zip(self.optimizer.param_groups, self._momenta, strict=True):
-                if wanted is not None:
-                    group["momentum"] = corrected_momentum(wanted, workers)
+            self._scales_by_staleness = self.settings.scales_by_staleness(workers, parts)
+        for group, wanted in zip(self.optimizer.param_groups, self._momenta, strict=True):
+            if wanted is not None:
+                group["momentum"] = self.settings.server_momentum(wanted, workers, parts)
 
     def state(self, full: bool) -> StateTree:
         """Return a copy of the state: the value, and with `full` all that an update or a count depends on."""
@@ -365,7 +378,8 @@ class KeyStore:
         if "optimizer" not in state:
             return
         whole = self.optimizer.state_dict()
-        self.optimizer.load_state_dict({**whole, "state": state["optimizer"]})
+        if not self._plain:  # of a momentum that workers keep now, nothing is
+            self.optimizer.load_state_dict({**whole, "state": state["optimizer"]})
         self.applied = Applied(int(state["watermark"]), set(state["tasks"]))
         self._pulled = {w: (v, now_s, state["then"].get(w)) for w, v in state["pulled"].items()}
         self._mean_square = dict(state["mean_square"])

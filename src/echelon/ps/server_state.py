@@ -526,7 +526,7 @@ class ServerState:
             self._buffers.pop(gone, None)
         self._workers, self._watermark = workers, members.watermark
         for store in self.stores.values():
-            store.set_workers(max(1, len(workers)))
+            store.set_workers(max(1, len(workers)), members.parts)
             if not self._durability.settling:
                 store.applied.raise_to(self._watermark)
         if self.config.index < len(members.servers):

@@ -126,7 +126,9 @@ class SplitWorker(ServerHeld):
             with averaged_buffers(self.split.pieces, self._fsdp):
                 self._of_buffers.gather(self._buffers, self._whole_buffers())
         if self.servers is not None:
-            self.servers.begin_step(round(samples) if self._counts_samples else units, global_units)
+            divisor = self.servers.begin_step(round(samples) if self._counts_samples else units, global_units)
+            if divisor != global_units:
+                self._scale_gradients(global_units / divisor)
             self._clock.enter(Phase.UPDATE)
             self.servers.step()
 
@@ -177,6 +179,12 @@ class SplitWorker(ServerHeld):
         self._of_parameters.gather({n: p.grad for n, p in self._parameters.items()}, whole)
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    def _scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of the whole model."""
+        for parameter in self._whole_parameters().values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     def _whole_parameters(self) -> dict[str, Tensor]:
         """Return the whole model's parameters by the names that the pieces have."""

@@ -20,6 +20,7 @@ from echelon.core.state_tree import StateTree, StateView
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.ps.client import Client, PushInfo
 from echelon.ps.copies import ServersCopy
+from echelon.ps.momentum import SgdTerms, WorkerMomentum
 from echelon.ps.spans import KeySpan, spans_of
 from echelon.ps.table import KeyRange, KeyTable
 from echelon.sync.ps import ServerSettings
@@ -31,7 +32,7 @@ class WorkerOptions:
 
     `clip_norm`: each worker's gradient is clipped to this norm before it is pushed; 0: not at all. `compile`: the model
     is compiled, `reads_ahead`: it reads its parameters before its layers are called; then all are waited for before the
-    forward pass.
+    forward pass. `momentum`: what the worker does to its gradients; None: the servers do it.
     """
 
     settings: ServerSettings
@@ -39,6 +40,7 @@ class WorkerOptions:
     clock: PhaseClock
     compile: bool = False
     reads_ahead: bool = False
+    momentum: SgdTerms | None = None
 
 
 @dataclass
@@ -120,6 +122,7 @@ class ParameterServer(ServerHeld):
         self._waits_inside = not (options.compile or options.reads_ahead)
         self._table, self._client, self._settings = table, client, options.settings
         self._clip, self._clock = options.clip_norm, options.clock
+        self._momentum = WorkerMomentum(options.momentum) if options.momentum else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._spans = spans_of(self._parameters, table)
         self._by_parameter: list[list[KeySpan]] = [[] for _ in self._parameters]
@@ -146,12 +149,17 @@ class ParameterServer(ServerHeld):
         self._client.open_task(info.task, len(self._table.keys))
 
     def begin_step(self, units: int, global_units: int) -> int:
-        """Gradients are sums over units divided by those of the batch, whichever worker has them."""
+        """Return what sums over units are divided by: where they are added to others', the units of the batch.
+
+        Else each is an update of its own: the mean over its units, at a rate that is this share of the batch's.
+        """
         assert self._round is not None
-        self._round.info = replace(self._round.info, units=units, batch=global_units)
+        info = replace(self._round.info, units=units, batch=global_units)
+        alone = not self._settings.aggregates and units < global_units
+        self._round.info = replace(info, lr=info.lr * units / global_units) if alone else info
         if not self._waits_inside:
             self.load_all()
-        return global_units
+        return max(1, units) if alone else global_units
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Push during the last micro-batch's backward only."""
@@ -202,11 +210,14 @@ class ParameterServer(ServerHeld):
 
     def key_values(self) -> dict[int, Tensor]:
         """Return the parameters as they are here, by key."""
-        values = {k.index: torch.empty(k.numel, dtype=self._table.torch_dtype) for k in self._table.keys}
-        for span in self._spans:
+        return {key.index: self._value_of(key) for key in self._table.keys}
+
+    def _value_of(self, key: KeyRange) -> Tensor:
+        value = torch.empty(key.numel, dtype=self._table.torch_dtype)
+        for span in self._by_key[key.index]:
             flat = self._parameters[span.parameter].detach().reshape(-1)
-            values[span.key.index][span.in_key] = flat[span.in_parameter].cpu()
-        return values
+            value[span.in_key] = flat[span.in_parameter].cpu()
+        return value
 
     @contextmanager
     def agreed(self, averages: bool = False) -> Iterator[None]:
@@ -389,7 +400,10 @@ class ParameterServer(ServerHeld):
 
     def _push(self, key: KeyRange) -> None:
         assert self._round is not None
-        self._client.push(key, self._flat_gradient(key), self._round.info, self._absent(key))
+        gradient, absent = self._flat_gradient(key), self._absent(key)
+        if self._momentum is not None and len(absent) < len(key.parts):
+            gradient = self._momentum.apply(key, gradient, lambda: self._value_of(key), absent)
+        self._client.push(key, gradient, self._round.info, absent)
 
     def _absent(self, key: KeyRange) -> list[int]:
         """Return the parts of a key, by number, that got no gradient: the servers leave them as they are."""

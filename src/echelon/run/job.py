@@ -133,7 +133,8 @@ def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
         names = [(f"{kind}{i}", i) for i in numbers]
         # On another machine they stay when its workers are asked to leave.
         alone += [
-            process(name, SERVER, (name, i, part.addresses.get(name, ""), for_roles), not first) for name, i in names
+            process(name, SERVER, (name, i, part.addresses.get(name, ""), part.workers, for_roles), not first)
+            for name, i in names
         ]
     workers: dict[int, list[Process]] = {}
     for local in range(plan.workers):

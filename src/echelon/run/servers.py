@@ -20,7 +20,7 @@ from echelon.config import load_run_config
 from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, role_address, wait_for_address
 from echelon.coordinator.config import CONTINUES, CoordinatorConfig, TrainingPlan
 from echelon.coordinator.messages import EvaluationDone, JoinWorker, SetupDone
-from echelon.coordinator.runs import count_of
+from echelon.coordinator.runs import whole_steps
 from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
@@ -52,13 +52,20 @@ from echelon.trainer.process import leave, log_to, one_line, place_of, record_la
 from echelon.trainer.progress import RunProgress
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.retuning import begun_epoch, kept_epoch
+from echelon.trainer.server_parts import worker_momentum
 
 _SAYS_AFTER_S, _SAYS_AGAIN_S = 10.0, 30.0  # whom workers wait for
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
-def run_server(folder: str, name: str, index: int, host: str = "", parcel: Parcel | None = None) -> None:
-    """Be a server, or its standby, to the end of the run; `host` is where it listens for other machines."""
+def run_server(
+    folder: str, name: str, index: int, host: str = "", workers: int = 0, parcel: Parcel | None = None
+) -> None:
+    """Be a server, or its standby, to the end of the run, which begins with so many workers.
+
+    Args:
+        host: where it listens for other machines.
+    """
 
     def serve(path: Path, run: ResolvedRun, _: UserObjects) -> None:
         """Serve until the run is over."""
@@ -68,7 +75,7 @@ def run_server(folder: str, name: str, index: int, host: str = "", parcel: Parce
         record = Recorder(path, patience_s=run.io_patience_s)
         config = ServerConfig(
             name, index, server_settings(run.sync), keys, address, role_address(roles, name, host),
-            run.compression, run.config.training.seed, roles, optimizer_maker(run),
+            run.compression, run.config.training.seed, roles, optimizer_maker(run, workers),
             row_optimizer_maker(run),
         )  # fmt: skip
         Server(config, record.patience).run()
@@ -169,13 +176,18 @@ class _Pieces(nn.Module):
         return self._plain
 
 
-def optimizer_maker(run: ResolvedRun) -> MakeOptimizer:
-    """Return what builds the run's optimizer for a server's pieces; with torch's fused kernels where it has them."""
+def optimizer_maker(run: ResolvedRun, workers: int) -> MakeOptimizer:
+    """Return what builds the run's optimizer for a server's pieces; with torch's fused kernels where it has them.
+
+    Where each of so many workers keeps a momentum, what they push is all but the learning rate's part.
+    """
 
     config, user_factory = run.config, run.optimizer.factory
     of_dense = (
         replace(config.optimizer, name="adam") if config.optimizer.name.lower() == "sparse_adam" else config.optimizer
     )
+    if worker_momentum(run, workers) is not None:
+        of_dense = replace(of_dense, momentum=0.0, weight_decay=0.0)
 
     def make(tensors: Sequence[nn.Parameter], decay: Sequence[bool]) -> torch.optim.Optimizer:
         """Build it; `decay` says which tensors have weight decay."""
@@ -245,7 +257,7 @@ class Chronicle:
 
     def _started(self, setup: SetupDone, workers: Sequence[JoinWorker]) -> None:
         per_epoch, progress = setup.steps_per_epoch, self._progress
-        done = setup.done_below + count_of(setup.done_beyond)
+        done = whole_steps(setup.done_below, setup.done_beyond, setup.parts)
         length = RunLength.of(self._run.config, _plan(self._run, self._path).steps(per_epoch))
         start = replace(decode(Start, setup.about), start_step=done, start_epoch=done // per_epoch)
         start = _with_workers(start, workers)

@@ -43,10 +43,14 @@ class ServerSettings(SyncSettings):
         backup: `sync` only: a version is complete without this many of its gradients (Chen et al. 2016).
         compensation: delay compensation g + lambda g*g*(w_now - w_then) (Zheng et al. 2017): none, constant, adaptive.
         strength: lambda (adaptive: lambda_0); None: 0.04 (adaptive: 2).
+        parts: async and ssp: leases that each batch is cut into; each is an update of its own, at that part of the
+            rate, so that what a gradient misses is less than a batch. Left out: one for each worker that the run begins
+            with. parts=1: workers take whole batches; less travels, and gradients are as many batches old.
         by_staleness: divide the learning rate by a gradient's staleness (Zhang et al. 2016). Left out: with mode=async,
-            SGD, and four workers or more.
-        momentum_correction: lower the server's momentum by what asynchrony adds: 1 - workers (1 - momentum), at least 0
-            (Mitliagkas et al. 2016). Left out: with mode=async and ssp, where the servers have a momentum.
+            SGD, and four workers or more for each part of a batch.
+        momentum_correction: the servers keep one momentum of all gradients, and lower it by what asynchrony adds: 1 -
+            workers (1 - momentum), at least 0 (Mitliagkas et al. 2016); false: as given. Left out: with async and ssp,
+            SGD, and several workers each keeps the momentum of its own gradients (Hakimi et al. 2019, DANA-Slim).
         decay_s: weigh a gradient by exp(-age / decay_s), its age counted from the pull it was computed on; 0: off.
         snapshot_every: updates of a server between its snapshots; with a standby there are none.
         replicas: standbys per server (0 or 1); a standby holds every acknowledged update.
@@ -60,6 +64,7 @@ class ServerSettings(SyncSettings):
     servers: int = 1
     staleness: int = 3
     backup: int = 0
+    parts: int | None = None
     compensation: str = "none"
     strength: float | None = None
     by_staleness: bool | None = None
@@ -79,14 +84,17 @@ class ServerSettings(SyncSettings):
             ("servers", 1, 64),
             ("staleness", 0, 10_000),
             ("backup", 0, 1_000),
+            ("parts", 1, 4096),
             ("replicas", 0, 1),
             ("snapshot_every", 1, 10**9),
             ("chunk_kb", 4, 65_536),
         ):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be between {low} and {high}")
+            if (value := getattr(self, name)) is not None and not low <= value <= high:
+                raise ValueError(f"{name}={value}: it must be between {low} and {high}")
         if self.backup and self.mode != "sync":
             raise ValueError(f"backup={self.backup} belongs to mode=sync; mode={self.mode} waits for no gradient")
+        if self.parts and self.aggregates:
+            raise ValueError(f"parts={self.parts} belongs to mode=async and ssp: in mode=sync each worker has one")
         stale = self.compensation != "none" or bool(self.by_staleness) or self.momentum_correction or self.decay_s > 0
         if stale and self.aggregates:
             raise ValueError("compensation, by_staleness, momentum_correction and decay_s act on stale gradients: "
@@ -99,14 +107,27 @@ class ServerSettings(SyncSettings):
         """Whether the gradients of one version are summed into one update."""
         return self.mode == "sync" or (self.mode == "ssp" and self.staleness == 0)
 
-    @property
-    def corrects_momentum(self) -> bool:
-        """Whether the servers' momentum, where there is one, is lowered by the number of workers."""
-        return not self.aggregates if self.momentum_correction is None else self.momentum_correction
+    def workers_keep_momentum(self, workers: int) -> bool:
+        """Whether each of so many workers keeps a momentum of its own gradients, where the optimizer is SGD.
 
-    def scales_by_staleness(self, workers: int) -> bool:
+        Delay compensation takes plain gradients; a single worker's momentum is in the servers' checkpoints.
+        """
+        return (
+            workers > 1
+            and not self.aggregates
+            and self.momentum_correction is None
+            and self.compensation == COMPENSATIONS[0]
+        )
+
+    def server_momentum(self, wanted: float, workers: int, parts: int) -> float:
+        """Return the servers' momentum with so many workers, where each batch is cut into parts."""
+        if self.aggregates or self.momentum_correction is False:
+            return wanted
+        return corrected_momentum(wanted, workers if self.momentum_correction else workers / parts)
+
+    def scales_by_staleness(self, workers: int, parts: int) -> bool:
         """Whether so many workers' gradients are scaled by staleness, of SGD."""
-        is_default = self.mode == "async" and workers >= MANY_WORKERS
+        is_default = self.mode == "async" and workers >= MANY_WORKERS * parts
         return not self.aggregates and (is_default if self.by_staleness is None else self.by_staleness)
 
     @property
@@ -130,19 +151,22 @@ class ServerSettings(SyncSettings):
         return replace(self, ema=decay)
 
     def batch_parts(self, replicas: int) -> int:
-        """Return how many leases a batch is: one for each worker where gradients are summed, else one."""
-        return replicas if self.aggregates else 1
+        """Return how many leases a batch is in a run that begins with so many workers."""
+        return self.parts or replicas
 
     def momentum_notes(self, momentum: float, workers: int) -> list[str]:
         """Say to what a momentum is lowered on the servers."""
-        if not (self.corrects_momentum and momentum):
+        if self.workers_keep_momentum(workers):
             return []
-        lowered = corrected_momentum(momentum, workers)
-        stale = [] if workers < MANY_WORKERS or self.by_staleness else [
+        parts = self.batch_parts(workers)
+        lowered = self.server_momentum(momentum, workers, parts)
+        if lowered == momentum:
+            return []
+        stale = [] if workers < MANY_WORKERS * parts or self.by_staleness else [
             f"--sync {self}: gradients of {workers} workers that do not wait are old when they arrive, which costs "
             "accuracy, several points in a short run"
             + (": the learning rate of each is divided by its staleness (by_staleness=false: as given)"
-               if self.scales_by_staleness(workers) else ": by_staleness=true has lost the least there")
+               if self.scales_by_staleness(workers, parts) else ": by_staleness=true has lost the least there")
         ]  # fmt: skip
         return [
             f"--sync {self}: the servers use momentum {lowered:g} in place of {momentum:g}, because {workers} workers "
@@ -197,13 +221,13 @@ class ServerSettings(SyncSettings):
 STRATEGY = ServerSettings
 
 
-def corrected_momentum(wanted: float, workers: int) -> float:
+def corrected_momentum(wanted: float, workers: float) -> float:
     """Return the momentum that the optimizer needs so that it and asynchrony make up the wanted one.
 
     M asynchronous workers act like momentum 1 - 1/M (Mitliagkas et al. 2016, arXiv:1605.09774, theorem 1). Momenta
     compose here as their memories do: 1 - wanted = (1 - explicit) / M, so explicit = 1 - M (1 - wanted), at least 0.
     """
-    return max(0.0, 1.0 - max(1, workers) * (1.0 - wanted))
+    return wanted if workers <= 1 else max(0.0, 1.0 - workers * (1.0 - wanted))
 
 
 def server_settings(sync: SyncSettings) -> ServerSettings:

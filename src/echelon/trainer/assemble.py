@@ -503,7 +503,10 @@ def assemble_worker(
         return run, Commands(run, run_parts.sync)
     idle = run_parts.sync.channel.tell_idle if isinstance(run_parts.sync, SplitWorker) else None
     per_epoch = ground.train_loader.batches_per_epoch
-    state = ServersState(link.servers, link.table, per_epoch, record.patience, idle, work.tuned.frozen, tuning.epoch)
+    parts = 1 if link.settings.aggregates else min(link.settings.batch_parts(process.workers), config.data.batch_size)
+    state = ServersState(
+        link.servers, link.table, per_epoch, record.patience, idle, work.tuned.frozen, tuning.epoch, parts
+    )
     fingerprint = Fingerprint.of(config, info, ground.task, ground.train_loader.sampling)
     saver = Saver(path, config.checkpoint.keep, state, record, fingerprint)
     run = ground.run(run_parts, saver, progress)

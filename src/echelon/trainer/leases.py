@@ -98,6 +98,7 @@ class Leases:
                         client.report(self._set_up(task))
                     case EvaluateTask():
                         client.report(self._evaluate(task))
+                        client.outdate()
                     case TrainTask():
                         if not trained:  # what came before the first lease is no step's time
                             clock.drain()
@@ -129,6 +130,7 @@ class Leases:
             link.servers.density(), dict(link.servers.entropy_coded()),
             self._sampler.row if self._sampler.sample() else [], facts.gc_s,
             {name: seconds for name, seconds in zip(PAUSES, facts.pauses, strict=True) if seconds},
+            (samples if run.task.unit == SAMPLE else result.units) / max(1, result.global_units),
         )  # fmt: skip
         link.client.finish_task(task.task, report)
         self._slow.look_alone(task.step + 1, link.process.number, facts.slowest, after, self._watch)
@@ -165,13 +167,13 @@ class Leases:
         return SetupDone(
             task.task, link.table.fingerprint, run.train_loader.batches_per_epoch, self._state.below,
             self._state.beyond, best, best_loss, resumed, about,
-            self._said(), run.saver.passed_over, run.saver.stagnation,
+            self._said(), run.saver.passed_over, run.saver.stagnation, parts=self._state.parts,
         )  # fmt: skip
 
     def _said(self) -> list[list[str]]:
         """Return what a user has to know of this run, and of what is trained since this launch."""
         state, per_epoch = self._state, self._run.train_loader.batches_per_epoch
-        epoch = state.below // per_epoch
+        epoch = state.below // state.parts // per_epoch
         anew = {"tuning"} if state.begins_anew else set()
         return [[name, begin_anew(epoch, note) if name in anew else note] for name, note in self._notes]
 
@@ -244,7 +246,7 @@ class Leases:
     def _cursor(self, task: EvaluateTask, copy: ServersCopy) -> Cursor:
         per_epoch = self._run.train_loader.batches_per_epoch
         whole = self._link.settings.aggregates or task.reason == UNFREEZE  # all before it is done
-        below = task.step if whole else copy.counted()[0]
+        below = task.step if whole else copy.counted()[0] // self._state.parts
         return Cursor(below // per_epoch, below % per_epoch, task.step)
 
 

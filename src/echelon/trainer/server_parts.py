@@ -16,8 +16,10 @@ from echelon.messages.identity import derive_keys, read_secret
 from echelon.models.tables import sparse_tables
 from echelon.observe.phases import PhaseClock
 from echelon.optim.build import build_optimizer
+from echelon.optim.traits import is_nesterov, is_sgd
 from echelon.parallel.base import alone
 from echelon.ps.client import Client, ClientConfig
+from echelon.ps.momentum import SgdTerms
 from echelon.ps.spans import model_table
 from echelon.ps.split_worker import SplitWorker
 from echelon.ps.strategy import ParameterServer, WorkerOptions
@@ -86,6 +88,16 @@ def build_worker(
     return RunParts(worker.module, optimizer, scaler, None, worker, worker.split), link
 
 
+def worker_momentum(run: ResolvedRun, workers: int) -> SgdTerms | None:
+    """Return what each of so many workers does to its gradients in the servers' place; None: nothing."""
+    optimizer = run.config.optimizer
+    if run.optimizer.factory is not None or not is_sgd(optimizer.name) or not optimizer.momentum:
+        return None
+    if not server_settings(run.sync).workers_keep_momentum(workers):
+        return None
+    return SgdTerms(optimizer.momentum, is_nesterov(optimizer.name), optimizer.weight_decay)
+
+
 def _connect(
     run: ResolvedRun,
     path: Path,
@@ -110,7 +122,8 @@ def _connect(
     client.set_table(table)
     compiled = config.model.compile and worker is None
     reads_ahead = PRECISIONS[config.training.precision].parameters is not None and worker is None
-    options = WorkerOptions(settings, config.optimizer.clip_norm, clock, compiled, reads_ahead)
+    momentum = worker_momentum(run, process.workers)
+    options = WorkerOptions(settings, config.optimizer.clip_norm, clock, compiled, reads_ahead, momentum)
     servers = ParameterServer(model, table, client, options)
     if worker is not None:
         worker.servers = servers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -22,7 +22,9 @@ class ServersState:
     """What a worker saves and restores: the model, and each key's whole state.
 
     Attributes:
-        below, beyond: steps that what is restored has counted: all below a number, and runs of those beyond it.
+        below, beyond: tasks (where gradients are added up, steps) that what is restored has counted: all below a
+            number, and runs of those beyond it.
+        parts: leases that a step is cut into where workers do not wait for each other; else 1.
         begins_anew: whether more is trained than when that was saved, so that memories begin at zero.
         takes_over: whether another worker saved before this one, and does not answer.
     """
@@ -39,6 +41,7 @@ class ServersState:
         while_waiting: Callable[[], None] | None = None,
         frozen: Set[str] = frozenset(),
         since: int = 0,
+        parts: int = 1,
     ) -> None:
         """Take the servers' strategy and their keys.
 
@@ -47,7 +50,9 @@ class ServersState:
             while_waiting: called now and then while a checkpoint waits for the disk.
             frozen: names of what no server holds, for it stays as it is.
             since: the epoch, counted from 0, since which this is so.
+            parts: wanted; a checkpoint's are kept or cut further.
         """
+        self.parts = parts
         self._strategy, self._table, self._per_epoch = strategy, table, steps_per_epoch
         self._patience, self._while_waiting, self._frozen = patience, while_waiting, frozen
         self._since = since
@@ -72,17 +77,24 @@ class ServersState:
             return self._begin_anew(state)
         if part["table"] != self._table.fingerprint:
             raise UserError("the checkpoint is of other --sync settings: resume with the same servers and chunk_kb")
-        self.below, self.beyond = part["below"], part["beyond"]
-        self._restored = dict(part["keys"])
+        cut = self._cut_further(part.get("parts", 1))
+        self.below, self.beyond = part["below"] * cut, _spread_runs(part["beyond"], cut)
+        self._restored = {key: _spread(of_key, cut) for key, of_key in part["keys"].items()}
         if len(part["buffers"]):
             self._restored[BUFFERS_KEY] = {"value": part["buffers"], "version": 0}
         self._strategy.held.load_state_dict(state["model"])
         return Cursor(**state["cursor"])
 
+    def _cut_further(self, parts: int) -> int:
+        """Keep a checkpoint's cut of steps, or cut each part further where more are wanted; returns into how many."""
+        cut = max(1, -(-self.parts // parts))
+        self.parts = parts * cut
+        return cut
+
     def _begin_anew(self, state: StateView) -> Cursor:
         """Restore the model, of which more is trained from here on: all steps before are done, memories are zero."""
         cursor, self.begins_anew = Cursor(**state["cursor"]), True
-        self.below, self.beyond = cursor.step, []
+        self.below, self.beyond = cursor.step * self.parts, []
         held = self._strategy.held
         held.load_state_dict(averaged(state))
         averages = self._strategy.key_values() if state["ema"] else {}
@@ -123,7 +135,10 @@ class ServersState:
         """Give the state of the servers' copy, as a checkpoint holds it."""
         copy = self._strategy.copy
         assert copy is not None
-        _, beyond = copy.counted()
+        counted, beyond = copy.counted()
+        steps = cursor.epoch * self._per_epoch + cursor.batch
+        if self.parts > 1:
+            beyond |= set(range(steps * self.parts, counted))  # parts of a step that is not complete
         with self._strategy.saved() as average:
             moving = {name: tensor for name, tensor in average.items() if name not in self._frozen}
             ema = {"updates": copy.averaged_updates, "average": moving} if average else {}
@@ -133,7 +148,7 @@ class ServersState:
             base = BaseState(self._frozen, None if known else frozen) if self._frozen else None
             served = {
                 "table": self._table.fingerprint, "keys": dict(copy.keys), "buffers": copy.buffers,
-                "below": cursor.epoch * self._per_epoch + cursor.batch, "beyond": to_runs(beyond),
+                "below": steps * self.parts, "beyond": to_runs(beyond), "parts": self.parts,
             }  # fmt: skip
             state = {
                 "model": {name: tensor for name, tensor in held.items() if name not in self._frozen},
@@ -145,3 +160,17 @@ class ServersState:
 
     def finish(self) -> None:
         """Do nothing: a checkpoint is one part."""
+
+
+def _spread(of_key: StateView, cut: int) -> StateTree:
+    """Return a key's state with each task that it counts cut into so many."""
+    state = dict(of_key)
+    if cut > 1 and "tasks" in state:
+        state["watermark"] = int(state["watermark"]) * cut
+        state["tasks"] = [task * cut + part for task in state["tasks"] for part in range(cut)]
+    return state
+
+
+def _spread_runs(runs: Sequence[int], cut: int) -> list[int]:
+    """Return runs of tasks (first, last, ...) with each task cut into so many."""
+    return [end * cut + (cut - 1 if i % 2 else 0) for i, end in enumerate(runs)]
