@@ -86,7 +86,7 @@ def test_what_is_refused(tmp_path: Path, hosts: SshHosts) -> None:
         assert not refused.folder.exists() and not wrong.folder.exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_a_common_disk(tmp_path: Path, hosts: SshHosts) -> None:
     (tmp_path / ".gitignore").write_text("*.secret\n")
     (tmp_path / "own.py").write_text("")

@@ -16,7 +16,7 @@ from tests.ranks.runs import Runs
 AT = ("--at", "workers=8, link=100mbit, memory=1GB, price=2", "--at", "workers=4")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_is_planned_on_other_machines(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         trained = runs.train("digits", "--workers", "2", "--max-steps", "60", "--epochs", "10", folder="run")

@@ -26,7 +26,8 @@ RUNS = {
     "pp": ("--parallel", "pp=2"),
 }
 ON_LINKS = ("allreduce", "ps", "ps split")
-ALIKE = {"diloco", "easgd", "ps ssp", "tp"}  # in the sockets they open, to one that is tried: a CI makes do with it
+# In the sockets they open, to one that is tried: a CI makes do with it.
+ALIKE = {"diloco", "easgd", "fsdp", "pp", "ps ssp", "tp"}
 ELSEWHERE = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}  # as a cluster's profile sets them for all
 
 

@@ -14,7 +14,7 @@ from tests.unit.data.shapes import make_shapes
 TRAINED = ("--workers", "2", "--epochs", "12", "--batch-size", "8", "--eval-every", "10", "--worst-samples", "4")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_shapes_are_found_and_a_stopped_run_goes_on_as_it_would_have(tmp_path: Path) -> None:
     make_shapes(tmp_path / "shapes", ("train", "val"), 40)
     with Runs(tmp_path) as runs:

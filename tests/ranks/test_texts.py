@@ -29,7 +29,7 @@ def written(run: Run) -> str:
 
 @pytest.mark.parametrize(
     "layouts",
-    [pytest.param(("pp=2",), marks=pytest.mark.long), pytest.param(("fsdp=2", "tp=2"), marks=pytest.mark.slow)],
+    [pytest.param(("pp=2",), marks=pytest.mark.slow), pytest.param(("fsdp=2", "tp=2"), marks=pytest.mark.slow)],
     ids=lambda layouts: " ".join(layouts),
 )
 def test_a_text_trains_the_same_in_a_layout_and_is_evaluated_without_its_cache(

@@ -76,7 +76,7 @@ def test_a_machine_goes_away_and_comes_back_and_a_stop_on_one_machine_stops_the_
 
 
 @pytest.mark.parametrize(
-    "sync", [pytest.param("ps(mode=async)", marks=pytest.mark.long), pytest.param("allreduce", marks=pytest.mark.slow)]
+    "sync", [pytest.param("ps(mode=async)", marks=pytest.mark.slow), pytest.param("allreduce", marks=pytest.mark.slow)]
 )
 def test_the_first_machine_goes_away_and_the_other_waits_for_its_return(tmp_path: Path, sync: str) -> None:
     settings = ("--nodes", "2", "--epochs", "100000", "--eval-every", "0", "--checkpoint-every", "20", "--sync", sync)

@@ -11,7 +11,7 @@ from tests.ranks.run_many import run_many
 from tests.ranks.runs import losses_of
 from tests.unit.data.test_parallel_text import make_parallel
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 COMMON = ("--input", "en", "--target", "de", "--tokeniser", "bpe(300)", "--threads", "1", "--device", "cpu",
           "--batch-size", "12", "--epochs", "1", "--checkpoint-every", "3", "--eval-every", "0")  # fmt: skip
 

@@ -37,6 +37,15 @@ def from_runs(runs: Sequence[int]) -> set[int]:
     return {number for first, last in pairs for number in range(first, last + 1)}
 
 
+def cut_runs(runs: Sequence[int], into: int) -> list[int]:
+    """Return runs of numbers each of which is cut into so many.
+
+    >>> cut_runs([1, 2, 5, 5], 2)
+    [2, 5, 10, 11]
+    """
+    return [end * into + (into - 1 if i % 2 else 0) for i, end in enumerate(runs)]
+
+
 def whole_steps(below: int, beyond: Sequence[int], parts: int) -> int:
     """Return how many steps of so many tasks are done: all tasks before a number are, and those of runs beyond it.
 

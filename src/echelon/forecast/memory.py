@@ -33,6 +33,7 @@ from echelon.trainer.assemble import check_enough, check_mixing
 from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.precision import to_fp8
 from echelon.trainer.resolved import ResolvedRun
+from echelon.trainer.server_parts import worker_momentum
 from echelon.trainer.start_weights import is_of_rebuilt, start_from
 from echelon.trainer.world import choose_device
 
@@ -126,7 +127,7 @@ def forecast(
     layout, servers = run.layout_for(ranks), run.sync.uses_servers
     if servers and layout.splits:
         model = model or _build(run, info, layout)
-        leader = _leader_bytes(run, model)
+        leader = _leader_bytes(run, model, layout.dp)
     else:
         leader = 0
     found = rehearsed or rehearse_layout(run, info, ranks, model)
@@ -144,11 +145,11 @@ def _build(run: ResolvedRun, info: DataInfo, layout: Layout) -> nn.Module:
         return build_model(described, data)
 
 
-def _leader_bytes(run: ResolvedRun, model: nn.Module) -> int:
+def _leader_bytes(run: ResolvedRun, model: nn.Module, workers: int) -> int:
     """Return the bytes of a whole model, its gradients, and what a worker of a parameter server keeps of it."""
     tensors = (*model.parameters(), *model.buffers())
     trainable = [p for p in model.parameters() if p.requires_grad]
-    kept = _kept(run, [(tuple(p.shape), p.dtype) for p in trainable], 0, 1)
+    kept = _kept(run, [(tuple(p.shape), p.dtype) for p in trainable], 0, workers)
     return sum(t.nbytes for t in tensors) + kept.between + kept.agreeing
 
 
@@ -156,7 +157,10 @@ def _kept(
     run: ResolvedRun, shapes: Iterable[tuple[tuple[int, ...], torch.dtype]], optimizer: int, ranks: int
 ) -> StateBytes:
     parameters = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
-    return run.sync.state_bytes(run.compression, Piece(parameters, optimizer, ranks))
+    kept = run.sync.state_bytes(run.compression, Piece(parameters, optimizer, ranks))
+    if run.sync.uses_servers and worker_momentum(run, ranks) is not None:
+        kept = replace(kept, between=kept.between + sum(p.nbytes for p in parameters))
+    return kept
 
 
 def _memory(run: ResolvedRun, layout: Layout, peaks: Peaks) -> Memory:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import asdict
 
 from echelon.checkpoint import RANKS, BaseState, CheckpointStore
-from echelon.coordinator.runs import to_runs
+from echelon.coordinator.runs import cut_runs, to_runs
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience
 from echelon.core.state_tree import StateTree, StateView
@@ -78,7 +78,7 @@ class ServersState:
         if part["table"] != self._table.fingerprint:
             raise UserError("the checkpoint is of other --sync settings: resume with the same servers and chunk_kb")
         cut = self._cut_further(part.get("parts", 1))
-        self.below, self.beyond = part["below"] * cut, _spread_runs(part["beyond"], cut)
+        self.below, self.beyond = part["below"] * cut, cut_runs(part["beyond"], cut)
         self._restored = {key: _spread(of_key, cut) for key, of_key in part["keys"].items()}
         if len(part["buffers"]):
             self._restored[BUFFERS_KEY] = {"value": part["buffers"], "version": 0}
@@ -169,8 +169,3 @@ def _spread(of_key: StateView, cut: int) -> StateTree:
         state["watermark"] = int(state["watermark"]) * cut
         state["tasks"] = [task * cut + part for task in state["tasks"] for part in range(cut)]
     return state
-
-
-def _spread_runs(runs: Sequence[int], cut: int) -> list[int]:
-    """Return runs of tasks (first, last, ...) with each task cut into so many."""
-    return [end * cut + (cut - 1 if i % 2 else 0) for i, end in enumerate(runs)]

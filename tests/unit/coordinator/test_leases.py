@@ -12,9 +12,9 @@ from echelon.coordinator.shares import MAX_SHARES, SharedLeases
 WORK = StepCount(30, 10)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_every_step_once_under_random_deaths(seed: int) -> None:
-    draw, leases, done = random.Random(seed), FreeLeases(WORK), list[int]()
+@pytest.mark.parametrize(("seed", "parts"), [(seed, 1 + seed % 3) for seed in range(20)])
+def test_every_lease_once_under_random_deaths(seed: int, parts: int) -> None:
+    draw, leases, done = random.Random(seed), FreeLeases(WORK, parts=parts), list[int]()
     out: dict[str, list[int]] = {}
     for turn in range(2000):
         worker = f"w{draw.randrange(4)}"
@@ -30,7 +30,28 @@ def test_every_step_once_under_random_deaths(seed: int) -> None:
         elif out[worker] and leases.finish(task := out[worker].pop(0), worker, turn, False):
             done.append(task)
     assert leases.complete
-    assert sorted(done) == list(range(30))
+    assert sorted(done) == list(range(30 * parts))
+
+
+def test_a_step_is_done_with_its_last_part() -> None:
+    """Whoever has the parts, and in whatever order they come; a checkpoint may lie between two of them."""
+    leases = FreeLeases(StepCount(4, 2), parts=2)
+    leases.join("a", (), 0)
+    leases.join("b", (), 0)
+    tasks = [task for worker in "abab" if (task := leases.take(worker, 0)) is not None]
+    assert [(t.task, t.step, t.epoch, t.batch, t.share, t.shares) for t in tasks] == [
+        (0, 0, 0, 0, 0, 2), (1, 0, 0, 0, 1, 2), (2, 1, 0, 1, 0, 2), (3, 1, 0, 1, 1, 2),
+    ]  # fmt: skip
+    for task in (1, 2, 3):
+        assert leases.finish(task, "b", 0, False)
+    assert (leases.done_steps, leases.done_beyond, leases.watermark) == (0, {1}, 0)
+    assert [leases.step_complete(step) for step in range(3)] == [False, True, False]
+    again = FreeLeases(StepCount(4, 2), parts=2)
+    again.restore(*leases.counted())
+    again.join("c", (), 0)
+    left = [task.task for _ in range(2) if (task := again.take("c", 0)) is not None]
+    assert left == [0, 4]
+    assert again.finish(0, "c", 0, False) and (again.done_steps, again.done_beyond) == (2, set())
 
 
 def test_nobody_runs_further_ahead_than_the_bound() -> None:
