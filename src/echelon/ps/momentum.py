@@ -2,7 +2,9 @@
 
 With one momentum for all on the servers, old gradients of many workers add up in it and training overshoots. A worker's
 own sees gradients as far apart as those of a single process, and all of them together move as one would.
-Paper: Hakimi et al. 2019, arXiv:1907.11612 (DANA-Slim).
+Paper: Hakimi et al. 2019, arXiv:1907.11612 (DANA-Slim). While it computes, each other worker moves the parameters once:
+it computes where they will be then, if the others move as it does (weight prediction; Chen et al. 2018,
+arXiv:1809.02839).
 """
 
 from __future__ import annotations
@@ -18,11 +20,16 @@ from echelon.ps.table import KeyRange
 
 @dataclass(frozen=True)
 class SgdTerms:
-    """What SGD makes of a gradient before the learning rate: torch's arguments of the same names."""
+    """What SGD makes of a gradient before the learning rate: torch's arguments of the same names.
+
+    Attributes:
+        others: workers beside this one.
+    """
 
     momentum: float
     nesterov: bool
     weight_decay: float
+    others: int = 0
 
 
 class WorkerMomentum:
@@ -31,6 +38,18 @@ class WorkerMomentum:
     def __init__(self, terms: SgdTerms) -> None:
         self._terms = terms
         self._velocity: dict[int, Tensor] = {}
+
+    def ahead(self, key: KeyRange, part: slice, value: Tensor, lr: float) -> Tensor:
+        """Return where a part of a key will be when this worker's gradient arrives, from where it is now.
+
+        Args:
+            lr: of one update.
+        """
+        velocity = self._velocity.get(key.index)
+        if velocity is None or not self._terms.others:
+            return value
+        rate = next(p.rate for p in key.parts if p.start <= part.start < p.stop)
+        return value.sub(velocity[part], alpha=lr * rate * self._terms.others * self._terms.momentum)
 
     @torch.no_grad()
     def apply(self, key: KeyRange, gradient: Tensor, value: Callable[[], Tensor], absent: Container[int]) -> Tensor:

@@ -205,7 +205,7 @@ class ParameterServer(ServerHeld):
     def set_parameters(self, values: Mapping[int, Tensor]) -> None:
         """Set the parameters from values by key; the next task loads its own again."""
         for parameter, spans in zip(self._parameters, self._by_parameter, strict=True):
-            _set(parameter, ((span, values[span.key.index]) for span in spans))
+            _set(parameter, ((span, values[span.key.index][span.in_key]) for span in spans))
         self._version = [-1] * len(self._parameters)
 
     def key_values(self) -> dict[int, Tensor]:
@@ -344,9 +344,17 @@ class ParameterServer(ServerHeld):
             return
         self._clock.enter(Phase.COMMUNICATE)
         spans = self._by_parameter[index]
-        _set(self._parameters[index], ((span, self._client.value(span.key, version)) for span in spans))
+        _set(self._parameters[index], ((span, self._piece(span, version)) for span in spans))
         self._version[index] = version
         self._clock.enter(Phase.FORWARD)
+
+    def _piece(self, span: KeySpan, version: int) -> Tensor:
+        """Wait for a span's values, which are where they will be at this worker's update where it can tell."""
+        assert self._round is not None
+        value = self._client.value(span.key, version)[span.in_key]
+        if self._momentum is None:
+            return value
+        return self._momentum.ahead(span.key, span.in_key, value, self._round.info.lr)
 
     @torch.no_grad()
     def _pull_rows(self, index: int, ids: Tensor) -> None:
@@ -436,11 +444,11 @@ def _of_keys(keys: Sequence[KeyRange], rows: Tensor) -> Iterator[tuple[KeyRange,
         first += key.rows
 
 
-def _set(parameter: nn.Parameter, values: Iterable[tuple[KeySpan, Tensor]]) -> None:
-    """Write keys' values into a parameter; as a whole where its memory has another order, such as channels_last."""
+def _set(parameter: nn.Parameter, pieces: Iterable[tuple[KeySpan, Tensor]]) -> None:
+    """Write spans' values into a parameter; as a whole where its memory has another order, such as channels_last."""
     own = parameter.detach()
     flat = own.view(-1) if own.is_contiguous() else torch.empty(own.numel(), dtype=own.dtype, device=own.device)
-    for span, value in values:
-        flat[span.in_parameter] = value[span.in_key].to(flat.device)
+    for span, values in pieces:
+        flat[span.in_parameter] = values.to(flat.device)
     if not own.is_contiguous():
         own.copy_(flat.view(own.shape))

@@ -15,7 +15,9 @@ from echelon.core.own import HUGGING_FACE, TRANSFORMERS
 from echelon.core.task import TaskDefaults
 from echelon.core.tokeniser import FOLDER_FILE
 from echelon.core.tuning import rate_share, trains_weights
+from echelon.optim.traits import is_sgd
 from echelon.run.data_names import holds_folders_of_a_kind
+from echelon.sync import registry as sync
 from echelon.tasks.registry import AUTO, TASKS, build_task
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data:
     Raises:
         UserError: the task cannot be built, or data that decides on it cannot be read.
     """
-    suggested = _with_task_defaults(resolved, task, opens_data)
+    suggested = _with_warmup(_with_task_defaults(resolved, task, opens_data))
     config, name = suggested.config, "optimizer.lr"
     described = {resolved.origins[name], resolved.origins["optimizer.name"]} != {DEFAULT}
     if described or not config.model.weights:
@@ -53,6 +55,19 @@ def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data:
         return suggested
     config = replace(config, optimizer=replace(config.optimizer, lr=rate))
     return Resolved(config, {**suggested.origins, name: "--weights"})
+
+
+def _with_warmup(resolved: Resolved) -> Resolved:
+    """Let the learning rate rise over the first epochs where the strategy's workers need it, and nobody set any."""
+    config, name = resolved.config, "optimizer.warmup_epochs"
+    chosen = resolved.origins[name] != DEFAULT or config.training.max_steps or config.launch.workers == 1
+    if chosen or not is_sgd(config.optimizer.name):
+        return resolved
+    share = sync.read(config.strategy.sync).warmup_share
+    if not share:
+        return resolved
+    config = replace(config, optimizer=replace(config.optimizer, warmup_epochs=share * config.training.epochs))
+    return Resolved(config, {**resolved.origins, name: "--sync"})
 
 
 def are_told_late(config: RunConfig) -> bool:

@@ -103,6 +103,11 @@ class ServerSettings(SyncSettings):
             raise ValueError("decay_s and strength must not be negative")
 
     @property
+    def warmup_share(self) -> float:
+        """A tenth of the run, where gradients are stale: how high a rate is stable grows as training goes on."""
+        return 0.0 if self.aggregates else 0.1
+
+    @property
     def aggregates(self) -> bool:
         """Whether the gradients of one version are summed into one update."""
         return self.mode == "sync" or (self.mode == "ssp" and self.staleness == 0)

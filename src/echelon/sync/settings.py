@@ -48,6 +48,11 @@ class SyncSettings(ABC):
         return []
 
     @property
+    def warmup_share(self) -> float:
+        """For which share of a run the learning rate of SGD rises at first, where nobody set it."""
+        return 0.0
+
+    @property
     def acts_alone(self) -> bool:
         """Whether it changes the training of a single replica."""
         return True

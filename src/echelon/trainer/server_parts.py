@@ -95,7 +95,7 @@ def worker_momentum(run: ResolvedRun, workers: int) -> SgdTerms | None:
         return None
     if not server_settings(run.sync).workers_keep_momentum(workers):
         return None
-    return SgdTerms(optimizer.momentum, is_nesterov(optimizer.name), optimizer.weight_decay)
+    return SgdTerms(optimizer.momentum, is_nesterov(optimizer.name), optimizer.weight_decay, workers - 1)
 
 
 def _connect(

@@ -44,6 +44,15 @@ def test_many_workers_converge_as_one() -> None:
     assert not _distance(curvature, workers=4, own=False) < 1000 * alone
 
 
+def test_workers_that_look_ahead_take_a_higher_rate() -> None:
+    """Where the others will have moved the parameters; it does not help one alone."""
+    curvature = torch.logspace(-2, 0, 6) * 6
+    assert _distance(curvature, workers=8, own=True, ahead=True) < _distance(curvature, workers=8, own=True)
+    steep = torch.full((6,), 8.0)
+    assert _distance(steep, workers=8, own=True, ahead=True) < 0.1 < _distance(steep, workers=8, own=True)
+    assert _distance(curvature, workers=1, own=True, ahead=True) == _distance(curvature, workers=1, own=True)
+
+
 def _store(value: Tensor) -> KeyStore:
     return KeyStore(KEY, value, ServerSettings(), lambda tensors, decay: torch.optim.SGD(tensors, lr=LR))
 
@@ -53,15 +62,17 @@ def pushed_as(task: int, gradient: Tensor, absent: frozenset[int], lr: float = L
                 absent=absent)  # fmt: skip
 
 
-def _distance(curvature: Tensor, workers: int, own: bool) -> float:
+def _distance(curvature: Tensor, workers: int, own: bool, ahead: bool = False) -> float:
     """Train on a quadratic for 60 batches by turns, and return how far from its minimum it ends."""
-    terms, one = SgdTerms(0.9, True, 0.0), _store(torch.ones(6))
+    terms, one = SgdTerms(0.9, True, 0.0, (workers - 1) * ahead), _store(torch.ones(6))
     each = [WorkerMomentum(terms) for _ in range(workers)]
     pulled = [one.value.clone() for _ in range(workers)]
     for task in range(60 * workers):
         worker = task % workers
         momentum = each[worker if own else 0]
-        gradient = momentum.apply(KEY, curvature * pulled[worker], lambda: pulled[0], ())
+        there = momentum.ahead(KEY, slice(0, 4), pulled[worker][:4], LR / workers)
+        there = torch.cat([there, momentum.ahead(KEY, slice(4, 6), pulled[worker][4:], LR / workers)])
+        gradient = momentum.apply(KEY, curvature * there, lambda: torch.empty(0), ())
         one.take(pushed_as(task, gradient, frozenset(), LR / workers))
         pulled[worker] = one.value.clone()
     return float(one.value.norm())
