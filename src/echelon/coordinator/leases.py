@@ -172,13 +172,13 @@ class LeaseLedger(ABC):
 class FreeLeases(LeaseLedger):
     """Asynchronous: leases are given out as workers ask; with a bound, none is further ahead of the slowest (Ho 2013).
 
-    Each step is cut into `parts` leases, whoever takes them: lease `t` is part `t % parts` of step `t // parts`.
+    Each step is cut into `batch_parts` leases, whoever takes them: of P, lease `t` is part `t % P` of step `t // P`.
     """
 
-    def __init__(self, work: StepCount, bound: int | None = None, parts: int = 1) -> None:
+    def __init__(self, work: StepCount, bound: int | None = None, batch_parts: int = 1) -> None:
         super().__init__(work)
-        self._bound, self._parts = bound, parts
-        self._tasks = work.steps * parts
+        self._bound, self._parts = bound, batch_parts
+        self._tasks = work.steps * batch_parts
         self._next = 0
         self._returned: deque[int] = deque()
         self._below = 0

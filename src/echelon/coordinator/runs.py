@@ -46,15 +46,15 @@ def cut_runs(runs: Sequence[int], into: int) -> list[int]:
     return [end * into + (into - 1 if i % 2 else 0) for i, end in enumerate(runs)]
 
 
-def whole_steps(below: int, beyond: Sequence[int], parts: int) -> int:
+def whole_steps(below: int, beyond: Sequence[int], batch_parts: int) -> int:
     """Return how many steps of so many tasks are done: all tasks before a number are, and those of runs beyond it.
 
     >>> whole_steps(5, [6, 9], 2)
     4
     """
-    tasks = from_runs(beyond) | set(range(below - below % parts, below))
-    of_step = Counter(task // parts for task in tasks)
-    return below // parts + sum(count == parts for count in of_step.values())
+    tasks = from_runs(beyond) | set(range(below - below % batch_parts, below))
+    of_step = Counter(task // batch_parts for task in tasks)
+    return below // batch_parts + sum(count == batch_parts for count in of_step.values())
 
 
 def count_of(runs: Sequence[int]) -> int:

@@ -173,6 +173,6 @@ class SharedLeases(LeaseLedger):
         return back
 
 
-def make_leases(work: StepCount, policy: CoordinationPolicy, parts: int = 1) -> LeaseLedger:
+def make_leases(work: StepCount, policy: CoordinationPolicy, batch_parts: int = 1) -> LeaseLedger:
     """Return the way to give out work that a policy asks for; where steps need not be complete, in so many parts."""
-    return SharedLeases(work, policy.backup) if policy.shared else FreeLeases(work, policy.bound, parts)
+    return SharedLeases(work, policy.backup) if policy.shared else FreeLeases(work, policy.bound, batch_parts)

@@ -306,17 +306,17 @@ class KeyStore:
         """Return a copy of rows of a table's key, `(R, D)`."""
         return self.value.view(-1, self.key.width)[rows]
 
-    def set_workers(self, workers: int, parts: int = 1) -> None:
+    def set_workers(self, workers: int, batch_parts: int = 1) -> None:
         """Correct momentum and rates for asynchrony among so many workers, where the settings say so.
 
         Args:
-            parts: leases that each batch is cut into.
+            batch_parts: leases that each batch is cut into.
         """
         if self.rows is None and any(momentum is not None for momentum in self._momenta):  # it is SGD
-            self._scales_by_staleness = self.settings.scales_by_staleness(workers, parts)
+            self._scales_by_staleness = self.settings.scales_by_staleness(workers, batch_parts)
         for group, wanted in zip(self.optimizer.param_groups, self._momenta, strict=True):
             if wanted is not None:
-                group["momentum"] = self.settings.server_momentum(wanted, workers, parts)
+                group["momentum"] = self.settings.server_momentum(wanted, workers, batch_parts)
 
     def state(self, full: bool) -> StateTree:
         """Return a copy of the state: the value, and with `full` all that an update or a count depends on."""

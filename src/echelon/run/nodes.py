@@ -12,10 +12,12 @@ from pathlib import Path
 from echelon.config import load_run_config
 from echelon.core.errors import UserError, unknown
 from echelon.launch.changes import Change, ask
+from echelon.launch.places import PlaceChoice
 from echelon.records.events import ChangeRefused, WorkerDied, WorkerGone, WorkerLeft
 from echelon.records.file import newest, read_records
 from echelon.records.going import holder, read_launch
 from echelon.records.kinds import ProcessStarted, Record, ServerWindow, Start, Steps, WorkerJoined, WorkerWindow
+from echelon.sync import registry as sync
 from echelon.trainer.folder import CONFIG_FILE
 
 WORKER = "worker"
@@ -50,7 +52,7 @@ def members_of(run: Path) -> list[NodeMember]:
     begun_t = read_launch(run).launched_t or 0.0
     start = next(takewhile(lambda start: start.t >= begun_t, newest(run, Start)), None)
     config = load_run_config(run / CONFIG_FILE)
-    if start is not None and not start.served and config.strategy.sync.partition("(")[0] != "ps":
+    if start is not None and not start.served and not sync.read(config.strategy.sync).uses_servers:
         return _ranks(run, begun_t)
     return _roles(run, begun_t)
 
@@ -180,7 +182,7 @@ def how_to_come(run: Path, host: str) -> str:
     """Return why another machine cannot be added from here, and what lets it join."""
     launch, described = read_launch(run), load_run_config(run / CONFIG_FILE).launch
     nodes = described.nodes
-    if described.on.partition("(")[0] != "local":
+    if PlaceChoice(described.on).cluster is not None:
         again = f"echelon stop {run}, then echelon resume {run} with other machines in --on {described.on}"
         return f"{host} cannot join a run that goes on at its place: use {again}"
     if launch.rendezvous and ":" in nodes:
@@ -213,7 +215,7 @@ def _check_can_change(run: Path, what: str) -> None:
         UserError: says what works.
     """
     config = load_run_config(run / CONFIG_FILE)
-    if config.strategy.sync.partition("(")[0] == "ps":
+    if sync.read(config.strategy.sync).uses_servers:
         return
     first = next(iter(_starts(run, read_launch(run).launched_t or 0.0)), None)
     if config.launch.elastic == "on" and (first is None or first.world_size > 1):

@@ -124,15 +124,15 @@ class ServerSettings(SyncSettings):
             and self.compensation == COMPENSATIONS[0]
         )
 
-    def server_momentum(self, wanted: float, workers: int, parts: int) -> float:
+    def server_momentum(self, wanted: float, workers: int, batch_parts: int) -> float:
         """Return the servers' momentum with so many workers, where each batch is cut into parts."""
         if self.aggregates or self.momentum_correction is False:
             return wanted
-        return corrected_momentum(wanted, workers if self.momentum_correction else workers / parts)
+        return corrected_momentum(wanted, workers if self.momentum_correction else workers / batch_parts)
 
-    def scales_by_staleness(self, workers: int, parts: int) -> bool:
+    def scales_by_staleness(self, workers: int, batch_parts: int) -> bool:
         """Whether so many workers' gradients are scaled by staleness, of SGD."""
-        is_default = self.mode == "async" and workers >= MANY_WORKERS * parts
+        is_default = self.mode == "async" and workers >= MANY_WORKERS * batch_parts
         return not self.aggregates and (is_default if self.by_staleness is None else self.by_staleness)
 
     @property

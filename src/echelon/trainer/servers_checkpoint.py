@@ -41,7 +41,7 @@ class ServersState:
         while_waiting: Callable[[], None] | None = None,
         frozen: Set[str] = frozenset(),
         since: int = 0,
-        parts: int = 1,
+        batch_parts: int = 1,
     ) -> None:
         """Take the servers' strategy and their keys.
 
@@ -50,9 +50,9 @@ class ServersState:
             while_waiting: called now and then while a checkpoint waits for the disk.
             frozen: names of what no server holds, for it stays as it is.
             since: the epoch, counted from 0, since which this is so.
-            parts: wanted; a checkpoint's are kept or cut further.
+            batch_parts: wanted; a checkpoint's are kept or cut further.
         """
-        self.parts = parts
+        self.parts = batch_parts
         self._strategy, self._table, self._per_epoch = strategy, table, steps_per_epoch
         self._patience, self._while_waiting, self._frozen = patience, while_waiting, frozen
         self._since = since
@@ -85,10 +85,10 @@ class ServersState:
         self._strategy.held.load_state_dict(state["model"])
         return Cursor(**state["cursor"])
 
-    def _cut_further(self, parts: int) -> int:
+    def _cut_further(self, saved: int) -> int:
         """Keep a checkpoint's cut of steps, or cut each part further where more are wanted; returns into how many."""
-        cut = max(1, -(-self.parts // parts))
-        self.parts = parts * cut
+        cut = max(1, -(-self.parts // saved))
+        self.parts = saved * cut
         return cut
 
     def _begin_anew(self, state: StateView) -> Cursor:

@@ -14,7 +14,7 @@ WORK = StepCount(30, 10)
 
 @pytest.mark.parametrize(("seed", "parts"), [(seed, 1 + seed % 3) for seed in range(20)])
 def test_every_lease_once_under_random_deaths(seed: int, parts: int) -> None:
-    draw, leases, done = random.Random(seed), FreeLeases(WORK, parts=parts), list[int]()
+    draw, leases, done = random.Random(seed), FreeLeases(WORK, batch_parts=parts), list[int]()
     out: dict[str, list[int]] = {}
     for turn in range(2000):
         worker = f"w{draw.randrange(4)}"
@@ -35,7 +35,7 @@ def test_every_lease_once_under_random_deaths(seed: int, parts: int) -> None:
 
 def test_a_step_is_done_with_its_last_part() -> None:
     """Whoever has the parts, and in whatever order they come; a checkpoint may lie between two of them."""
-    leases = FreeLeases(StepCount(4, 2), parts=2)
+    leases = FreeLeases(StepCount(4, 2), batch_parts=2)
     leases.join("a", (), 0)
     leases.join("b", (), 0)
     tasks = [task for worker in "abab" if (task := leases.take(worker, 0)) is not None]
@@ -46,7 +46,7 @@ def test_a_step_is_done_with_its_last_part() -> None:
         assert leases.finish(task, "b", 0, False)
     assert (leases.done_steps, leases.done_beyond, leases.watermark) == (0, {1}, 0)
     assert [leases.step_complete(step) for step in range(3)] == [False, True, False]
-    again = FreeLeases(StepCount(4, 2), parts=2)
+    again = FreeLeases(StepCount(4, 2), batch_parts=2)
     again.restore(*leases.counted())
     again.join("c", (), 0)
     left = [task.task for _ in range(2) if (task := again.take("c", 0)) is not None]
