@@ -182,7 +182,7 @@ def how_to_come(run: Path, host: str) -> str:
     """Return why another machine cannot be added from here, and what lets it join."""
     launch, described = read_launch(run), load_run_config(run / CONFIG_FILE).launch
     nodes = described.nodes
-    if PlaceChoice(described.on).cluster is not None:
+    if PlaceChoice(described.on).cluster() is not None:
         again = f"echelon stop {run}, then echelon resume {run} with other machines in --on {described.on}"
         return f"{host} cannot join a run that goes on at its place: use {again}"
     if launch.rendezvous and ":" in nodes:
