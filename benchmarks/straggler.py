@@ -250,9 +250,10 @@ def accuracy_table() -> str:
     table = common.markdown_table(["sync", "seeds", "top-1, mean", "lowest to highest", "mean staleness"], rows)
     return (
         f"Accuracy at equal samples: CIFAR-10, {TRAIN:,} training images drawn once, {EPOCHS} epochs, batches of "
-        f"{BATCH}, a CNN of three convolutions, SGD with learning rate {LR} and no momentum, all test "
-        f"images. A worker's batch lasts {STEP_S} s, a part of one that much less, on one of them {SLOW:g} times as "
-        f"long, so staleness (in updates) follows from these times. Better than plain async with every seed: {', '.join(better) or 'nothing'}.\n\n{table}"
+        f"{BATCH}, a CNN of three convolutions, SGD with learning rate {LR} and no momentum, all test images. A "
+        f"worker's batch lasts {STEP_S} s, a part of one that much less, on one of them {SLOW:g} times as long, so "
+        "staleness (in updates) follows from these times. Better than plain async with every seed: "
+        f"{', '.join(better) or 'nothing'}.\n\n{table}"
     )
 
 
