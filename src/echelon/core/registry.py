@@ -94,6 +94,14 @@ class Registry:
         constants = {a.name: a.default for a in declared.values() if a.is_constant and a.default is not None}
         return Declaration(name, about.partition("\n")[0], arguments, constants, "\n\n".join(filter(None, texts)))
 
+    def constants(self, text: str) -> Mapping[str, str]:
+        """Return what the implementation that a spec names declares of itself, without importing it.
+
+        Raises:
+            UserError: there is none of that name; names the nearest.
+        """
+        return self.declaration(parse_spec(text).name).constants
+
     def check(self, spec: Spec) -> None:
         """Refuse a spec whose name or settings do not exist, or are of the wrong type, without importing anything.
 

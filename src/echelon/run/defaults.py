@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from echelon.config import Resolved, RunConfig
 from echelon.config.build import DEFAULT, SettingValue
+from echelon.core.errors import naming
 from echelon.core.own import HUGGING_FACE, TRANSFORMERS
 from echelon.core.task import TaskDefaults
 from echelon.core.tokeniser import FOLDER_FILE
@@ -63,7 +64,8 @@ def _with_warmup(resolved: Resolved) -> Resolved:
     chosen = resolved.origins[name] != DEFAULT or config.training.max_steps or config.launch.workers == 1
     if chosen or not is_sgd(config.optimizer.name):
         return resolved
-    share = sync.read(config.strategy.sync).warmup_share
+    with naming("--sync"):
+        share = sync.read(config.strategy.sync).warmup_share if sync.uses_servers(config.strategy.sync) else 0.0
     if not share:
         return resolved
     config = replace(config, optimizer=replace(config.optimizer, warmup_epochs=share * config.training.epochs))

@@ -52,7 +52,7 @@ def members_of(run: Path) -> list[NodeMember]:
     begun_t = read_launch(run).launched_t or 0.0
     start = next(takewhile(lambda start: start.t >= begun_t, newest(run, Start)), None)
     config = load_run_config(run / CONFIG_FILE)
-    if start is not None and not start.served and not sync.read(config.strategy.sync).uses_servers:
+    if start is not None and not start.served and not sync.uses_servers(config.strategy.sync):
         return _ranks(run, begun_t)
     return _roles(run, begun_t)
 
@@ -215,7 +215,7 @@ def _check_can_change(run: Path, what: str) -> None:
         UserError: says what works.
     """
     config = load_run_config(run / CONFIG_FILE)
-    if sync.read(config.strategy.sync).uses_servers:
+    if sync.uses_servers(config.strategy.sync):
         return
     first = next(iter(_starts(run, read_launch(run).launched_t or 0.0)), None)
     if config.launch.elastic == "on" and (first is None or first.world_size > 1):

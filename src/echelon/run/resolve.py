@@ -23,7 +23,7 @@ from echelon.launch.places import PlaceChoice, check_place
 from echelon.observe.loggers import check_loggers
 from echelon.run.notify import check_notify
 from echelon.storage.url import check_url, is_url
-from echelon.sync.registry import STRATEGIES
+from echelon.sync.registry import STRATEGIES, uses_servers
 from echelon.tasks.registry import TaskChoice, check_task
 
 if TYPE_CHECKING:
@@ -108,7 +108,6 @@ def launch_request(config: RunConfig, node_rank: NodeRank | None = None) -> Laun
     place = PlaceChoice(launch.on, parse_seconds(config.checkpoint.io_patience))
     if node_rank is not None and (cluster := place.cluster()) is not None:
         place = replace(place, name="local", stop_s=cluster.stop_s)
-    constants = STRATEGIES.declaration(parse_spec(strategy.sync).name).constants
     return LaunchRequest(
         config=config,
         layout=parse_layout(strategy.parallel),
@@ -116,7 +115,7 @@ def launch_request(config: RunConfig, node_rank: NodeRank | None = None) -> Laun
         rendezvous=parse_rendezvous(launch.rendezvous) if launch.rendezvous else None,
         link=link,
         place=place,
-        uses_servers=constants.get("uses_servers") == "True",
+        uses_servers=uses_servers(strategy.sync),
         node_rank=node_rank,
     )
 

@@ -13,6 +13,15 @@ def names() -> list[str]:
     return STRATEGIES.names()
 
 
+def uses_servers(text: str) -> bool:
+    """Whether servers hold the parameters with the strategy that a spec names, as its file says; imports no torch.
+
+    Raises:
+        UserError: an unknown strategy.
+    """
+    return STRATEGIES.constants(text).get("uses_servers") == "True"
+
+
 def read(text: str) -> SyncSettings:
     """Return the strategy that a spec describes.
 
