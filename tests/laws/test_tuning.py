@@ -87,8 +87,10 @@ def test_more_tuning_is_the_same_function_in_every_layout() -> None:
     check(MORE)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("trials", "ranks"), [(LORA, 2), (LORA_BOTH, 4)])
+@pytest.mark.parametrize(
+    ("trials", "ranks"),
+    [pytest.param(LORA, 2, marks=pytest.mark.slow), pytest.param(LORA_BOTH, 4, marks=pytest.mark.long)],
+)
 def test_adapters_are_the_same_function_in_every_layout(trials: Sequence[Trial], ranks: int) -> None:
     pytest.importorskip("peft", reason="needs peft")
     check(trials, ranks)

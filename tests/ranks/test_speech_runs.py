@@ -12,11 +12,10 @@ import pytest
 from tests.ranks.runs import Runs
 from tests.unit.data.test_transcripts import make_transcribed
 
-pytestmark = pytest.mark.long
-
 LEARNT = ("--workers", "2", "--epochs", "14", "--augment", "none", "--checkpoint-every", "20")
 
 
+@pytest.mark.slow
 def test_tones_are_recognised_after_a_stop_and_a_resume(tmp_path: Path) -> None:
     data = make_transcribed(tmp_path / "spoken", ("train", "val"), 96)
     with Runs(tmp_path) as runs:
@@ -39,6 +38,7 @@ def test_tones_are_recognised_after_a_stop_and_a_resume(tmp_path: Path) -> None:
     assert found["wer"] == pytest.approx(min(each["metrics"]["wer"] for each in again.records("evaluation")))
 
 
+@pytest.mark.long
 def test_a_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:
     data = make_transcribed(tmp_path / "spoken", ("train", "val"), 32)
     with Runs(tmp_path) as runs:

@@ -212,9 +212,9 @@ def ten_names(folder: Path) -> str:
 
 SCENARIOS = [
     Scenario("foreign-code", "code that a foreign folder names is not imported without --trust", foreign_code),
-    Scenario("own-code", "nobody is asked about code that they named themselves", own_code),
+    Scenario("own-code", "nobody is asked about code that they named themselves", own_code, short=False),
     Scenario("yaml-bombs", "a hostile description is refused in one line, under a second, without memory", yaml_bombs),
-    Scenario("link-loops", "links in data neither loop nor leave the folder unsaid", link_loops),
+    Scenario("link-loops", "links in data neither loop nor leave the folder unsaid", link_loops, short=False),
     Scenario("step-back", "resume never steps back in silence", step_back, short=False),
     Scenario("ten-names", "ten runs started at the same moment all run", ten_names, short=False),
 ]
