@@ -1,6 +1,6 @@
 """What asynchronous workers cost in accuracy: whole runs of `echelon train`, paired by seed with all-reduce.
 
-python -m benchmarks.asynchrony "DATA [option ...]" [...] [--seeds 8] [--workers 2 4] [--sync "ps(mode=async)" ...]
+python -m benchmarks.asynchrony "DATA [option ...]" [...] [--seeds 8] [--first 0] [--workers 2 4] [--sync SPEC ...]
 
 Each argument is what follows `echelon train`. For each seed it is trained with all-reduce and two workers, then with
 each strategy and each number of workers, on the same samples; the last evaluation's metric is compared, in percent.
@@ -57,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="DATA")
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--first", type=int, default=0, help="seed to begin with")
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sync", nargs="+", default=["ps(mode=async)"])
     parser.add_argument("--metric", default="top1")
@@ -66,7 +67,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number, given in enumerate(args.runs):
             found: dict[Way, list[float]] = {way: [] for way in ways}
-            for seed in range(args.seeds):
+            for seed in range(args.first, args.first + args.seeds):
                 for i, way in enumerate(ways):
                     found[way].append(measure(given, way, seed, Path(folder) / f"{number}-{seed}-{i}", args.metric))
                 _print(given, found)
