@@ -177,7 +177,7 @@ def _strike(own: Trainer, path: Path, setting: Setting, draw: random.Random, vic
 def _reached(own: Trainer, path: Path, setting: Setting, share: float, ends: float) -> bool:
     """Wait until a share of the tasks is done; false when the run is over, or takes too long."""
     wanted, done, read = float("inf"), 0, 0
-    reports = setting.epochs * (setting.workers if setting.mode == "sync" else 1)
+    reports = setting.epochs * setting.workers  # each has a part of a step
     journal = path / "ps" / "scheduler.jsonl"
     while done < wanted:
         if (path / "ps" / "status.json").exists() or time.monotonic() > ends or own.died:
@@ -202,7 +202,7 @@ def _judge(path: Path, setting: Setting, strike: tuple[str, float, float], seed:
     entries, record = _lines(path / "ps" / "scheduler.jsonl"), _lines(path / "record.jsonl")
     setup = next((e["setup"] for e in entries if e["kind"] == "setup"), {"steps_per_epoch": 0})
     done = Counter(e["task"] for e in entries if e["kind"] == "done" and not e["late"])
-    whole = setup["steps_per_epoch"] * setting.epochs
+    whole = setup["steps_per_epoch"] * setting.epochs * setup.get("parts", 1)
     journal = setting.mode != "async" or (set(done) == set(range(whole)) and set(done.values()) == {1})
     summary = path / "summary.json"
     values: dict[str, Any] = json.loads(summary.read_text()) if summary.exists() else {}
