@@ -145,6 +145,6 @@ class WindowAccumulator:
 
 
 def _mean(shares: list[tuple[float, float]]) -> float:
-    """Return the loss of a step: of those of its shares that count, where a backup's or an earlier launch's do not."""
+    """Return the loss of a step: the mean over the shares that came (not those of backups or of an earlier launch)."""
     loss, of_batch = math.fsum(loss for loss, _ in shares), math.fsum(share for _, share in shares)
     return loss / of_batch if 0 < of_batch < _WHOLE else loss

@@ -83,9 +83,9 @@ class Client:
         """How the run ended; empty while it goes."""
         return self.connection.status
 
-    def outdate(self) -> None:
-        """Begin the next task with values of then: this worker did something else meanwhile, and others trained on."""
-        self.connection.do(self.connection.outdate)
+    def invalidate(self) -> None:
+        """Pull anew before the next task: this worker did something else, and the others trained on."""
+        self.connection.do(self.connection.invalidate)
 
     def push(self, key: KeyRange, gradient: Tensor, info: PushInfo, absent: Sequence[int] = ()) -> None:
         """Send a key's gradient, 1-D; it must not change any more. The key's next value is asked for behind it.

@@ -352,8 +352,8 @@ class Connection:
             self._links[key.server].flush()
         return awaited
 
-    def outdate(self) -> None:
-        """Let what is here be asked for anew when it is wanted, where a newer value serves as well."""
+    def invalidate(self) -> None:
+        """Forget that values are here, so that newer ones are pulled; not where a version is asked for exactly."""
         for cached in self._cached.values():
             cached.valid = cached.valid and self.config.aggregates
 

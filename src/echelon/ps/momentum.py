@@ -1,10 +1,10 @@
 """SGD's momentum in the workers: each keeps that of its own gradients, and pushes what its step would be.
 
-With one momentum for all on the servers, old gradients of many workers add up in it and training overshoots. A worker's
-own sees gradients as far apart as those of a single process, and all of them together move as one would.
-Paper: Hakimi et al. 2019, arXiv:1907.11612 (DANA-Slim). While it computes, each other worker moves the parameters once:
-it computes where they will be then, if the others move as it does (weight prediction; Chen et al. 2018,
-arXiv:1809.02839).
+With one momentum on the servers, stale gradients of many workers add up in it, and training overshoots. A worker's own
+momentum sees the gradients of one process, and those of all workers together move the parameters as one process does
+(Hakimi et al. 2019, arXiv:1907.11612, DANA-Slim). While a worker computes, each of the others updates the parameters
+about once: its gradient is taken where they will be then if the others move as it does (weight prediction; Chen et al.
+2018, arXiv:1809.02839).
 """
 
 from __future__ import annotations

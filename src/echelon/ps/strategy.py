@@ -349,7 +349,7 @@ class ParameterServer(ServerHeld):
         self._clock.enter(Phase.FORWARD)
 
     def _piece(self, span: KeySpan, version: int) -> Tensor:
-        """Wait for a span's values, which are where they will be at this worker's update where it can tell."""
+        """Wait for a span's values; with a momentum of its own a worker predicts those at the time of its update."""
         assert self._round is not None
         value = self._client.value(span.key, version)[span.in_key]
         if self._momentum is None:

@@ -98,7 +98,7 @@ class Leases:
                         client.report(self._set_up(task))
                     case EvaluateTask():
                         client.report(self._evaluate(task))
-                        client.outdate()
+                        client.invalidate()
                     case TrainTask():
                         if not trained:  # what came before the first lease is no step's time
                             clock.drain()
