@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import wait
@@ -146,6 +146,7 @@ class _Importing:
 
     def __init__(self) -> None:
         self.pipe = -1
+        self.ended = False  # by us: the server may still be dying
         self._until_s = 0.0
 
     def begins(self) -> None:
@@ -153,6 +154,8 @@ class _Importing:
         if forkserver._forkserver._forkserver_pid is not None:  # type: ignore[attr-defined]
             return  # there is one, which is asked as it is
         name = os.path.join(util.get_temp_dir(), "imports")  # noqa: PTH118  removed with the server's socket
+        with suppress(FileNotFoundError):
+            os.unlink(name)  # noqa: PTH108  of a server that has ended
         os.mkfifo(name, 0o600)
         self.pipe, self._until_s = os.open(name, os.O_RDONLY | os.O_NONBLOCK), time.monotonic() + PATIENCE_S
         os.environ[IMPORTS_VARIABLE] = name
@@ -207,7 +210,7 @@ def _without_main() -> Iterator[None]:
 
 
 def start_import_server(modules: tuple[str, ...]) -> None:
-    """Start the fork server, importing `modules` in the background; later calls do nothing.
+    """Start the fork server, importing `modules` in the background; does nothing while one runs.
 
     It runs beside the imports of the calling process, and ends when this process ends. Modules must not start threads
     or touch a GPU when imported.
@@ -215,6 +218,9 @@ def start_import_server(modules: tuple[str, ...]) -> None:
     Raises:
         UserError: no folder can hold the server's socket.
     """
+    if IMPORTING.ended:  # while it dies it looks alive
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        IMPORTING.ended = False
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["echelon.launch.import_server", *modules, "echelon.launch.imports_done"]
     )
@@ -241,6 +247,7 @@ def end_import_server() -> None:
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if server is not None:
         IMPORTING.close()
+        IMPORTING.ended = True
         os.kill(server, signal.SIGKILL)  # a child that was not waited for: the number is no other process's
 
 
