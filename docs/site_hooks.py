@@ -112,7 +112,7 @@ def _implementation(registry: Registry, name: str) -> Iterator[str]:
     yield escaped(before.strip("\n"))
     if declaration.arguments:
         yield "| setting | type | default | what it is |\n|---|---|---|---|\n" + "\n".join(
-            f"| `{a.name}` | {escaped(a.type)} | {_default(a)} | {escaped(a.help)} |" for a in declaration.arguments
+            f"| `{a.name}` | {escaped(_type(a))} | {_default(a)} | {escaped(a.help)} |" for a in declaration.arguments
         )
     rest = "\n".join(line for line in after.splitlines() if line and not line.startswith(" "))
     if rest:
@@ -120,6 +120,10 @@ def _implementation(registry: Registry, name: str) -> Iterator[str]:
     examples = getattr(kind, "examples", ())
     if examples:
         yield "Specs: " + ", ".join(f"`{example}`" for example in examples) + "."
+
+
+def _type(argument: Argument) -> str:
+    return ", ".join(filter(None, [argument.value_type, argument.allowed]))
 
 
 def _default(argument: Argument) -> str:

@@ -495,7 +495,7 @@ def test_a_dead_peer_never_hangs_an_average(spec: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "compression", "words"),
     [
-        ("local(0)", "none", "period 0"),
+        ("local(0)", "none", "period must be at least 1"),
         ("local(3, overlap=3)", "none", "use 0 to 2"),
         ("local", "none", "a setting is missing"),
         ("local(4, optimiser_state=keep)", "none", "did you mean optimizer_state"),

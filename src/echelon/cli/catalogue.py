@@ -248,7 +248,7 @@ def _explanation(kind: Kind, entry: Entry) -> Iterator[str]:
     if entry.arguments:
         yield "Arguments:"
         for argument in entry.arguments:
-            yield _row(argument.name, f"{argument.help or argument.type} [{_default(argument)}]")
+            yield _row(argument.name, f"{argument.help or argument.value_type} [{_default(argument)}]")
         yield ""
     for paragraph in labelled:
         for line in re.split(r"\n(?=Needs:)", paragraph):
@@ -265,9 +265,8 @@ def _explanation(kind: Kind, entry: Entry) -> Iterator[str]:
 
 
 def _default(argument: Argument) -> str:
-    if argument.default is None:
-        return "must be given"
-    return "may be left out" if argument.default == "None" else f"default: {argument.default}"
+    default = "may be left out" if argument.default == "None" else f"default: {argument.default}"
+    return "; ".join(filter(None, ["must be given" if argument.default is None else default, argument.allowed]))
 
 
 def _usage(entry: Entry) -> str:

@@ -29,7 +29,6 @@ from echelon.compression.state import (
     NonFiniteError,
     Payload,
     State,
-    check_momentum,
     empty,
     flat,
     flat32,
@@ -46,7 +45,6 @@ __all__ = [
     "Payload",
     "Rounds",
     "State",
-    "check_momentum",
     "empty",
     "flat",
     "flat32",
@@ -68,13 +66,6 @@ FINISH_SHARE = 0.02
 def share_of(messages: int, share: float) -> int:
     """Return a share of so many messages, at least one of them; 0 of none."""
     return max(1, round(share * messages)) if messages else 0
-
-
-def check_eased(warmup_steps: int | None, finish_steps: int | None) -> None:
-    """Refuse numbers of messages below 0 (ValueError)."""
-    for name, count in (("warmup_steps", warmup_steps), ("finish_steps", finish_steps)):
-        if count is not None and count < 0:
-            raise ValueError(f"{name} must be positive, or 0 for none")
 
 
 @dataclass(frozen=True)

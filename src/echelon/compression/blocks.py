@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from echelon.compression.base import State, empty, refuse_nonfinite
 from echelon.compression.chunks import CHUNK, DecodedChunks, spans, tiles
+from echelon.core.bounds import Bounds, check_bounds
 
 DITHER_PERIOD = 1 << 17
 
@@ -42,22 +44,12 @@ class Grid:
         clip: values beyond so many root mean squares of their block are cut off first; 0: none are.
     """
 
-    levels: int
-    block: int
-    clip: float = 0.0
+    levels: Annotated[int, Bounds(least=1, most=127)]
+    block: Annotated[int, Bounds(least=1, most=131_072)]
+    clip: Annotated[float, Bounds(least=0)] = 0.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.levels <= 127:
-            raise ValueError(f"levels must be 1 to 127, the nearest is {1 if self.levels < 1 else 127}")
-        check_block(self.block)
-        if self.clip < 0:
-            raise ValueError("clip must be positive, or 0 for none")
-
-
-def check_block(block: int) -> None:
-    """Raise ValueError, in words, unless a block size is 1 to 131,072."""
-    if not 1 <= block <= CHUNK:
-        raise ValueError(f"block and bucket must be 1 to {CHUNK}, the nearest is {1 if block < 1 else CHUNK}")
+        check_bounds(self)
 
 
 def block_count(numel: int, block: int) -> int:

@@ -17,19 +17,6 @@ from echelon.compression.selection import gather, scatter
 from echelon.compression.wire import Layout, packed_bytes
 
 _FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
-VALUE_FORMS = (*_FLOATS, "sign")
-
-
-def check_density(density: float) -> None:
-    """Raise ValueError, in words, unless 0 < density <= 1."""
-    if not 0 < density <= 1:
-        raise ValueError(f"density must be above 0 and at most 1, the nearest is {1 if density > 1 else 0.001}")
-
-
-def check_values(values: str) -> None:
-    """Raise ValueError, in words, for an unknown form of values."""
-    if values not in VALUE_FORMS:
-        raise ValueError(f"values must be one of {', '.join(VALUE_FORMS)}, not {values}")
 
 
 class Sparse(Codec):

@@ -149,12 +149,6 @@ def refuse_nonfinite_elements(values: Tensor, state: State, limit: float = math.
         refuse_nonfinite(worst if worst <= limit else math.inf, state)
 
 
-def check_momentum(momentum: float | None) -> None:
-    """Raise ValueError, in words, unless a momentum is left out or in [0, 1)."""
-    if momentum is not None and not 0 <= momentum < 1:
-        raise ValueError(f"momentum must be at least 0 and below 1, the nearest is {0 if momentum < 0 else 0.99}")
-
-
 def _mix(*words: int) -> int:
     """Hash integers to 63 bits (splitmix64), the same on every machine."""
     x = 0

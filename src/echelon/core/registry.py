@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from echelon.core.bounds import typed
 from echelon.core.errors import unknown
 from echelon.core.spec import Spec, arguments_of, bind, missing_setting, parse_chain, parse_spec
 
@@ -35,6 +36,17 @@ class Argument:
     default: str | None
     kw_only: bool = False
     help: str = ""
+
+    @property
+    def value_type(self) -> str:
+        """The annotation without what the values may be."""
+        return typed(self.type)[0]
+
+    @property
+    def allowed(self) -> str:
+        """What the values may be, such as `at least 1`; empty where nothing is declared."""
+        limit = typed(self.type)[1]
+        return "" if limit is None else str(limit)
 
     @property
     def is_constant(self) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from decimal import Decimal
 from typing import Any, Protocol, TypeVar
 
+from echelon.core.bounds import typed
 from echelon.core.errors import UserError, nearest
 from echelon.core.units import UNITS
 
@@ -250,7 +251,10 @@ class Parameter(Protocol):
 
     @property
     def type(self) -> Any:
-        """The annotation, as text: bool, int, float, str, Quantity, Range, `tuple[str, ...]`; perhaps `| None`."""
+        """The annotation, as text: bool, int, float, str, Quantity, Range, `tuple[str, ...]`; perhaps `| None`.
+
+        Perhaps with what the values may be (`core.bounds`).
+        """
 
     @property
     def kw_only(self) -> Any:
@@ -279,7 +283,7 @@ def arguments_of(spec: Spec, parameters: list[Any]) -> dict[str, Value]:
         if key in values:
             raise UserError(f"{spec}: {key} is given twice")
         values[key] = value
-    return {key: _typed(spec, key, value, str(known[key].type)) for key, value in values.items()}
+    return {key: _checked(spec, key, value, str(known[key].type)) for key, value in values.items()}
 
 
 def missing_setting(spec: Spec, names: list[str]) -> UserError:
@@ -329,8 +333,17 @@ _EXPECTED = {
 }
 
 
+def _checked(spec: Spec, key: str, value: Value, annotation: str) -> Value:
+    """Return a value as its field's annotation, given as text, types it, checked against what that allows."""
+    kind, limit = typed(annotation)
+    value = _typed(spec, key, value, kind)
+    if limit is not None and (problem := limit.problem(value)):
+        raise UserError(f"{spec}: {key} {problem}")
+    return value
+
+
 def _typed(spec: Spec, key: str, value: Value, annotation: str) -> Value:
-    """Check a value against the field's annotation, as text."""
+    """Check a value against the field's type, as text."""
     wanted = [item.strip() for item in annotation.replace("<class '", "").replace("'>", "").split("|")]
     wanted = [item.rpartition(".")[2] if "[" not in item else item for item in wanted]
     if type(value).__name__ in wanted:

@@ -21,12 +21,13 @@ Needs: at least 20 periods in a run: the paper's outer momentum suits 100 and mo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from echelon.compression import Compression
+from echelon.core.bounds import Bounds, OneOf, check_bounds
 from echelon.core.errors import UserError
 from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.engine import Averaging
@@ -59,20 +60,17 @@ class DilocoSettings(SyncSettings):
 
     name: ClassVar[str] = "diloco"
     encodes_gradients: ClassVar[bool] = False
-    period: int
-    outer_lr: float | None = None
-    outer_momentum: float | None = None
-    fragments: int = 1
-    overlap: int = 0
-    alpha: float | None = None
-    optimizer_state: str = "keep"
-    warmup: float = 0.1
+    period: Annotated[int, Bounds(least=1)]
+    outer_lr: Annotated[float | None, Bounds(above=0, hint="0.7 is the paper's")] = None
+    outer_momentum: Annotated[float | None, Bounds(least=0, below=1, hint="0.9 is the paper's")] = None
+    fragments: Annotated[int, Bounds(least=1)] = 1
+    overlap: Annotated[int, Bounds(least=0)] = 0
+    alpha: Annotated[float | None, Bounds(least=0, below=1)] = None
+    optimizer_state: Annotated[str, OneOf(("keep", "average", "reset"))] = "keep"
+    warmup: Annotated[float, Bounds(least=0, most=1)] = 0.1
 
     def __post_init__(self) -> None:
-        if self.outer_lr is not None and self.outer_lr <= 0:
-            raise ValueError(f"outer_lr {self.outer_lr:g}: use a positive number; 0.7 is the paper's")
-        if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum {self.outer_momentum:g}: use 0 to below 1; 0.9 is the paper's")
+        check_bounds(self)
         self.plan()
 
     def plan(self) -> AveragingPlan:

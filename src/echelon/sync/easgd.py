@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from echelon.compression import Compression
+from echelon.core.bounds import Bounds, OneOf, check_bounds
 from echelon.core.errors import UserError
 from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.engine import Averaging
@@ -48,18 +49,15 @@ class EasgdSettings(SyncSettings):
 
     name: ClassVar[str] = "easgd"
     encodes_gradients: ClassVar[bool] = False
-    period: int
-    beta: float | None = None
-    rho: float | None = None
-    optimizer_state: str = "keep"
+    period: Annotated[int, Bounds(least=1)]
+    beta: Annotated[float | None, Bounds(above=0, most=1, hint="0.9 is the paper's")] = None
+    rho: Annotated[float | None, Bounds(above=0)] = None
+    optimizer_state: Annotated[str, OneOf(("keep", "average", "reset"))] = "keep"
 
     def __post_init__(self) -> None:
         if self.beta is not None and self.rho is not None:
             raise ValueError("beta and rho both set the force: give one of them")
-        if self.beta is not None and not 0 < self.beta <= 1:
-            raise ValueError(f"beta {self.beta:g}: use above 0 to 1; 0.9 is the paper's")
-        if self.rho is not None and self.rho <= 0:
-            raise ValueError(f"rho {self.rho:g}: use a positive number")
+        check_bounds(self)
         self.plan()
 
     def plan(self) -> AveragingPlan:

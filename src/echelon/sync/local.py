@@ -23,9 +23,10 @@ Needs: at least 20 periods in a run, and a period that the data bears: replicas 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from echelon.compression import Compression
+from echelon.core.bounds import Bounds, OneOf
 from echelon.sync.averaging.engine import Averaging
 from echelon.sync.averaging.plan import AveragingPlan, MeanRule, check_deltas, length_notes
 from echelon.sync.base import Sync, SyncContext
@@ -48,11 +49,11 @@ class LocalSettings(SyncSettings):
 
     name: ClassVar[str] = "local"
     encodes_gradients: ClassVar[bool] = False
-    period: int
-    start: int = 0
-    optimizer_state: str = "keep"
-    overlap: int = 0
-    warmup: float = 0.1
+    period: Annotated[int, Bounds(least=1)]
+    start: Annotated[int, Bounds(least=0)] = 0
+    optimizer_state: Annotated[str, OneOf(("keep", "average", "reset"))] = "keep"
+    overlap: Annotated[int, Bounds(least=0)] = 0
+    warmup: Annotated[float, Bounds(least=0, most=1)] = 0.1
 
     def __post_init__(self) -> None:
         self.plan()

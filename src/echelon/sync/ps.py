@@ -11,10 +11,11 @@ Needs: network and memory for the servers; async pays with stale gradients.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from echelon.compression import Compression
-from echelon.core.errors import UserError, nearest
+from echelon.core.bounds import Bounds, OneOf, check_bounds
+from echelon.core.errors import UserError
 from echelon.sync.settings import SyncSettings
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from echelon.sync.base import Sync, SyncContext
     from echelon.sync.state_bytes import Piece, StateBytes
 
-MODES = ("sync", "async", "ssp")
-COMPENSATIONS = ("none", "constant", "adaptive")
 # Zheng et al. 2017: lambda of the constant form, and lambda_0 of the adaptive one in the authors' code.
 MANY_WORKERS = 4
 """From which on stale gradients cost so much in a short run that they are scaled: measured with two and with four."""
@@ -60,37 +59,23 @@ class ServerSettings(SyncSettings):
 
     name: ClassVar[str] = "ps"
     uses_servers: ClassVar[bool] = True
-    mode: str = "async"
-    servers: int = 1
-    staleness: int = 3
-    backup: int = 0
-    parts: int | None = None
-    compensation: str = "none"
-    strength: float | None = None
+    mode: Annotated[str, OneOf(("sync", "async", "ssp"))] = "async"
+    servers: Annotated[int, Bounds(least=1, most=64)] = 1
+    staleness: Annotated[int, Bounds(least=0, most=10_000)] = 3
+    backup: Annotated[int, Bounds(least=0, most=1_000)] = 0
+    parts: Annotated[int | None, Bounds(least=1, most=4096)] = None
+    compensation: Annotated[str, OneOf(("none", "constant", "adaptive"))] = "none"
+    strength: Annotated[float | None, Bounds(least=0)] = None
     by_staleness: bool | None = None
     momentum_correction: bool | None = None
-    decay_s: float = 0.0
-    snapshot_every: int = 200
-    replicas: int = 0
-    chunk_kb: int = 1024
+    decay_s: Annotated[float, Bounds(least=0)] = 0.0
+    snapshot_every: Annotated[int, Bounds(least=1, most=1_000_000_000)] = 200
+    replicas: Annotated[int, Bounds(least=0, most=1)] = 0
+    chunk_kb: Annotated[int, Bounds(least=4, most=65_536)] = 1024
     ema: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, known in (("mode", MODES), ("compensation", COMPENSATIONS)):
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(f"{name} {value!r} is unknown: {nearest(value, known)}use one of {', '.join(known)}")
-        for name, low, high in (
-            ("servers", 1, 64),
-            ("staleness", 0, 10_000),
-            ("backup", 0, 1_000),
-            ("parts", 1, 4096),
-            ("replicas", 0, 1),
-            ("snapshot_every", 1, 10**9),
-            ("chunk_kb", 4, 65_536),
-        ):
-            if (value := getattr(self, name)) is not None and not low <= value <= high:
-                raise ValueError(f"{name}={value}: it must be between {low} and {high}")
+        check_bounds(self)
         if self.backup and self.mode != "sync":
             raise ValueError(f"backup={self.backup} belongs to mode=sync; mode={self.mode} waits for no gradient")
         if self.parts and self.aggregates:
@@ -99,8 +84,6 @@ class ServerSettings(SyncSettings):
         if stale and self.aggregates:
             raise ValueError("compensation, by_staleness, momentum_correction and decay_s act on stale gradients: "
                              "with mode=sync there are none, use mode=async or mode=ssp")  # fmt: skip
-        if self.decay_s < 0 or (self.strength is not None and self.strength < 0):
-            raise ValueError("decay_s and strength must not be negative")
 
     @property
     def warmup_share(self) -> float:
@@ -117,12 +100,7 @@ class ServerSettings(SyncSettings):
 
         Delay compensation takes plain gradients; a single worker's momentum is in the servers' checkpoints.
         """
-        return (
-            workers > 1
-            and not self.aggregates
-            and self.momentum_correction is None
-            and self.compensation == COMPENSATIONS[0]
-        )
+        return workers > 1 and not self.aggregates and self.momentum_correction is None and self.compensation == "none"
 
     def server_momentum(self, wanted: float, workers: int, batch_parts: int) -> float:
         """Return the servers' momentum with so many workers, where each batch is cut into parts."""

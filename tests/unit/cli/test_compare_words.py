@@ -20,8 +20,8 @@ def test_a_dry_run_shows_the_commands_and_starts_nothing(tmp_path: Path) -> None
 
 
 def test_a_dry_run_says_which_candidate_will_be_refused(tmp_path: Path) -> None:
-    tries = ("--try", "sync=allreduce", "--try", "compression=topk(3)")
+    tries = ("--try", "sync=allreduce", "--try", "sync=local(3, overlap=3)")
     done = echelon("compare", "digits", "--workers", "2", *tries, "--seeds", "2", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 4
     said = [line for line in done.stderr.splitlines() if "refused" in line]
-    assert len(said) == 1 and said[0].startswith("echelon: compression=topk(3) will be refused: --compression: ")
+    assert len(said) == 1 and said[0].startswith("echelon: sync=local(3, overlap=3) will be refused: --sync: ")

@@ -102,8 +102,8 @@ def test_adapters_and_the_head_are_trained_and_others_join() -> None:
     [
         ("lora(targets=query)", "query matches no layer of SmallViT .* there are qkv, proj, fc1, fc2"),
         ("lora(r=64)", "has no linear layer or convolution but its head that is larger than r=64"),
-        ("lora(r=0)", "r is 1 at least"),
-        ("lora(alpha=0)", "alpha is above 0"),
+        ("lora(r=0)", "r must be at least 1"),
+        ("lora(alpha=0)", "alpha must be above 0"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_in_a_line(tune: str, reason: str) -> None:

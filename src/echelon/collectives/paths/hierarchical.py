@@ -7,10 +7,11 @@ Needs: group=RANKS OF A MACHINE.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from echelon.collectives.base import Path, Tiers
 from echelon.collectives.schedule import PathStep, Ring, all_gather, reduce_scatter, ring_sum
+from echelon.core.bounds import Bounds, check_bounds
 from echelon.core.shards import cut
 
 
@@ -30,11 +31,10 @@ class Hierarchical(Path):
 
     name: ClassVar[str] = "hierarchical"
     examples: ClassVar[tuple[str, ...]] = tuple(f"hierarchical(group={size})" for size in (2, 3, 1, 4, 8))
-    group: int
+    group: Annotated[int, Bounds(least=1)]
 
     def __post_init__(self) -> None:
-        if self.group < 1:
-            raise ValueError(f"group must be at least 1, not {self.group}")
+        check_bounds(self)
 
     def tiers(self, rank: int, size: int, numel: int) -> Tiers:
         """Return the ring of this rank's group, the ring between groups that it is in, and the spans of the pieces."""

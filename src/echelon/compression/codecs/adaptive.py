@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from echelon.compression.codecs.topk import TopK
 from echelon.compression.registry import codec_class
 from echelon.compression.rungs import MEASURED_EVERY, RungControl
 from echelon.compression.wire import Layout
+from echelon.core.bounds import Bounds, check_bounds
 from echelon.core.spec import spec_of
 
 _HEAD = 8
@@ -51,12 +52,11 @@ class Adaptive(Codec):
         "adaptive(error=0.1, follow_link=false)",
         "adaptive(error=0.4)",
     )
-    error: float = 0.1
+    error: Annotated[float, Bounds(above=0, most=0.5)] = 0.1
     follow_link: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.error <= 0.5:
-            raise ValueError(f"error must be above 0 and at most 0.5, the nearest is {0.5 if self.error > 0 else 0.01}")
+        check_bounds(self)
 
     @property
     def biased(self) -> bool:

@@ -7,12 +7,13 @@ Needs: nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
 from echelon.compression.blocks import Grid
 from echelon.compression.quantiser import Quantiser
+from echelon.core.bounds import Bounds, check_bounds
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,10 @@ class Int8(Quantiser):
     name: ClassVar[str] = "int8"
     examples: ClassVar[tuple[str, ...]] = ("int8", "int8(block=100)", "int8+huffman")
     takes_rows: ClassVar[bool] = True
-    block: int = 1024
+    block: Annotated[int, Bounds(least=1, most=131_072)] = 1024
 
     def __post_init__(self) -> None:
-        self.grid  # noqa: B018 (checks the settings)
+        check_bounds(self)
 
     @property
     def grid(self) -> Grid:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ from echelon.compression.base import (
     Payload,
     Rounds,
     State,
-    check_eased,
     empty,
     refuse_nonfinite_elements,
     working_dtype,
 )
 from echelon.compression.wire import Layout
+from echelon.core.bounds import Bounds, check_bounds
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,12 @@ class PowerSgd(Eased):
     examples: ClassVar[tuple[str, ...]] = ("powersgd", "powersgd(rank=1)", "powersgd(rank=4)")
     linear: ClassVar[bool] = True
     shaped: ClassVar[bool] = True
-    rank: int = 2
-    warmup_steps: int | None = None
-    finish_steps: int | None = None
+    rank: Annotated[int, Bounds(least=1)] = 2
+    warmup_steps: Annotated[int | None, Bounds(least=0)] = None
+    finish_steps: Annotated[int | None, Bounds(least=0)] = None
 
     def __post_init__(self) -> None:
-        check_eased(self.warmup_steps, self.finish_steps)
-        if self.rank < 1:
-            raise ValueError("rank must be at least 1, the nearest is 1")
+        check_bounds(self)
 
     @property
     def biased(self) -> bool:

@@ -7,13 +7,14 @@ Needs: nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
 from echelon.compression import bits
 from echelon.compression.blocks import Grid
 from echelon.compression.quantiser import Quantiser
+from echelon.core.bounds import Bounds, check_bounds
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class Qsgd(Quantiser):
         "qsgd(127, 33)",
         "qsgd+huffman",
     )
-    levels: int = 7
-    bucket: int = 512
+    levels: Annotated[int, Bounds(least=1, most=127)] = 7
+    bucket: Annotated[int, Bounds(least=1, most=131_072)] = 512
 
     def __post_init__(self) -> None:
-        self.grid  # noqa: B018 (checks the settings)
+        check_bounds(self)
 
     @property
     def grid(self) -> Grid:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,15 +21,14 @@ from echelon.compression.base import (
     Payload,
     Rounds,
     State,
-    check_eased,
-    check_momentum,
     empty,
     flat,
     refuse_nonfinite_elements,
 )
 from echelon.compression.selection import gather, scatter
-from echelon.compression.sparse import check_density, count_for
+from echelon.compression.sparse import count_for
 from echelon.compression.wire import Layout
+from echelon.core.bounds import Bounds, check_bounds
 
 _PRIME = (1 << 31) - 1
 
@@ -58,16 +57,14 @@ class RandomK(CorrectsMomentum, Eased):
     linear: ClassVar[bool] = True
     momentum_inside: ClassVar[bool] = True
     mask_below: ClassVar[float] = math.inf
-    density: float
-    momentum: float | None = None
+    density: Annotated[float, Bounds(above=0, most=1)]
+    momentum: Annotated[float | None, Bounds(least=0, below=1)] = None
     nesterov: bool | None = None
-    warmup_steps: int | None = None
-    finish_steps: int | None = None
+    warmup_steps: Annotated[int | None, Bounds(least=0)] = None
+    finish_steps: Annotated[int | None, Bounds(least=0)] = None
 
     def __post_init__(self) -> None:
-        check_density(self.density)
-        check_momentum(self.momentum)
-        check_eased(self.warmup_steps, self.finish_steps)
+        check_bounds(self)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         """The state's "sent" is the share of elements that the last message carried; -1 before the first one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +22,15 @@ from echelon.compression.base import (
     Meta,
     Payload,
     State,
-    check_eased,
-    check_momentum,
     empty,
     flat32,
     refuse_nonfinite,
 )
 from echelon.compression.bits import pack_bits, packed_size, unpack_bits
-from echelon.compression.blocks import block_count, check_block, rows
+from echelon.compression.blocks import block_count, rows
 from echelon.compression.chunks import CHUNK, DecodedChunks, accumulate, spans, tiles, write
 from echelon.compression.wire import Layout
+from echelon.core.bounds import Bounds, check_bounds
 
 
 @dataclass(frozen=True)
@@ -68,22 +67,16 @@ class Sign(CorrectsMomentum, Eased):
         "sign+huffman",
     )
     momentum_inside: ClassVar[bool] = True
-    block: int = 4096
+    block: Annotated[int, Bounds(least=8, most=131_072, step=8)] = 4096
     vote: bool = False
-    momentum: float | None = None
-    magnitude: float = 0.02
+    momentum: Annotated[float | None, Bounds(least=0, below=1)] = None
+    magnitude: Annotated[float, Bounds(above=0, hint="such as 0.02")] = 0.02
     nesterov: bool | None = None
-    warmup_steps: int | None = None
-    finish_steps: int | None = None
+    warmup_steps: Annotated[int | None, Bounds(least=0)] = None
+    finish_steps: Annotated[int | None, Bounds(least=0)] = None
 
     def __post_init__(self) -> None:
-        check_block(self.block)
-        if self.block % 8:
-            raise ValueError(f"block must be a multiple of 8, the nearest is {max(round(self.block / 8), 1) * 8}")
-        check_momentum(self.momentum)
-        check_eased(self.warmup_steps, self.finish_steps)
-        if self.magnitude <= 0:
-            raise ValueError("magnitude must be positive, such as 0.02")
+        check_bounds(self)
         if not self.vote and self.magnitude != Sign.magnitude:
             raise ValueError("magnitude is that of a vote's result: without vote=true each block has its own scale")
         if self.vote and self.block != Sign.block:

@@ -7,7 +7,7 @@ Needs: nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from echelon.compression.base import empty
 from echelon.compression.blocks import Grid
 from echelon.compression.quantiser import Quantiser
+from echelon.core.bounds import Bounds, check_bounds
 
 _DIGITS = 5
 
@@ -37,11 +38,11 @@ class Ternary(Quantiser):
 
     name: ClassVar[str] = "ternary"
     examples: ClassVar[tuple[str, ...]] = ("ternary", "ternary(clip=0)", "ternary(clip=0)+huffman")
-    block: int = 512
-    clip: float = 2.5
+    block: Annotated[int, Bounds(least=1, most=131_072)] = 512
+    clip: Annotated[float, Bounds(least=0)] = 2.5
 
     def __post_init__(self) -> None:
-        self.grid  # noqa: B018 (checks the settings)
+        check_bounds(self)
 
     @property
     def grid(self) -> Grid:

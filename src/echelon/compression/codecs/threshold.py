@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from echelon.compression.base import Codec, CorrectsMomentum, Eased, State, check_eased, check_momentum
+from echelon.compression.base import Codec, CorrectsMomentum, Eased, State
 from echelon.compression.selection import above, largest, quantile, sampled
-from echelon.compression.sparse import Sparse, check_density, check_values, count_for
+from echelon.compression.sparse import Sparse, count_for
+from echelon.core.bounds import Bounds, OneOf, check_bounds
 
 # Beyond this factor off target the threshold is the sample's quantile again: at the first step, or after a jump.
 _LOST = 2.0
@@ -54,24 +55,18 @@ class Threshold(CorrectsMomentum, Eased, Sparse):
         "threshold(density=0.02, values=fp32)",
         "threshold(density=0.01)+huffman",
     )
-    tau: float | None = None
-    density: float | None = None
-    momentum: float | None = None
-    values: str = "bf16"
+    tau: Annotated[float | None, Bounds(above=0, hint="such as 0.001")] = None
+    density: Annotated[float | None, Bounds(above=0, most=1)] = None
+    momentum: Annotated[float | None, Bounds(least=0, below=1)] = None
+    values: Annotated[str, OneOf(("bf16", "fp32", "sign"))] = "bf16"
     nesterov: bool | None = None
-    warmup_steps: int | None = None
-    finish_steps: int | None = None
+    warmup_steps: Annotated[int | None, Bounds(least=0)] = None
+    finish_steps: Annotated[int | None, Bounds(least=0)] = None
 
     def __post_init__(self) -> None:
         if (self.tau is None) == (self.density is None):
             raise ValueError("give either tau (fixed) or density (adaptive), such as threshold(density=0.01)")
-        if self.tau is not None and self.tau <= 0:
-            raise ValueError("tau must be positive, such as 0.001")
-        if self.density is not None:
-            check_density(self.density)
-        check_momentum(self.momentum)
-        check_eased(self.warmup_steps, self.finish_steps)
-        check_values(self.values)
+        check_bounds(self)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         """Return a state with the last "threshold" and the "slope" d log(count) / d log(threshold) there."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
@@ -18,12 +18,11 @@ from echelon.compression.base import (
     Eased,
     State,
     WholeSteps,
-    check_eased,
-    check_momentum,
     share_of,
 )
 from echelon.compression.selection import largest
-from echelon.compression.sparse import Sparse, check_density, check_values, count_for
+from echelon.compression.sparse import Sparse, count_for
+from echelon.core.bounds import Bounds, OneOf, check_bounds
 
 _STAGES = 4
 _TURNS = 5
@@ -63,21 +62,16 @@ class TopK(CorrectsMomentum, Eased, Sparse):
         "topk(0.5, values=fp32)",
         "topk(0.01)+huffman",
     )
-    density: float
-    momentum: float | None = None
-    clip: float = 0.0
-    warmup_steps: int | None = None
-    values: str = "bf16"
+    density: Annotated[float, Bounds(above=0, most=1)]
+    momentum: Annotated[float | None, Bounds(least=0, below=1)] = None
+    clip: Annotated[float, Bounds(least=0)] = 0.0
+    warmup_steps: Annotated[int | None, Bounds(least=0)] = None
+    values: Annotated[str, OneOf(("bf16", "fp32", "sign"))] = "bf16"
     nesterov: bool | None = None
-    finish_steps: int | None = None
+    finish_steps: Annotated[int | None, Bounds(least=0)] = None
 
     def __post_init__(self) -> None:
-        check_density(self.density)
-        check_momentum(self.momentum)
-        check_values(self.values)
-        if self.clip < 0:
-            raise ValueError("clip must be positive, or 0 for none")
-        check_eased(self.warmup_steps, self.finish_steps)
+        check_bounds(self)
 
     @property
     def local_clip(self) -> float:

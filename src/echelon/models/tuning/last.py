@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import nn
 
+from echelon.core.bounds import Bounds, check_bounds
 from echelon.core.errors import UserError
 from echelon.models.tuning.base import TuningKind, blocks_of
 
@@ -23,11 +25,10 @@ class Last(TuningKind):
         blocks: how many, counted from the end.
     """
 
-    blocks: int = 1
+    blocks: Annotated[int, Bounds(least=1)] = 1
 
     def __post_init__(self) -> None:
-        if self.blocks < 1:
-            raise ValueError("at least 1 block")
+        check_bounds(self)
 
     def trained(self, model: nn.Module) -> Set[str] | None:
         """Return the names from the first of the blocks on, in the order in which the model declares them.

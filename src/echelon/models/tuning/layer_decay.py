@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import nn
 
+from echelon.core.bounds import Bounds, check_bounds
 from echelon.models.tuning.base import TuningKind, blocks_of
 
 
@@ -28,11 +29,10 @@ class LayerDecay(TuningKind):
     """
 
     trains: ClassVar[str] = "nothing"
-    decay: float = 0.75
+    decay: Annotated[float, Bounds(above=0, most=1)] = 0.75
 
     def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise ValueError("the decay is above 0, and 1 at most")
+        check_bounds(self)
 
     def rates(self, model: nn.Module) -> Mapping[str, float]:
         """Return decay^(n - i) for each parameter, i being the number of its layer among n."""

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor, nn
 
 from echelon.core.adapters import adapted_layer
+from echelon.core.bounds import Bounds, check_bounds
 from echelon.core.errors import UserError
 from echelon.core.hints import matches
 from echelon.models.adapters import add_adapters, can_be_adapted, merged
@@ -42,15 +43,12 @@ class Lora(TuningKind):
 
     package: ClassVar[str] = "peft"
     trains: ClassVar[str] = "adapters"
-    r: int = 8
-    alpha: float = 16.0
+    r: Annotated[int, Bounds(least=1)] = 8
+    alpha: Annotated[float, Bounds(above=0)] = 16.0
     targets: str = AUTO
 
     def __post_init__(self) -> None:
-        if self.r < 1:
-            raise ValueError("r is 1 at least")
-        if self.alpha <= 0:
-            raise ValueError("alpha is above 0")
+        check_bounds(self)
 
     def prepare(self, model: nn.Module) -> None:
         """Put adapters into the layers.

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import nn
 
+from echelon.core.bounds import Bounds, check_bounds
 from echelon.models.tuning.base import TuningKind, matching
 
 
@@ -27,12 +29,11 @@ class Unfreeze(TuningKind):
         pattern: of modules, with all that is in them, or of parameters; empty: everything.
     """
 
-    epoch: int
+    epoch: Annotated[int, Bounds(least=2, hint="epochs count from 1, and what trains from the first is not frozen")]
     pattern: str = ""
 
     def __post_init__(self) -> None:
-        if self.epoch < 2:
-            raise ValueError("epochs count from 1: use 2 at least, for what is trained from the start is not frozen")
+        check_bounds(self)
 
     @property
     def begins(self) -> int:
