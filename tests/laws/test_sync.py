@@ -499,7 +499,7 @@ def test_a_dead_peer_never_hangs_an_average(spec: str) -> None:
         ("local(3, overlap=3)", "none", "use 0 to 2"),
         ("local", "none", "a setting is missing"),
         ("local(4, optimiser_state=keep)", "none", "did you mean optimizer_state"),
-        ("local(4, optimizer_state=drop)", "none", "use keep, average, reset"),
+        ("local(4, optimizer_state=drop)", "none", "must be one of keep, average, reset"),
         ("diloco(4, fragments=5)", "none", "use 1 to 4"),
         ("diloco(4, overlap=4)", "none", "use 0 to 3"),
         ("diloco(4, outer_momentum=1.0)", "none", "0.9 is the paper's"),

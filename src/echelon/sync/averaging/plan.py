@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from torch import Tensor
 
 from echelon.compression import Compression
+from echelon.core.bounds import Bounds, OneOf, check_bounds
 from echelon.core.errors import UserError
 from echelon.core.state_tree import StateTree, StateView
-
-OPTIMIZER_STATES = ("keep", "average", "reset")
 
 
 @dataclass(frozen=True)
@@ -35,33 +34,24 @@ class AveragingPlan:
         ValueError: a setting is out of its range.
     """
 
-    period: int
-    start: int = 0
-    fragments: int = 1
-    overlap: int = 0
-    alpha: float = 0.0
-    optimizer_state: str = "keep"
+    period: Annotated[int, Bounds(least=1)]
+    start: Annotated[int, Bounds(least=0)] = 0
+    fragments: Annotated[int, Bounds(least=1)] = 1
+    overlap: Annotated[int, Bounds(least=0)] = 0
+    alpha: Annotated[float, Bounds(least=0, below=1)] = 0.0
+    optimizer_state: Annotated[str, OneOf(("keep", "average", "reset"))] = "keep"
     keep_progress: bool = False
-    warmup: float = 0.0
+    warmup: Annotated[float, Bounds(least=0, most=1)] = 0.0
     finishes: bool = False
     dense: int = 0
     last: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.warmup <= 1:
-            raise ValueError(f"warmup {self.warmup:g}: use a share of the run's steps, 0 (none) to 1")
-        if self.period < 1:
-            raise ValueError(f"period {self.period}: use at least 1 step")
-        if self.start < 0:
-            raise ValueError(f"start {self.start}: write how many synchronous steps come first, 0 for none")
-        if not 1 <= self.fragments <= self.period:
+        check_bounds(self)
+        if self.fragments > self.period:
             raise ValueError(f"fragments {self.fragments}: use 1 to {self.period}, for one agrees per step of a period")
-        if not 0 <= self.overlap < self.period:
+        if self.overlap >= self.period:
             raise ValueError(f"overlap {self.overlap}: use 0 to {self.period - 1}, less than the period {self.period}")
-        if not 0 <= self.alpha < 1:
-            raise ValueError(f"alpha {self.alpha:g}: use 0 (take the mean) to below 1 (keep what is one's own)")
-        if self.optimizer_state not in OPTIMIZER_STATES:
-            raise ValueError(f"optimizer_state {self.optimizer_state}: use {', '.join(OPTIMIZER_STATES)}")
 
     @property
     def in_one_piece(self) -> bool:
