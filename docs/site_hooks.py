@@ -127,7 +127,7 @@ def _type(argument: Argument) -> str:
 
 
 def _default(argument: Argument) -> str:
-    return "must be given" if argument.default is None else f"`{argument.default}`"
+    return "required" if argument.default is None else f"`{argument.default}`"
 
 
 def escaped(text: str) -> str:

@@ -220,14 +220,13 @@ def explain_command() -> Any:
 
     def explain(name: Annotated[str, typer.Argument(help="a name of `echelon list`, or a spec")]) -> None:
         """Print what a choice does, and what it cost where it was measured."""
-        word = name if ":" in name or "/" in name else name_of(name)
         names = {kind: kind.all_names() for kind in kinds()}
+        known = set(itertools.chain(*names.values()))
+        word = name if name in known or ":" in name or "/" in name else name_of(name)
         holding = [kind for kind, held in names.items() if word in held]
         found = [(kind, entry) for kind in holding for entry in kind.entries if word == entry.name]
         if not found:
-            raise UserError(
-                f"unknown name {word!r}: {nearest(word, itertools.chain(*names.values()))}`echelon list` shows all"
-            )
+            raise UserError(f"unknown name {word!r}: {nearest(word, known)}`echelon list` shows all")
         for kind, entry in found:
             print("\n".join(_explanation(kind, entry)).strip() + "\n")
 
@@ -265,8 +264,8 @@ def _explanation(kind: Kind, entry: Entry) -> Iterator[str]:
 
 
 def _default(argument: Argument) -> str:
-    default = "may be left out" if argument.default == "None" else f"default: {argument.default}"
-    return "; ".join(filter(None, ["must be given" if argument.default is None else default, argument.allowed]))
+    default = "optional" if argument.default == "None" else f"default: {argument.default}"
+    return "; ".join(filter(None, ["required" if argument.default is None else default, argument.allowed]))
 
 
 def _usage(entry: Entry) -> str:

@@ -62,7 +62,8 @@ def command() -> Any:
             "candidate is trained again for the epochs that end in it")),
         parameter("tune_lr", bool, typer.Option(
             False, "--tune-lr", help="look first, in short runs, for each candidate's best learning rate")),
-        parameter("config", str | None, typer.Option(None, "--config", help="YAML file of settings for every run")),
+        parameter("config", str | None, typer.Option(
+            None, "--config", metavar="FILE", help="YAML file of settings for every run")),
         parameter("retry", bool, typer.Option(False, "--retry", help="run again what was refused or failed")),
         parameter("dry_run", bool, typer.Option(False, "--dry-run", help="show each run's command, start nothing")),
         parameter("serve", bool, typer.Option(

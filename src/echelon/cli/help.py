@@ -15,6 +15,7 @@ WIDTH = 80
 _LEFT = 26
 _MOST_WIDTH = 100
 BASIC = "Options"
+_DEFAULT = re.compile(r"\[default: [^\]]{1,30}\]")  # is not broken
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class HelpfulCommand(TyperCommand):
         formatter.buffer.append("\n".join(self._lines(ctx, width)))
 
     def _lines(self, ctx: Any, width: int) -> Iterator[str]:
-        usage = " ".join(self.collect_usage_pieces(ctx))
-        yield f"usage: {ctx.command_path} {usage}"
+        arguments = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
+        yield " ".join([f"usage: {ctx.command_path} [OPTIONS]", *map(_usage, arguments)])
         yield from ("", *paragraphs(self.help or "", width))
         sections: dict[str, list[Row]] = {"Arguments": [], BASIC: []}
         for parameter in self.get_params(ctx):
@@ -54,7 +55,9 @@ def section(heading: str, rows: Sequence[Row], width: int = WIDTH) -> Iterator[s
         return
     yield from ("", f"{heading}:")
     for row in rows:
-        lines = textwrap.wrap(row.text, width - _LEFT, break_long_words=False, break_on_hyphens=False) or [""]
+        text = _DEFAULT.sub(lambda found: found[0].replace(" ", "\u00a0"), row.text)
+        lines = textwrap.wrap(text, width - _LEFT, break_long_words=False, break_on_hyphens=False) or [""]
+        lines = [line.replace("\u00a0", " ") for line in lines]
         if len(row.typed) + 4 > _LEFT:
             yield f"  {row.typed}"
         else:
@@ -73,9 +76,18 @@ def paragraphs(text: str, width: int = WIDTH) -> Iterator[str]:
             yield from textwrap.wrap(" ".join(paragraph.split()), width)
 
 
+def _usage(argument: Any) -> str:
+    name = _argument_name(argument)
+    return name if argument.required or name.startswith("[") else f"[{name}]"
+
+
+def _argument_name(argument: Any) -> str:
+    return str(argument.metavar or argument.name.upper())
+
+
 def _row(parameter: Any) -> Row:
     if parameter.param_type_name == "argument":
-        return Row(parameter.metavar or parameter.name.upper(), _text(parameter))
+        return Row(_argument_name(parameter), _text(parameter))
     flags = [*parameter.opts, *parameter.secondary_opts]
     if any(flag == f"--no-{parameter.opts[0].removeprefix('--')}" for flag in parameter.secondary_opts):
         return Row(f"--[no-]{parameter.opts[0].removeprefix('--')}", _text(parameter))

@@ -71,7 +71,9 @@ def logs_command() -> Any:
         follow: Annotated[bool, typer.Option("--follow", "-f", help="go on with what is added, until ctrl-c")] = False,
         rank: Annotated[
             int | None,
-            typer.Option("--rank", min=0, help="of which process [default: what a run at a place prints, else 0]"),
+            typer.Option(
+                "--rank", min=0, metavar="N", help="whose log [default: what a run at a place prints, else 0]"
+            ),
         ] = None,
     ) -> None:
         """Print the log of a run's process, or what a run elsewhere prints."""

@@ -73,7 +73,8 @@ def command() -> Any:
     extra = [
         parameter("at", list[str] | None, typer.Option(
             None, "--at", metavar="MACHINES", show_default=False, help="machines, as above; may be repeated")),
-        parameter("config", str | None, typer.Option(None, "--config", help="YAML file of settings for DATA")),
+        parameter("config", str | None, typer.Option(
+            None, "--config", metavar="FILE", help="YAML file of settings for DATA")),
         parameter("page", str, typer.Option(_PAGE, "--page", metavar="FILE", help="the page that is written")),
         parameter("history", str, typer.Option(
             "", "--history", metavar="RUNS",

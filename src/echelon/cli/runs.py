@@ -43,12 +43,14 @@ def evaluate_command() -> Any:
         parameter("run", str, typer.Argument(..., help="the run's folder")),
         trust_parameter(),
         parameter("follow_links", bool, typer.Option(
-            False, "--follow-links", help="use links in the data folder that lead out of it")),
-        parameter("data", str, typer.Option("", "--data", help="other data than the run's, by name or folder")),
+            False, "--follow-links", help="follow links that lead out of the data folder")),
+        parameter("data", str, typer.Option(
+            "", "--data", help="other data than the run's: its test set, or the part that training would hold out")),
         parameter("checkpoint", str, typer.Option(
-            "best", "--checkpoint", metavar="best|newest|STEP", help="which one [default: best]")),
+            "best", "--checkpoint", metavar="best|newest|STEP", help="the checkpoint to evaluate [default: best]")),
         parameter("workers", int, typer.Option(
-            0, "--workers", min=0, help="processes that share the work [default: as many as the run has]")),
+            0, "--workers", min=0, metavar="N",
+            help="processes that share the work [default: as many as the run has]")),
         parameter("as_json", bool, typer.Option(False, "--json", help="print the metrics as one JSON object")),
     ]  # fmt: skip
     return as_command(with_parameters(evaluate, options), "evaluate", COMMANDS["evaluate"][1])

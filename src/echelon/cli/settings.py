@@ -21,20 +21,23 @@ from echelon.sync.registry import STRATEGIES
 TRUST = "import code (module:function) that a description's file names and you have not used before"
 
 BASICS = (  # what most commands need: shown first
-    "model.name", "training.epochs", "data.batch_size", "optimizer.name", "optimizer.lr", "launch.workers",
+    "task", "model.name", "training.epochs", "data.batch_size", "optimizer.name", "optimizer.lr", "launch.workers",
     "training.device", "training.precision", "strategy.parallel", "strategy.sync", "strategy.compression",
     "strategy.collective", "training.seed", "run",
 )  # fmt: skip
 HEADINGS = {
     "data": "Data", "model": "Model", "optimizer": "Optimizer and loss", "training": "Training",
     "strategy": "Layout", "launch": "Processes and machines", "checkpoint": "Checkpoints",
-    "tracking": "Callbacks and loggers", "run": "Run",
+    "tracking": "Callbacks and loggers",
 }  # fmt: skip
 METAVARS = {
     "strategy.parallel": "LAYOUT", "strategy.sync": "SPEC", "strategy.compression": "SPEC",
     "strategy.collective": "SPEC", "model.tune": "SPEC", "run": "FOLDER",
     "data.root": "FOLDER", "launch.log_dir": "FOLDER",
     "model.weights": "FILE", "model.name": "NAME", "optimizer.name": "NAME", "task": "NAME", "launch.on": "PLACE",
+    "training.max_time": "TIME", "launch.timeout": "TIME", "launch.machine_patience": "TIME",
+    "checkpoint.io_patience": "TIME", "launch.log_limit": "SIZE", "launch.rendezvous": "HOST:PORT",
+    "checkpoint.mirror": "URL",
 }  # fmt: skip
 _TYPES = {int: "N", float: "NUMBER", str: "TEXT"}
 
@@ -81,7 +84,7 @@ def _setting(name: str, item: Field[Any], kind: Any) -> inspect.Parameter:
     text = traits_of(item).help + _values(name, kind) + _default(item)
     if not flag.startswith("--"):
         return parameter(key, str | None, typer.Argument(None, metavar=flag, help=text, show_default=False))
-    panel = BASIC if name in BASICS else HEADINGS[name.partition(".")[0] if "." in name else "run"]
+    panel = BASIC if name in BASICS else HEADINGS[name.partition(".")[0]]
     option = partial(typer.Option, None, help=text, rich_help_panel=panel, show_default=False)
     if kind is bool:
         return parameter(key, bool | None, option(f"{flag}/--no-{flag[2:]}"))

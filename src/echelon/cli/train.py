@@ -59,7 +59,9 @@ def command() -> Any:
         _train(resolved, way)
 
     of_file = parameter(
-        "config", str | None, typer.Option(None, "--config", help="YAML file of settings; options override it")
+        "config",
+        str | None,
+        typer.Option(None, "--config", metavar="FILE", help="YAML file of settings; options override it"),
     )
     text = f"{COMMANDS['train'][1]}\n\n{EXAMPLES}\n\n{EXIT_CODES}"
     return as_command(with_settings(train, [of_file, *_choosing(), *_ways_to_start()]), "train", text)
@@ -171,9 +173,8 @@ def _elsewhere(config: RunConfig, way: WayToStart) -> bool:
 def _choosing() -> list[inspect.Parameter]:
     return [
         parameter("auto", bool, typer.Option(
-            False, "--auto", help="choose layout, sync and codec by memory and short runs on these workers and "
-            "links, and say why; the description has what was chosen; of one choice alone: --parallel auto, "
-            "--sync auto, --compression auto")),
+            False, "--auto", help="choose layout, sync and codec by memory and short trial runs on these workers "
+            "and links, and say why; for one of them alone: --parallel auto, --sync auto, --compression auto")),
         parameter("tolerance", float, typer.Option(
             0.3, "--tolerance", min=0.0, metavar="NUMBER", help="with --auto: points of accuracy that a way may cost, "
             "as measured elsewhere [default: 0.3]")),

@@ -68,18 +68,21 @@ def predict_command() -> Any:
             _print_table(rows)
 
     options = [
-        parameter("run", str, typer.Argument(..., help="the run's folder")),
+        parameter("run", str, typer.Argument(..., metavar="RUN", help="the run's folder")),
         parameter("files", list[str], typer.Argument(
-            None, metavar="FILES...",
+            None, metavar="[FILE...]",
             help="images, sounds, folders of these, tables, or texts with one a line; -: those of standard input")),
         parameter("text", list[str], typer.Option(None, "--text", help="a text, in place of a file; may be repeated")),
-        parameter("out", str, typer.Option("", "--out", metavar="FILE", help="write .jsonl, .csv or .parquet")),
-        parameter("masks", str, typer.Option("", "--masks", metavar="FOLDER", help="for a segmentation's masks")),
+        parameter("out", str, typer.Option(
+            "", "--out", metavar="FILE", help="write the predictions to this .jsonl, .csv or .parquet file")),
+        parameter("masks", str, typer.Option(
+            "", "--masks", metavar="FOLDER", help="where the masks of a segmentation are written")),
         parameter("as_json", bool, typer.Option(False, "--json", help="print one JSON object a line")),
         parameter("workers", int, typer.Option(
-            1, "--workers", min=0, help="processes that share the work; 0: one a GPU, or a core")),
+            1, "--workers", min=0, metavar="N",
+            help="processes that share the work; 0: one per GPU, or per core [default: 1]")),
         parameter("follow_links", bool, typer.Option(
-            False, "--follow-links", help="use links in folders that lead out of them")),
+            False, "--follow-links", help="follow links that lead out of a folder")),
         *_model_options(),
     ]  # fmt: skip
     return as_command(with_parameters(predict, options), "predict", COMMANDS["predict"][1])
@@ -108,10 +111,13 @@ def serve_command() -> Any:
 
     options = [
         parameter("run", str, typer.Argument(..., help="the run's folder")),
-        parameter("port", int, typer.Option(8000, "--port", help="of 127.0.0.1; 0: any free one")),
-        parameter("max_body", int, typer.Option(32, "--max-body", min=1, metavar="MB", help="of a request")),
+        parameter("port", int, typer.Option(
+            8000, "--port", metavar="N", help="port of 127.0.0.1; 0: any free one [default: 8000]")),
+        parameter("max_body", int, typer.Option(
+            32, "--max-body", min=1, metavar="MB", help="the most that a request may hold [default: 32]")),
         parameter("max_time_s", float, typer.Option(
-            "30s", "--max-time", parser=seconds_for("--max-time"), metavar="TEXT", help="until an answer")),
+            "30s", "--max-time", parser=seconds_for("--max-time"), metavar="TIME",
+            help="the most that a request may take [default: 30s]")),
         *_model_options(),
     ]  # fmt: skip
     return as_command(with_parameters(serve, options), "serve", COMMANDS["serve"][1])
@@ -120,12 +126,15 @@ def serve_command() -> Any:
 def _model_options() -> list[Any]:
     return [
         parameter("checkpoint", str, typer.Option(
-            "best", "--checkpoint", metavar="best|newest|STEP", help="of the run")),
-        parameter("device", str, typer.Option("auto", "--device", metavar="auto|cpu|cuda", help="that computes")),
-        parameter("most_tokens", int, typer.Option(100, "--tokens", min=1, help="that a language model adds")),
+            "best", "--checkpoint", metavar="best|newest|STEP", help="the run's checkpoint to use [default: best]")),
+        parameter("device", str, typer.Option(
+            "auto", "--device", metavar="auto|cpu|cuda", help="where to compute [default: auto]")),
+        parameter("most_tokens", int, typer.Option(
+            100, "--tokens", min=1, metavar="N", help="tokens that a language model adds [default: 100]")),
         parameter("temperature", float, typer.Option(
-            0.0, "--temperature", min=0.0, help="of the tokens that it draws; 0: the likeliest")),
-        parameter("seed", int, typer.Option(0, "--seed", help="of these draws")),
+            0.0, "--temperature", min=0.0, metavar="NUMBER",
+            help="temperature at which they are drawn; 0: always the likeliest [default: 0]")),
+        parameter("seed", int, typer.Option(0, "--seed", metavar="N", help="seed of these draws [default: 0]")),
         trust_parameter(),
     ]  # fmt: skip
 

@@ -19,11 +19,14 @@ def command() -> Any:
         run: Annotated[str, typer.Argument(metavar="RUN|STUDY", help="the folder of a run or a study")],
         once: Annotated[bool, typer.Option("--once", help="print how it stands now, as plain text, and end")] = False,
         serve: Annotated[bool, typer.Option("--serve", help="show it as a page on this machine instead")] = False,
-        port: Annotated[int, typer.Option("--port", help="of the page; 0: any free one")] = 0,
+        port: Annotated[int, typer.Option("--port", metavar="N", help="port of the page; 0: any free one")] = 0,
         wait_s: Annotated[
             float,
             typer.Option(
-                "--wait", parser=seconds_for("--wait"), metavar="TEXT", help="for a folder that is not there yet"
+                "--wait",
+                parser=seconds_for("--wait"),
+                metavar="TIME",
+                help="how long to wait for a folder that is not there yet",
             ),
         ] = "1m",  # type: ignore[assignment]  # read by the parser
     ) -> None:

@@ -79,7 +79,7 @@ class DataConfig:
     target: str = setting("", "column that is to be predicted, or several joined by commas")
     columns: str = setting(
         "",
-        "what input columns of whole numbers are, where it is not as chosen: number or category each, such as "
+        "what columns of whole numbers are, where the choice made is wrong: number or category, such as "
         "visits=number,shop=category",
     )
     time: str = setting(
@@ -91,9 +91,9 @@ class DataConfig:
         64, "recommendation without a target: items that a user did not take, drawn beside each one taken", above=1
     )
     tokeniser: str = setting(
-        "auto", "what text is cut with: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers"
+        "auto", "tokeniser of texts: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers"
     )
-    context: int = setting(128, "tokens of a window, where one long text is cut into windows", above=1)
+    context: int = setting(128, "tokens in each window that a long text is cut into", above=1)
     root: str = setting(
         "data",
         "folder for downloaded torchvision data sets, tokenisers that were trained, and indexes of tar shards",
@@ -108,7 +108,7 @@ class DataConfig:
     )
     eval_batch_size: int = setting(0, "samples per evaluation step and worker; 0: as in training", above=0)
     image_size: int = setting(0, "side of the square image in pixels; 0: from the data (ImageNet-sized: 224)", above=0)
-    follow_links: bool = setting(False, "use links in the data folder that lead out of it")
+    follow_links: bool = setting(False, "follow links that lead out of the data folder")
     augment: Literal["auto", "none", "flip_crop", "imagenet"] = setting(
         "auto", "augmentation: auto (by image size), none, flip_crop (pad and crop), imagenet (random resized crop)"
     )
@@ -125,7 +125,9 @@ class DataConfig:
         0.0, "mixup's alpha, such as 0.2: pairs of samples and their classes are blended; 0: off", above=0
     )
     cutmix: float = setting(
-        0.0, "CutMix's alpha, such as 1: a box of another image; with --mixup, a coin decides for each batch", above=0
+        0.0,
+        "CutMix's alpha, such as 1: a box of another image; with --mixup, a coin decides for each batch; 0: off",
+        above=0,
     )
     sample_weights: str = setting(
         "none",
@@ -140,7 +142,7 @@ class DataConfig:
     )
     on_nan: Literal["stop", "skip"] = setting(
         "stop",
-        "numbers of a sample that are not finite (NaN), or a loss: stop, or leave out that sample, or batch",
+        "when a sample or a loss is not finite (NaN): stop, or skip that sample or batch",
     )
     on_bad_image: Literal["stop", "skip"] = setting(
         "stop", "an image that cannot be decoded: stop, or skip and count it"
@@ -371,7 +373,7 @@ class TrackingConfig:
     notify: str = setting(
         "",
         "who is told how the run ends, and that a process died: a webhook's URL, in which $NAME is taken from the "
-        "environment, or a program, which reads JSON",
+        "environment, or a program, which reads JSON from its standard input",
         "--notify",
     )
 
@@ -388,5 +390,7 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    task: str = code_setting("auto", "what is learnt: auto (by the data), a task's name, or module:Class", "--task")
-    run: str = setting("", "the run's folder; default: runs/DATA-MODEL-NUMBER", "--run")
+    task: str = code_setting(
+        "auto", "what is learnt: auto (by the data), a name of `echelon list tasks`, or module:Class", "--task"
+    )
+    run: str = setting("", "the run's folder; left out: runs/DATA-MODEL-NUMBER", "--run")

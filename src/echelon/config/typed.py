@@ -14,11 +14,11 @@ class ResumeSettings(TypedDict, total=False):
     """Keywords of `echelon.resume`: settings by the names of the command line's options, with underscores."""
 
     follow_links: bool
-    """use links in the data folder that lead out of it [default: False]"""
+    """follow links that lead out of the data folder [default: False]"""
     loaders: int
     """loading processes per worker; 0: in the worker itself; -1: chosen from the data [default: -1]"""
     on_nan: Literal["stop", "skip"]
-    """numbers of a sample that are not finite (NaN), or a loss: stop, or leave out that sample, or batch [default: 'stop']"""
+    """when a sample or a loss is not finite (NaN): stop, or skip that sample or batch [default: 'stop']"""
     on_bad_image: Literal["stop", "skip"]
     """an image that cannot be decoded: stop, or skip and count it [default: 'stop']"""
     epochs: int
@@ -88,7 +88,7 @@ class ResumeSettings(TypedDict, total=False):
     logger: str
     """services that draw the run, joined by +: wandb(project=digits)+mlflow"""
     notify: str
-    """who is told how the run ends, and that a process died: a webhook's URL, in which $NAME is taken from the environment, or a program, which reads JSON"""
+    """who is told how the run ends, and that a process died: a webhook's URL, in which $NAME is taken from the environment, or a program, which reads JSON from its standard input"""
 
 
 class TrainSettings(ResumeSettings, total=False):
@@ -99,15 +99,15 @@ class TrainSettings(ResumeSettings, total=False):
     target: str
     """column that is to be predicted, or several joined by commas"""
     columns: str
-    """what input columns of whole numbers are, where it is not as chosen: number or category each, such as visits=number,shop=category"""
+    """what columns of whole numbers are, where the choice made is wrong: number or category, such as visits=number,shop=category"""
     time: str
     """recommendation without a target: the column that says when, by which the last of each user are held out; empty: timestamp, time or date where there is one, else the order of the rows"""
     negatives: int
     """recommendation without a target: items that a user did not take, drawn beside each one taken [default: 64]"""
     tokeniser: str
-    """what text is cut with: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers [default: 'auto']"""
+    """tokeniser of texts: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers [default: 'auto']"""
     context: int
-    """tokens of a window, where one long text is cut into windows [default: 128]"""
+    """tokens in each window that a long text is cut into [default: 128]"""
     data_root: str
     """folder for downloaded torchvision data sets, tokenisers that were trained, and indexes of tar shards [default: 'data']"""
     batch_size: int | Literal["auto"]
@@ -125,7 +125,7 @@ class TrainSettings(ResumeSettings, total=False):
     mixup: float
     """mixup's alpha, such as 0.2: pairs of samples and their classes are blended; 0: off [default: 0.0]"""
     cutmix: float
-    """CutMix's alpha, such as 1: a box of another image; with --mixup, a coin decides for each batch [default: 0.0]"""
+    """CutMix's alpha, such as 1: a box of another image; with --mixup, a coin decides for each batch; 0: off [default: 0.0]"""
     sample_weights: str
     """an epoch is N draws with replacement by weight: none, inverse-class, or a file with a weight for each training sample (.npy, or a number a line) [default: 'none']"""
     holdout: float

@@ -30,13 +30,15 @@ def rows_of(columns: Sequence[Column]) -> list[list[str]]:
     return [list(row) for row in zip(*(column.cells for column in columns), strict=True)]
 
 
-def seconds_column(head: str, values: Sequence[float | None]) -> Column:
-    """Write durations in one unit.
+def seconds_column(head: str, values: Sequence[float | None], unit_of: Sequence[float | None] = ()) -> Column:
+    """Write durations in one unit: that of `unit_of`, where columns beside each other are to have the same.
 
     >>> seconds_column("took", [0.0094, None, 0.107, 0.0512])
     Column(head='took, ms', cells=['9.4', '–', '107.0', '51.2'], counts=True)
+    >>> seconds_column("to target", [0.999, None], unit_of=[1.34, 2.71])
+    Column(head='to target, s', cells=['1.00', '–'], counts=True)
     """
-    return _in_one_unit(head, values, _TIMES)
+    return _in_one_unit(head, values, _TIMES, unit_of)
 
 
 def bytes_column(head: str, values: Sequence[float | None]) -> Column:
@@ -82,8 +84,13 @@ def moments_column(head: str, seconds: Sequence[float]) -> Column:
     return Column(f"{head}, h:mm:ss", [f"{s // 3600}:{s // 60 % 60:02}:{s % 60:02}" for s in whole], counts=True)
 
 
-def _in_one_unit(head: str, values: Sequence[float | None], units: Sequence[tuple[float, str, float]]) -> Column:
-    middle = _middle(values)
+def _in_one_unit(
+    head: str,
+    values: Sequence[float | None],
+    units: Sequence[tuple[float, str, float]],
+    unit_of: Sequence[float | None] = (),
+) -> Column:
+    middle = _middle(unit_of) or _middle(values)
     scale, unit = next((scale, unit) for scale, unit, below in units if middle < below)
     places = 0 if unit == "B" else _places(middle / scale, _DIGITS)
     return Column(f"{head}, {unit}", [_write(v, scale, places) for v in values], counts=True)

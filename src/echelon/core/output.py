@@ -12,6 +12,14 @@ import textwrap
 from typing import Any, TextIO
 
 _GONE = (errno.EIO, errno.EPIPE)  # of a terminal, of a pipe
+_TOGETHER = re.compile(
+    r"(?<=\w)\([^()]{0,60}\)"  # a spec
+    r"|`[^`]{0,76}`"  # a command
+    r"|(?<=  )[a-z](?:[^ ]| (?! )){0,40} [\d.,]+(?=  |$)"  # an item of a line of numbers: evaluation top-1 0.9833
+    r"|\d (?:[kMG]?B|[kMG]bit|m?s)\b(?:/s)?"  # a number and its unit
+    r"|\w+ \d+%"  # a share
+    r"|\[of step time: \w+ \d+%",
+)
 _NOBODY_READS = b"echelon: nobody reads standard output any more; what is shown goes nowhere\n"
 
 
@@ -55,8 +63,12 @@ def broken_at_words(sentence: str, columns: int) -> str:
     'local(period=8, overlap=2)\\nsaves 27%'
     >>> broken_at_words("saves 27% (computed from the record)", 24)
     'saves 27% (computed from\\nthe record)'
+    >>> broken_at_words("Ctrl-C stops it, `echelon resume runs/a` continues it after 26.3 ms", 36)
+    'Ctrl-C stops it,\\n`echelon resume runs/a` continues it\\nafter 26.3 ms'
+    >>> broken_at_words("epoch 1/4  evaluation top-1 0.73  [of step time: data 2%]", 22)
+    'epoch 1/4\\nevaluation top-1 0.73\\n[of step time: data 2%]'
     """
-    bound = re.sub(r"(?<=\w)\([^()]{0,60}\)", lambda spec: spec[0].replace(" ", "\u00a0"), sentence)
+    bound = _TOGETHER.sub(lambda found: found[0].replace(" ", "\u00a0"), sentence)
     lines = textwrap.wrap(bound, columns, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace("\u00a0", " ")
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from echelon.core.errors import UserError
+from echelon.core.errors import UserError, nearest
 from echelon.data.base import Source
 from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES, FileKind, FolderLinks, files_below
 from echelon.data.columns import MOST_TOKENS, MeasuredColumns, inputs_of_rows, with_mask
@@ -189,11 +189,20 @@ def _table(raw: Any, columns: Sequence[str]) -> pa.Table:
         return _table_of_mappings(raw, columns)
     if not _are_paths(raw) or not all(str(each).lower().endswith(TABLES) for each in raw):
         raise UserError(f"{wanted}: give files that end in {', '.join(TABLES)}")
-    tables = [read_rows(Path(each).expanduser()) for each in raw]
+    tables = [_with_columns(Path(each).expanduser(), columns) for each in raw]
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
         raise UserError(f"the tables differ in their columns ({str(error).splitlines()[0]})") from error
+
+
+def _with_columns(file: Path, columns: Sequence[str]) -> pa.Table:
+    table = read_rows(file)
+    for name in columns:
+        if name not in table.column_names:
+            raise UserError(f"{file}: no column {name!r}: {nearest(name, table.column_names)}it has "
+                            f"{', '.join(table.column_names)}")  # fmt: skip
+    return table
 
 
 def _table_of_mappings(rows: Sequence[Mapping[str, Any]], wanted: Sequence[str]) -> pa.Table:

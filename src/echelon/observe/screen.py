@@ -12,6 +12,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from echelon.core.output import broken_at_words
 from echelon.core.units import format_seconds
 
 QUIET_S = 20.0  # in a pipe or a file nothing is silent for much longer
@@ -97,7 +98,9 @@ class Screen:
             self._said_s = time.monotonic()
             if self.is_live and not self._progress.live.is_started:
                 self._console.file.write(_CLEAR_LINE)  # another process of the run may have drawn a bar there
-            self._progress.console.print(text, markup=False, soft_wrap=not self.is_live)  # a narrow one breaks at words
+            if self.is_live:
+                text = broken_at_words(text, self._console.width)
+            self._progress.console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
     def bar(self, name: str, total: float | None = None, text: str = "", done: float = 0) -> Iterator[Bar]:

@@ -27,7 +27,7 @@ def export_format(path: Path) -> str:
     if name is None:
         known = [suffix for suffix in EXPORT_FORMATS if suffix]
         raise UserError(
-            f"{path}: no export ends in {path.suffix}: {nearest(path.suffix, known)}write {', '.join(known)}, or a "
+            f"{path}: {path.suffix} names no format: {nearest(path.suffix, known)}write {', '.join(known)}, or a "
             "folder for transformers"
         )
     return name

@@ -125,7 +125,9 @@ class Outcome:
             "steps": str(known.get("steps", "")),
             "workers": str(known.get("workers", "")),
             "samples/s": f"{known['samples_per_s']:,.0f}" if "samples_per_s" in known else None,
-            "sent a step": format_bytes(known["wire_bytes_per_step"]) if "wire_bytes_per_step" in known else None,
+            "sent a step in all": format_bytes(known["wire_bytes_per_step"])
+            if "wire_bytes_per_step" in known
+            else None,
         }
         return [(name, text) for name, text in texts.items() if text]
 

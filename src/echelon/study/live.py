@@ -119,7 +119,7 @@ def study_table(states: Sequence[RunStatus], height: int) -> Group:
     """Draw the runs of a study in about `height` rows, and a line with what is left."""
     shown = _around_running(states, max(3, height - 6))
     took = seconds_column("took", [state.seconds or None for state in shown])
-    table = Table("run", "seed", "status", "done", "metric", "samples/s", took.head, box=None, pad_edge=False)
+    table = Table("run", "seed", "status", "done", _metric(shown), "samples/s", took.head, box=None, pad_edge=False)
     for column in (table.columns[1], *table.columns[3:]):
         column.justify = "right"
     for state, seconds in zip(shown, took.cells, strict=True):
@@ -131,6 +131,12 @@ def study_table(states: Sequence[RunStatus], height: int) -> Group:
         text += f"; {cut} cut short, which will be repeated from {'its' if cut == 1 else 'their'} start"
     hidden = len(states) - len(shown)
     return Group(table, Text(text + (f"; {hidden} runs not shown" if hidden else ""), style="dim"))
+
+
+def _metric(states: Sequence[RunStatus]) -> str:
+    """Name the metric by which runs are compared, where their records tell one."""
+    named = {state.progress.primary.title for state in states if state.progress and state.progress.value is not None}
+    return named.pop() if len(named) == 1 else "metric"
 
 
 def _over(states: Sequence[RunStatus]) -> int:

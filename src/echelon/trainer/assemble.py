@@ -570,7 +570,7 @@ def check_mixing(config: RunConfig, task: Task) -> None:
         UserError: names the task.
     """
     if (config.data.mixup or config.data.cutmix) and not task.takes_shares:
-        raise UserError(f"--mixup and --cutmix make shares of classes of targets; the task {task.name} takes none")
+        raise UserError(f"--mixup and --cutmix blend classes: the task {task.name} has none to blend")
 
 
 def check_enough(info: DataInfo, workers: int) -> None:

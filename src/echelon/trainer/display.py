@@ -96,7 +96,7 @@ class Display(Screen):
             if report.test is not None:
                 shown |= {f"test {primary.title}": report.test.metrics.get(primary.name)}
             result = "".join(f"  {name} {value:.4f}" for name, value in shown.items() if value is not None)
-        numbers = self._numbers(totals) if totals.steps else "[its steps were done before: its evaluation was left]"
+        numbers = self._numbers(totals) if totals.steps else "[its steps were done before; only its evaluation was not]"
         self.say(f"epoch {epoch + 1}/{self._length.epochs}{result}  {numbers}")
 
     def _numbers(self, totals: EpochTotals) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from echelon.config import RunConfig
 from echelon.config.build import leaf_values
 from echelon.core.task import BEFORE_TASKS
+from echelon.core.units import many
 from echelon.observe.callbacks import CheckpointInfo, EndInfo, EvaluationInfo, Listeners, RunInfo, WindowInfo
 from echelon.parallel.split import SplitModel
 from echelon.records.events import Event, Resumed
@@ -43,7 +44,7 @@ class RunProgress:
         numbers += [f"{start.parameters:,} parameters"] if start.parameters is not None else []
         numbers += [f"{start.train_size:,} training samples"] if start.train_size is not None else []
         numbers += [f"{start.eval_size:,} to evaluate"] if start.eval_size is not None else []
-        numbers += [f"{start.steps_per_epoch} steps an epoch"]
+        numbers += [f"{many(start.steps_per_epoch, 'step')} an epoch"]
         layout = " x ".join(f"{axis}={size}" for axis, size in (start.layout or {}).items() if size > 1)
         self.display.say(f"{start.model} on {start.data}: {', '.join([*numbers, *([layout] if layout else [])])}")
         self.listeners.tell(run_info(start, config, folder))

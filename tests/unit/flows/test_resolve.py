@@ -91,7 +91,7 @@ ABSENT = [
     ("steps:\n  a:\n    prepare: nobody:work\n", "line 3: step a: there is no module nobody"),
     ("steps:\n  a:\n    prepare: own:wrok\n", "has no wrok: did you mean work?"),
     ("steps:\n  a:\n    command: no-such-program --x\n", "line 3: step a: there is no program no-such-program"),
-    (f"{STEP}  b:\n    export: ['${{a.run}}', model.onx]\n", "line 5: step b: model.onx: no export ends in .onx"),
+    (f"{STEP}  b:\n    export: ['${{a.run}}', model.onx]\n", "line 5: step b: model.onx: .onx names no format"),
 ]
 
 

@@ -81,8 +81,11 @@ def test_a_terminal_has_bars_and_lines_above_them(quick: None, monkeypatch: pyte
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
     with Screen() as shown, shown.bar("evaluation", 8):
         _wait(lambda: shown._progress.live.is_started)
         shown.say("a line")
+        shown.say("Ctrl-C stops it after a checkpoint, `echelon resume runs/a` continues it")
     assert "a line" in terminal.getvalue()
+    assert "\n`echelon resume runs/a` continues it\n" in terminal.getvalue()  # a command that is to be copied is whole
     assert not shown._progress.live.is_started

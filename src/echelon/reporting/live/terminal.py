@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.core.units import format_bytes, format_seconds
-from echelon.observe.phases import PHASES, phase_name
+from echelon.observe.phases import PHASES, Phase, phase_name
 from echelon.records.kinds import RankResources
 from echelon.reporting.live.snapshot import RankView, RunView
 from echelon.reporting.live.state import TimelineEntry
@@ -24,6 +24,8 @@ STYLES = {
 }  # fmt: skip
 _CONTROL = dict.fromkeys((*range(32), *range(127, 160)), " ")
 _LEAST_ROWS = 4
+_INSIDE = " loopback"
+_SHORT = {Phase.COMMUNICATE.value: "comm."}  # a table of ranks fits 80 columns
 
 
 def plain_text(text: object) -> str:
@@ -92,7 +94,7 @@ def _shown(s: RunView) -> list[tuple[str, str]]:
         "samples/s": _format(s.samples_per_s, ",.0f"),
         "step": format_seconds(s.step_s) if s.step_s is not None else "",
         "communication": _format(s.communication, ".0%") + " of step time" * (s.communication is not None),
-        "sent a step": format_bytes(s.wire_bytes_per_step) if s.wire_bytes_per_step is not None else "",
+        "sent a step in all": format_bytes(s.wire_bytes_per_step) if s.wire_bytes_per_step is not None else "",
     }
     return [(name, value) for name, value in found.items() if value]
 
@@ -102,12 +104,13 @@ def _rank_table(ranks: Sequence[RankView]) -> Table:
     gpus = any(isfinite(r.resources.gpu_memory_bytes) for r in ranks)
     dealt = any(r.samples is not None for r in ranks)
     phases = [str(p) for p in PHASES if any(r.phases.get(p, 0.0) >= 0.005 for r in ranks)]
+    inside = all(_stays_inside(r.resources) for r in ranks)
     columns = [
         *(["host"] if hosts else []),
-        *map(phase_name, phases),
+        *(_SHORT.get(p, phase_name(p)) for p in phases),
         "CPU",
         "memory",
-        "network",
+        "loopback" if inside else "network",
         *(["GPU", "GPU memory"] if gpus else []),
         *(["samples"] if dealt else []),
     ]
@@ -117,7 +120,8 @@ def _rank_table(ranks: Sequence[RankView]) -> Table:
     for r in ranks:
         cells = [plain_text(r.host)] if hosts else []
         cells += [_format(r.phases.get(p), ".0%") for p in phases]
-        cells += [_percent(r.resources.cpu_percent), _memory(r), _network(r.resources)]
+        network = _network(r.resources)
+        cells += [_percent(r.resources.cpu_percent), _memory(r), network.removesuffix(_INSIDE) if inside else network]
         cells += [_percent(r.resources.gpu_percent), _gpu_memory(r.resources)] if gpus else []
         cells += [_format(r.samples, "d")] if dealt else []
         table.add_row(str(r.rank), *map(Text, cells))
@@ -142,9 +146,14 @@ def _network(used: RankResources) -> str:
     sent, received, within = used.sent_per_s, used.received_per_s, used.loopback_per_s
     if not isfinite(sent + received + within):
         return "–"
-    if within > sent + received:
-        return f"{format_bytes(within)}/s within"
+    if _stays_inside(used):
+        return f"{format_bytes(within)}/s{_INSIDE}"
     return f"↑{format_bytes(sent)}/s ↓{format_bytes(received)}/s"
+
+
+def _stays_inside(used: RankResources) -> bool:
+    """Whether most of what a rank's machine sends stays on it."""
+    return used.loopback_per_s > used.sent_per_s + used.received_per_s
 
 
 def _gpu_memory(used: RankResources) -> str:

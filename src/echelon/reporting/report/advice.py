@@ -14,12 +14,14 @@ from echelon.reporting.report.whole_run import WholeRun
 
 _WORTH_SAYING = 0.10
 _PERSISTENT = 0.7
-_SCOPES = {"steps": "", "run": "from its first step on ", "command": "the command "}
+_SCOPES = {
+    "steps": "steps would be", "run": "from its first step on the run would be", "command": "the command would be",
+}  # fmt: skip
 _PAUSES = (  # the pause, from which share of the run on it is worth saying, what it does, what helps
     ("checkpoint", 0.03, ("Checkpoints stop training for", "a longer --checkpoint-every")),
     ("evaluation", 0.15, ("Evaluation takes", "a larger --eval-every")),
     ("callbacks", 0.05, ("Callbacks and loggers take", "fewer of them, or less often")),
-    ("start", 0.25, ("Preparing the first step of an attempt takes", "a longer run pays it just once")),
+    ("start", 0.25, ("Preparing the first step of an attempt takes", "a longer run pays it only once")),
 )
 
 
@@ -40,7 +42,7 @@ class Advice:
         """Say it with its gain."""
         if self.said:
             return f"{self.text}."
-        return f"{self.text}: {_SCOPES[self.scope]}at most {self.gain:.2f}x as fast."
+        return f"{self.text}: {_SCOPES[self.scope]} at most {self.gain:.2f}x as fast."
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def _about_the_run(record: RunRecord, timing: Timing | None, told: RunFacts) -> 
             found += [Advice(text, _gain(spared), "run")] if spared >= least / 2 else []
     starting = (told.startup_s or 0.0) / told.seconds if told.seconds > 0 else 0.0
     if 0.25 <= starting < 1 and timing is not None:
-        text = f"{starting:.0%} of this short run is its start, which a longer run pays just once; without it"
+        text = f"{starting:.0%} of this short run is its start, which a longer run pays only once; without it"
         found.append(Advice(text, _gain(starting), "command"))
     return found
 

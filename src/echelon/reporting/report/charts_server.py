@@ -11,7 +11,7 @@ from typing import TypeVar
 from echelon.core.columns import Column, bytes_column
 from echelon.core.figure import Chart, Json, axis, color, dots, line, pick, safe
 from echelon.core.ticks import byte_axis, count_axis, time_axis
-from echelon.core.units import format_bytes, format_seconds
+from echelon.core.units import format_bytes, format_seconds, many
 from echelon.records.kinds import ServerWindow, Start, WorkerWindow
 from echelon.reporting.report.clock import elapsed_s, sittings
 from echelon.reporting.report.records import RunRecord
@@ -127,7 +127,8 @@ def _staleness(loads: dict[str, ServerTotals]) -> Chart | None:
         "yaxis": axis("% of the gradients", rangemode="tozero"),
         "bargap": 0.15,
     }
-    said = f"Mean staleness {mean:.1f}; 99% of the gradients are at most {at_least} updates old, the oldest {ages[-1]}."
+    most = f"99% of the gradients are at most {many(at_least, 'update')} old, " if at_least < ages[-1] else ""
+    said = f"Mean staleness {mean:.1f}; {most}the oldest {many(ages[-1], 'update')}."
     return Chart("staleness", "Staleness of gradients", said, said, [trace], layout, 260)
 
 

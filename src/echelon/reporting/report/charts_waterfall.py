@@ -43,7 +43,7 @@ def waterfall_chart(waterfall: Waterfall | None) -> Chart | None:
         "Each part begins where the one before it ends; parts of all steps are added up. Pauses between steps "
         "(evaluation, checkpoint, recording, callbacks) belong to no phase. Shares here are of the wall time, "
         "elsewhere of step time. "
-        f"Together they are the wall time within {waterfall.missing:.1%}."
+        f"Their sum differs from the wall time by {max(0.001, waterfall.missing):.1%} at most."
     )
     largest = sorted(shown.items(), key=lambda item: -item[1][0])[:4]
     said = ", ".join(f"{part_name(n)} {format_seconds(s[0])}" for n, s in largest)

@@ -120,10 +120,15 @@ class ExplainedStep:
 
 def find_slow_steps(record: RunRecord, timing: Timing | None) -> list[ExplainedStep]:
     """List the steps that were recorded as slow, the slowest first; at most 50."""
-    return [
-        ExplainedStep(slow.step, slow.seconds, slow.median_s, _cause(record, timing, slow), _critical(record, slow))
-        for slow in sorted(record.of(SlowStep), key=lambda s: -s.seconds)[:MOST_SLOW_STEPS]
-    ]
+    slowest = sorted(record.of(SlowStep), key=lambda s: -s.seconds)[:MOST_SLOW_STEPS]
+    return [_explained(record, timing, slow) for slow in slowest]
+
+
+def _explained(record: RunRecord, timing: Timing | None, slow: SlowStep) -> ExplainedStep:
+    grown = _most_grown(slow.phase_names, slow.phases, timing)
+    late = grown.rank if grown.phase == Phase.UPDATE else None  # others wait for it in the step that follows
+    waited_for = _critical(record, slow) if late is None else late
+    return ExplainedStep(slow.step, slow.seconds, slow.median_s, _cause(record, slow, grown), waited_for)
 
 
 def _critical(record: RunRecord, slow: SlowStep) -> int | None:
@@ -135,7 +140,7 @@ def _critical(record: RunRecord, slow: SlowStep) -> int | None:
     return slow.critical_rank(window) if window is not None else None
 
 
-def _cause(record: RunRecord, timing: Timing | None, slow: SlowStep) -> str:
+def _cause(record: RunRecord, slow: SlowStep, grown: _Grown) -> str:
     """Name the phase that grew most on any rank, with what is known to have happened then."""
     about = [f"just after {' and '.join(dict.fromkeys(slow.after))}" if slow.after else "", _saving(record, slow)]
     collected = [seconds or 0.0 for seconds in slow.gc_s]
@@ -143,25 +148,39 @@ def _cause(record: RunRecord, timing: Timing | None, slow: SlowStep) -> str:
         rank = max(range(len(collected)), key=collected.__getitem__)
         about.insert(0, f"garbage collection on rank {rank} ({format_seconds(collected[rank])})")
     else:
-        about.insert(0, _grown(slow.phase_names, slow.phases, timing))
+        about.insert(0, grown.words)
     return "; ".join(part for part in about if part) or "unknown"
 
 
-def _grown(names: Sequence[str], rows: Sequence[Sequence[float] | None], timing: Timing | None) -> str:
-    """Say which phase of which rank grew most; communication only where no rank's own work did: others wait there."""
+@dataclass(frozen=True)
+class _Grown:
+    """The phase that took so much longer than usual, and on which rank: None of communication, where all wait."""
+
+    phase: str = ""
+    rank: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def words(self) -> str:
+        where = f" on rank {self.rank}" if self.rank is not None else ""
+        return f"{self.phase}{where} (+{format_seconds(self.seconds)})" if self.phase else ""
+
+
+def _most_grown(names: Sequence[str], rows: Sequence[Sequence[float] | None], timing: Timing | None) -> _Grown:
+    """Return what grew most; communication only where no rank's own work did: others wait there."""
     grown: dict[tuple[str, int], float] = {}
     for rank, row in enumerate(rows):
         usual = timing.by_rank[rank] if timing and rank < len(timing.by_rank) else {}
         for name, seconds in zip(names, row or (), strict=False):
             grown[name, rank] = seconds - usual.get(name, 0.0)
     if not grown:
-        return ""
+        return _Grown()
     work = {key: s for key, s in grown.items() if key[0] != Phase.COMMUNICATE}
     waiting = max((s for key, s in grown.items() if key[0] == Phase.COMMUNICATE), default=0.0)
     (name, rank), seconds = max(work.items(), key=lambda item: item[1]) if work else (("", 0), 0.0)
     if seconds >= _MOSTLY * waiting:
-        return f"{name} on rank {rank} (+{format_seconds(seconds)})"
-    return f"communication (+{format_seconds(waiting)})"
+        return _Grown(name, rank, seconds)
+    return _Grown("communication", None, waiting)
 
 
 def _saving(record: RunRecord, slow: SlowStep) -> str:

@@ -93,7 +93,7 @@ class WaitedFor:
         """What was tested, and what came out."""
         if self.measured_s < LEAST_S:
             return (
-                "Which rank the others wait for, if one, is not to be told from so little: "
+                "Which rank the others wait for cannot be told from so little: "
                 f"{format_seconds(self.measured_s)} of steps were measured, and it takes {LEAST_S:g} s."
             )
         said = "One rank is the one that the others wait for" if self.is_one else "No rank is the one to wait for"
@@ -132,8 +132,11 @@ class Timing:
     least_update_s: float = 0.0
 
     def share(self, phase: str) -> float:
-        """A phase's share of a step, mean over ranks."""
-        return phase_share(self.phases.get(phase, 0.0), self.step_s)
+        """A phase's share of a step, mean over ranks; of all phases at most 1.
+
+        Windows last as long as on the first rank; in few steps the mean of all ranks' phases may be more.
+        """
+        return phase_share(self.phases.get(phase, 0.0), max(self.step_s, sum(self.phases.values())))
 
 
 def measure(record: RunRecord) -> Timing | None:
@@ -303,8 +306,8 @@ def timing_notes(timing: Timing | None) -> list[str]:
     seconds = timing.steps * timing.step_s
     if timing.steps < 50 or timing.windows < _ENOUGH_WINDOWS or seconds < _ENOUGH_S:
         notes.append(
-            f"There is little evidence: the figures on time come from {timing.steps} "
-            f"step{'s' * (timing.steps != 1)} of together {format_seconds(seconds)} in {timing.windows} "
+            f"There is little evidence: the timings come from {timing.steps} step{'s' * (timing.steps != 1)}, "
+            f"{format_seconds(seconds)} in all, in {timing.windows} "
             f"window{'s' * (timing.windows != 1)} of {RECORD_FILE}."
         )
     return notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from echelon.core.units import format_seconds, sentence_case
+from echelon.core.units import format_seconds, many, sentence_case
 from echelon.reporting.report.summary import Summary
 from echelon.reporting.report.whole_run import BEFORE_STEPS, OTHER, WholeRun
 
@@ -39,14 +39,16 @@ def whole_run_words(whole_run: WholeRun | None, served: bool = False) -> list[st
     """
     if whole_run is None or whole_run.seconds <= 0:
         return []
-    told = [f"{pause_name(name)} {share:.1%}" for name, share in whole_run.shares(_LEAST_PAUSE).items()]
+    shares_of = whole_run.shares(_LEAST_PAUSE)
+    ordered = sorted(shares_of, key=lambda name: name == OTHER)  # what nothing explains comes last
+    told = [f"{pause_name(name)} {shares_of[name]:.1%}" for name in ordered]
     twice = -whole_run.pauses.get(OTHER, 0.0) / whole_run.seconds
     less = f", less {twice:.1%} that clocks count twice" if twice > _LEAST_PAUSE else ""
     mean = " (means of the workers)" if served and told else ""
     shares = f"{', '.join(told)}{mean}{less}".removeprefix(", ")
     took = format_seconds(whole_run.seconds)
     paused = f": steps {whole_run.steps_s / whole_run.seconds:.1%}, {shares}" if shares else ", nearly all in steps"
-    return [f"From the first step to the last evaluation or checkpoint: {took}{paused}."]
+    return [f"From the first step to the last evaluation or checkpoint it took {took}{paused}."]
 
 
 def pause_name(name: str) -> str:
@@ -121,7 +123,7 @@ def _accuracy(s: Summary) -> list[str]:
 def samples_of_primary(s: Summary) -> str:
     """Say of how many samples the primary metric is: `1000 samples`; `250 of 1000 samples` where they are written."""
     count = s.task.samples_of(s.task.primary.name, s.eval_samples)
-    return f"{count} of {s.eval_samples} samples" if count < s.eval_samples else f"{count} samples"
+    return f"{count} of {s.eval_samples} samples" if count < s.eval_samples else many(count, "sample")
 
 
 def _bound(s: Summary) -> list[str]:

@@ -41,7 +41,7 @@ def _curves(scene: Scene, field: str, title: str) -> Chart | None:
     logarithmic = field != "samples" and max(last) > LOG_FROM * min(last)
     layout: Json = {
         "xaxis": _x_axis(field, reached, logarithmic),
-        "yaxis": axis(f"test {scene.metric.label}", **scene.metric.axis(0)),
+        "yaxis": axis(scene.metric.label, **scene.metric.axis(0)),
         "hovermode": "closest",
         "showlegend": False,
     }

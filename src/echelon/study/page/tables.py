@@ -42,7 +42,7 @@ def verdict_table(group: ComparisonGroup, scene: Scene) -> Table:
         Column(f"final {metric.label}", [_write(value, metric.text) for value in means("final")]),
         seconds_column("whole run", means("end_s")),
         Column("pauses", [_pauses(scene, c.candidate) for c in compared]),
-        seconds_column("time to target", means("target_s")),
+        seconds_column("time to target", means("target_s"), unit_of=means("end_s")),
         bytes_column("sent to target", means("target_bytes")),
         seconds_column("a step", means("step_s")),
         bytes_column("sent a step", means("wire_bytes_per_step")),
@@ -89,16 +89,20 @@ def time_table(group: TimeGroup, scene: Scene) -> Table:
 
 
 def run_table(runs: list[RunRow], with_page: Collection[str]) -> Table:
-    """Return one row per run, what matters most first; those `with_page` lead to theirs, which name the pauses."""
+    """Return one row per run, what matters most first; those `with_page` lead to theirs, which name the pauses.
+
+    A status and a learning rate that all have are left out: the page says them elsewhere, and has not that much room.
+    """
+    statuses, rates = [r.status for r in runs], [r.lr for r in runs]
     columns = [
         Column("run", [r.run for r in runs]),
         Column(metric_of(runs).label, [_write(r.final, r.primary.text) for r in runs]),
         seconds_column("whole run", [r.end_s for r in runs]),
-        seconds_column("time to target", [r.target_s for r in runs]),
-        Column("status", [r.status for r in runs]),
+        seconds_column("time to target", [r.target_s for r in runs], unit_of=[r.end_s for r in runs]),
+        *([Column("status", statuses)] if set(statuses) != {COMPLETED} else []),
         Column("seed", [str(r.seed) for r in runs]),
-        number_column("lr", [r.lr for r in runs]),
-        seconds_column("steps", [r.train_s for r in runs]),
+        *([number_column("lr", rates)] if len(set(rates)) > 1 else []),
+        seconds_column("steps", [r.train_s for r in runs], unit_of=[r.end_s for r in runs]),
         Column("pauses", [_paused([r]) for r in runs]),
         seconds_column("command", [r.whole_s for r in runs]),
         Column("samples/s", [_write(r.samples_per_s, _count) for r in runs]),

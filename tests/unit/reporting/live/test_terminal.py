@@ -46,6 +46,7 @@ def test_once_prints_plain_text(
     assert echelon(monkeypatch, "watch", str(run), "--once") == 0
     text = capsys.readouterr().out
     assert "\x1b" not in text and "completed" in text and "step 240/240" in text and "610 MB" in text
+    assert "…" not in text, "in 80 columns nothing is cut"
     assert echelon(monkeypatch, "watch", str(run)) == 0  # it is over: this ends by itself
     assert "completed" in capsys.readouterr().out
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from echelon.records.kinds import Start, Steps
 from echelon.reporting.report import Summary, closing_words, load_run, write_report
 from echelon.reporting.report.predictions import pick_ways
+from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.tables import slow_step_table
 from echelon.reporting.report.timing import measure
 from tests.unit.reporting.report.fixtures import LiveState, make_run, tell, write_record
@@ -95,7 +97,7 @@ def test_hidden_and_exposed_communication_and_who_was_waited_for(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("epochs", "waits_s", "said"),
-    [(1, (0.01, 0.03), "is not to be told from so little: 9.9 s of steps"), (6, (0.02, 0.02), "No rank is the one")],
+    [(1, (0.01, 0.03), "cannot be told from so little: 9.9 s of steps"), (6, (0.02, 0.02), "No rank is the one")],
 )
 def test_no_critical_rank_is_named_where_none_was_shown_to_be_one(
     tmp_path: Path, epochs: int, waits_s: tuple[float, float], said: str
@@ -211,6 +213,10 @@ def test_a_prediction_of_two_settings_alone_is_said_too(tmp_path: Path) -> None:
         ({"gc_s": [0.19, 0.0]}, "garbage collection on rank 0 (190 ms)"),
         ({"phases": [[0.02, 0.02, 0.04, 0.2, 0, 0], [0.02, 0.02, 0.04, 0.2, 0, 0]]}, "communication (+"),
         ({"after": ["evaluation", "checkpoint"]}, "; just after evaluation and checkpoint"),
+        (
+            {"phases": [[0.02, 0.02, 0.04, 0.016, 0.2, 0], [0.02, 0.02, 0.04, 0.016, 0, 0]]},
+            "update on rank 0 (+196 ms)",
+        ),
         ({"phases": None, "gc_s": None}, "unknown"),
     ],
 )
@@ -224,6 +230,7 @@ def test_a_slow_step_has_a_cause(tmp_path: Path, changes: Line, cause: str) -> N
     summary, words = report(tmp_path, [*lines[:8], slow, *lines[8:]])
     (found,) = summary.slow_steps
     assert cause in found.cause
+    assert found.waited_for == 0 or "update on rank 0" not in found.cause
     assert "The slowest step (57) took 290 ms; the median of the steps before it was 108 ms" in words
 
 
@@ -253,3 +260,11 @@ def test_a_record_without_the_new_fields_or_with_torn_ones_is_read(tmp_path: Pat
     timing = measure(load_run(tmp_path))
     assert summary.communication is not None and not summary.communication.by_step
     assert timing is not None and timing.gc_s == ()
+
+
+def test_shares_of_few_steps_are_at_most_all_of_a_step() -> None:
+    """A window lasts as long as on rank 0: in a step or two the other ranks may have been in a phase for longer."""
+    names, rows = ("data", "communicate", "update"), ((0.002, 0.005, 0.005), (0.002, 0.003, 0.015))
+    window = Steps(2, (1.0,), 0.012, phase_names=names, phases=rows, t=1.0)
+    timing = measure(RunRecord("run", [Start(t=0.0), window]))
+    assert timing is not None and sum(map(timing.share, names)) == pytest.approx(1.0)

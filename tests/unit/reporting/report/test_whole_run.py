@@ -43,8 +43,8 @@ def test_what_is_no_step_is_told_by_reason() -> None:
     assert whole.at(105.0) == pytest.approx(5.0)
     assert list(whole.shares(0.01)) == ["evaluation", "checkpoint", "start", "other", "recording"]
     assert whole_run_words(whole) == [
-        "From the first step to the last evaluation or checkpoint: 9 s: steps 44.4%, evaluation 22.2%, checkpoint "
-        "18.9%, preparing the first step 11.1%, not accounted for 2.2%, recording 1.1%."
+        "From the first step to the last evaluation or checkpoint it took 9 s: steps 44.4%, evaluation 22.2%, "
+        "checkpoint 18.9%, preparing the first step 11.1%, recording 1.1%, not accounted for 2.2%."
     ]
 
 
@@ -117,5 +117,5 @@ def test_nothing_is_advised_that_cannot_help(reason: str, evaluations: int, said
     lines = [Start(t=0.0), window(2.0, 2.0, 10), *(Evaluation(10, seconds=1.0, t=4.0),) * evaluations]
     lines += [Checkpoint(10, t=6.0, reason=reason), window(8.0, 2.0, 20, **paused), End("completed", t=8.1)]
     words = " ".join(advice.sentence() for advice in summarise(RunRecord("run", lines)).advice)
-    assert ("a larger --eval-every: from its first step on at most" in words) == said, words
+    assert ("a larger --eval-every: from its first step on the run would be at most" in words) == said, words
     assert ("a longer --checkpoint-every" in words) == said, words

@@ -163,7 +163,7 @@
 
   function network(u) {
     if (u.sent_per_s === null || u.sent_per_s === undefined) return "–";
-    if (u.loopback_per_s > u.sent_per_s + u.received_per_s) return `${bytes(u.loopback_per_s)}/s within`;
+    if (u.loopback_per_s > u.sent_per_s + u.received_per_s) return `${bytes(u.loopback_per_s)}/s loopback`;
     return `↑${bytes(u.sent_per_s)}/s ↓${bytes(u.received_per_s)}/s`;
   }
 
@@ -191,15 +191,15 @@
     headlines([
       ["Step", number(s.step), s.total_steps ? `of ${number(s.total_steps)} (${percent(s.done)}), epoch ${s.epoch} of ${s.epochs}` : ""],
       ["Time", seconds(s.elapsed_s), s.eta_s === null ? "" : `about ${seconds(s.eta_s)} left`],
-      [`Test ${s.metric}`, number(s.value, 4), s.best !== null && s.best !== s.value ? `best ${number(s.best, 4)}` : ""],
+      [`Evaluation ${s.metric}`, number(s.value, 4), s.best !== null && s.best !== s.value ? `best ${number(s.best, 4)}` : ""],
       ["Train loss", number(s.loss, 4), `of this epoch, last 10 s${s.train_score === null ? "" : `; train ${s.score_label} ${number(s.train_score, 3)}`}`],
       ["Samples/s", number(s.samples_per_s), s.step_s === null ? "" : `a step takes ${seconds(s.step_s)}`],
-      ["Communication", percent(s.communication), `of step time${s.wire_bytes_per_step === null ? "" : `; ${bytes(s.wire_bytes_per_step)} sent a step`}`],
+      ["Communication", percent(s.communication), `of step time${s.wire_bytes_per_step === null ? "" : `; ${bytes(s.wire_bytes_per_step)} sent a step in all`}`],
       ["Checkpoints", number(s.checkpoints), s.attempts > 1 ? `begun ${s.attempts} times` : ""],
     ]);
     const colors = ["r0", "r1", "r2", "r3", "r4", "r5", "r6", "r7"];
     chart("loss", s.curves.loss, ["train"]);
-    byId("value-title").textContent = `Test ${s.metric}`;
+    byId("value-title").textContent = `Evaluation ${s.metric}`;
     chart("value", s.curves.value, ["eval"], { dots: true });
     chart("rate", s.curves.rate, ["forward"], { zero: true });
     chart("cpu", s.curves.cpu, colors, { zero: true });
