@@ -16,12 +16,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from echelon.core.patience import may_pass
 from echelon.storage.archive import Archive, ForeignWriter, Version, honours_conditions
 from echelon.storage.url import open_store
 from tests.clusters.committer import PARTS, begin, commit_one
 from tests.clusters.stores import ObjectStore, binary, rclone, seaweedfs
+from tests.unit.data.images import make_folder, make_shards
 
 pytest.importorskip("s3fs", reason="s3fs is not installed: uv sync --group clusters")
 
@@ -43,6 +46,26 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def url() -> str:
     return f"s3://runs/{uuid.uuid4().hex}"
+
+
+def put(url: str, folder: Path) -> None:
+    """Send the files of a folder."""
+    store = open_store(url)
+    for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+        store.put(file.relative_to(folder).as_posix(), file)
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    """Return the model of a run's newest checkpoint."""
+    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
+    weights: dict[str, torch.Tensor] = load_file(newest / "model-00001-of-00001.safetensors")
+    return weights
+
+
+def is_same(run: Path, other: Path) -> bool:
+    """Whether two runs ended with the same model, bit for bit."""
+    ours, theirs = weights_of(run), weights_of(other)
+    return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
 
 def is_seaweedfs(engine: ObjectStore) -> bool:
@@ -168,8 +191,6 @@ def echelon(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.long
 def test_a_run_at_a_url_goes_on_bit_for_bit_on_another_machine(engine: ObjectStore, url: str, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     if not is_seaweedfs(engine):
         pytest.skip("one store is enough for what does not depend on it")
     from echelon.run.home import bring
@@ -182,8 +203,47 @@ def test_a_run_at_a_url_goes_on_bit_for_bit_on_another_machine(engine: ObjectSto
     there = echelon(tmp_path / "three", "resume", url, "--max-steps", "0")
     assert there.returncode == 0, there.stderr
     brought = bring(url, tmp_path / "brought")
-    newest = [sorted((run / "checkpoints").glob("step-*"))[-1] for run in (tmp_path / "one" / "here", brought)]
-    assert newest[0].name == newest[1].name
-    own, other = (load_file(folder / "model-00001-of-00001.safetensors") for folder in newest)
-    assert own.keys() == other.keys() and all(own[name].equal(other[name]) for name in own)
+    assert is_same(tmp_path / "one" / "here", brought)
     assert "not-a-secret" not in "".join(p.read_text(errors="replace") for p in brought.rglob("*") if p.is_file())
+
+
+@pytest.mark.long
+def test_data_at_a_url_gives_the_bits_of_the_folder_and_is_brought_once(
+    engine: ObjectStore, url: str, tmp_path: Path
+) -> None:
+    make_shards(make_folder(tmp_path / "images", per_class=40), tmp_path / "shards" / "train", per_shard=9)
+    make_shards(make_folder(tmp_path / "others", per_class=8), tmp_path / "shards" / "val", per_shard=9)
+    put(url, tmp_path / "shards")
+    small = ["--model", "mlp", "--workers", "2", "--epochs", "2", "--batch-size", "16", "--loaders", "1"]
+    here = echelon(tmp_path / "here", "train", str(tmp_path / "shards"), *small, "--run", "run")
+    assert here.returncode == 0, here.stderr
+    there = echelon(tmp_path / "there", "train", url, *small, "--run", "run")
+    assert there.returncode == 0, there.stderr
+    assert is_same(tmp_path / "here" / "run", tmp_path / "there" / "run")
+    assert there.stderr.count("brought to") == 1
+    open_store(url).put("train/000.tar", tmp_path / "shards" / "val" / "000.tar")
+    changed = echelon(tmp_path / "there", "train", url, *small, "--run", "again", "--max-steps", "2")
+    assert changed.returncode == 0, changed.stderr
+    assert "1 file" in changed.stderr
+    gone = echelon(tmp_path / "there", "train", f"{url}/none.csv", "--target", "y")
+    assert gone.returncode == 2 and len(gone.stderr.strip().splitlines()) == 1, gone.stderr
+    assert "there is no none.csv" in gone.stderr
+    everything = [each for each in tmp_path.rglob("*") if each.is_file() and each.stat().st_size < 1_000_000]
+    assert not any(b"not-a-secret" in each.read_bytes() for each in everything)
+
+
+@pytest.mark.long
+def test_a_table_at_a_url_and_a_store_that_is_away_for_a_while(engine: ObjectStore, url: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b,y\n" + "".join(f"{i},{i * i % 7},{i % 3}\n" for i in range(300)))
+    open_store(url).put("t.csv", tmp_path / "t.csv")
+    small = ["--target", "y", "--workers", "2", "--epochs", "2"]
+    here = echelon(tmp_path / "here", "train", str(tmp_path / "t.csv"), *small, "--run", "run")
+    assert here.returncode == 0, here.stderr
+    engine.kill()
+    back = threading.Timer(15.0, engine.start)
+    back.start()
+    there = echelon(tmp_path / "there", "train", f"{url}/t.csv", *small, "--run", "run")
+    back.join()
+    assert there.returncode == 0, there.stderr
+    assert "it is tried again" in there.stderr
+    assert is_same(tmp_path / "here" / "run", tmp_path / "there" / "run")

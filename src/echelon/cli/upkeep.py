@@ -57,10 +57,10 @@ def clean_command() -> Any:
     """Build `echelon clean`."""
 
     def clean(
-        place: Annotated[str, typer.Argument(metavar="RUN", help=_PLACE)],
+        place: Annotated[str, typer.Argument(metavar="RUN", help=f"{_PLACE}, or the --data-root of data from URLs")],
         yes: Annotated[bool, typer.Option("--yes", help="remove it without asking")] = False,
     ) -> None:
-        """Show what a run takes and what of it may go; remove that once it is agreed."""
+        """Show what a run, or what data from URLs, takes and what of it may go; remove that once it is agreed."""
         from echelon.run.upkeep import removables, remove
 
         total, found = removables(place)

@@ -71,8 +71,9 @@ class DataConfig:
 
     source: str = code_setting(
         "digits",
-        "a folder of images, sounds, texts or tar shards, a table (.csv, .jsonl, .parquet), a text (.txt), a name such "
-        "as digits, cifar10 or hf:NAME, or module:function; echelon list sources shows all",
+        "a folder of images, sounds, texts or tar shards, a table (.csv, .jsonl, .parquet), a text (.txt), a URL of "
+        "shards or a table, a name such as digits, cifar10 or hf:NAME, or module:function; echelon list sources shows "
+        "all",
         "DATA",
     )
     input: str = setting("", "columns that the model is given, joined by commas; empty: all but the target")
@@ -96,8 +97,14 @@ class DataConfig:
     context: int = setting(128, "tokens in each window that a long text is cut into", above=1)
     root: str = setting(
         "data",
-        "folder for downloaded torchvision data sets, tokenisers that were trained, and indexes of tar shards",
+        "folder for downloaded torchvision data sets, data from URLs, tokenisers that were trained, and indexes of tar "
+        "shards",
         "--data-root",
+    )
+    cache_limit: str = setting(
+        "50gb",
+        "size of all data from URLs that is kept below --data-root: of more, the least recently used goes",
+        "--data-cache-limit",
     )
     batch_size: int = setting(
         128,

@@ -109,7 +109,9 @@ class TrainSettings(ResumeSettings, total=False):
     context: int
     """tokens in each window that a long text is cut into [default: 128]"""
     data_root: str
-    """folder for downloaded torchvision data sets, tokenisers that were trained, and indexes of tar shards [default: 'data']"""
+    """folder for downloaded torchvision data sets, data from URLs, tokenisers that were trained, and indexes of tar shards [default: 'data']"""
+    data_cache_limit: str
+    """size of all data from URLs that is kept below --data-root: of more, the least recently used goes [default: '50gb']"""
     batch_size: int | Literal["auto"]
     """samples per optimizer step over all workers (global batch); auto, or 0: the most that fit the memory that is there, with 50 steps or more an epoch [default: 128]"""
     eval_batch_size: int

@@ -107,6 +107,7 @@ class DataRequest:
         encoding: what the task wants to be made of columns.
         task: its name, for messages; `auto`: the data's own.
         folder: of the run, which keeps the tokeniser; None: there is none.
+        brought: where data at a URL lies on this machine; None: its name says where it is.
     """
 
     config: DataConfig
@@ -114,6 +115,12 @@ class DataRequest:
     encoding: Encoding = Encoding.AUTO
     task: str = "auto"
     folder: Path | None = None
+    brought: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where the data is on this machine, if its name is one of files."""
+        return self.brought or Path(self.config.source).expanduser()
 
 
 @dataclass(frozen=True)

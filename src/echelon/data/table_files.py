@@ -58,7 +58,7 @@ class TableParts:
         Raises:
             UserError: one cannot be read, or a link leads out of the folder.
         """
-        path = Path(request.config.source).expanduser()
+        path = request.path
         parts = parts_in(path) or {"train": path}
         held = [name for name in _VALIDATION if name in parts][:1]
         names = ["train", *held, *(["test"] if "test" in parts else [])]
@@ -66,7 +66,7 @@ class TableParts:
         links.count(parts[name] for name in names)
         links.check()
         files = tuple(TablePart.of(parts[name]) for name in names)
-        return cls(str(path), files, bool(held), "test" in parts, links.notes)
+        return cls(request.config.source, files, bool(held), "test" in parts, links.notes)
 
     @classmethod
     def of_tables(cls, request: DataRequest, tables: Mapping[str, pa.Table]) -> TableParts:

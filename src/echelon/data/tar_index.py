@@ -26,10 +26,11 @@ from echelon.data.class_folders import IMAGE_FILES
 from echelon.data.images import TARGET_KEYS
 
 TAR = ".tar"
+COMPRESSED = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}  # refused, by suffix
 _FORMAT = 1  # of what is cached
 _INDEXING_S = 3600.0
 _BLOCK = tarfile.BLOCKSIZE
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _CLASS, _JSON, _TEXT = "cls", "json", "txt"
 _FIELDS = (*TARGET_KEYS, "cls", "class")
 _MOST_LABEL_BYTES = 1 << 20
@@ -69,6 +70,16 @@ class _Place(NamedTuple):
 
 
 _Sample = Mapping[str, _Place]  # by extension
+
+
+def is_tar(name: str) -> bool:
+    """Whether a file's name is that of a tar archive, compressed or not.
+
+    >>> is_tar("a-000.tar"), is_tar("a.tar.gz"), is_tar("a.csv")
+    (True, True, False)
+    """
+    name = name.lower()
+    return name.endswith((TAR, ".tgz")) or any(name.endswith(TAR + suffix) for suffix in COMPRESSED)
 
 
 def index_shards(files: Sequence[Path], members: MemberChoice, cache: Path) -> ShardIndex:
@@ -124,7 +135,7 @@ def _refuse_mixed_labels(files: Sequence[Path], tables: Sequence[pa.Table]) -> N
 def _read_shard(file: Path, members: MemberChoice) -> pa.Table:
     with file.open("rb") as stream:
         head = stream.read(8)
-        for magic, name in _COMPRESSED.items():
+        for magic, name in _MAGIC.items():
             if head.startswith(magic):
                 raise UserError(compressed_shard(file, name))
         samples = _samples_of(file)

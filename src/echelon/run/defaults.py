@@ -18,6 +18,7 @@ from echelon.core.tokeniser import FOLDER_FILE
 from echelon.core.tuning import rate_share, trains_weights
 from echelon.optim.traits import is_sgd
 from echelon.run.data_names import holds_folders_of_a_kind
+from echelon.storage.url import is_url
 from echelon.sync import registry as sync
 from echelon.tasks.registry import AUTO, TASKS, build_task
 
@@ -155,18 +156,18 @@ def _outline(config: RunConfig, task: Task | None = None) -> DataOutline | None:
     if not _files_tell(config):
         return None
     from echelon.data.base import DataRequest
-    from echelon.data.sources import kind_of
+    from echelon.data.sources import outline_of
 
     request = DataRequest(config.data, config.training.seed)
     if task is not None:
         request = replace(request, encoding=task.encoding, task=config.task)
-    return kind_of(config.data.source).outline(request)
+    return outline_of(request)
 
 
 def _files_tell(config: RunConfig) -> bool:
     """Whether the data is files, or of hf, and not images with a class each."""
     path = Path(config.data.source).expanduser()
-    is_there = path.exists() or config.data.source.startswith(HUGGING_FACE)
+    is_there = path.exists() or config.data.source.startswith(HUGGING_FACE) or is_url(config.data.source)
     return is_there and not (path.is_dir() and _is_of_images(path) and not holds_folders_of_a_kind(path))
 
 

@@ -51,6 +51,8 @@ def check_names(config: RunConfig) -> None:
         read_tuning(config.model.tune)
         check_packages(config.model.tune)
     _check_path(config.data.source)
+    with naming("--data-cache-limit"):
+        parse_bytes(config.data.cache_limit)
     check_task(config.task)
     read_tokeniser(config.data.tokeniser)
     check_place(config.launch.on)
@@ -60,6 +62,9 @@ def check_names(config: RunConfig) -> None:
 
 def _check_path(source: str) -> None:
     """Refuse data that can only be a folder, and is not there; other names are known once torch is."""
+    if is_url(source):
+        with naming("data"):
+            check_url(source)
     if source.startswith(("/", ".", "~")) and not Path(source).expanduser().exists():
         raise UserError(f"data {source}: no such folder")
 

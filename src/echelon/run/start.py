@@ -218,6 +218,7 @@ def check(request: LaunchRequest, user_objects: UserObjects | None = None) -> Re
     run.task.check(user_objects.of_task if user_objects else TaskObjects())
     if user_objects is None or user_objects.source is None:
         run.source.check()
+        run.source.bring()
     run.source.check_options(NO_TRANSFORMS if user_objects is None else user_objects.transforms)
     if run.sync.uses_servers and is_worker():
         raise UserError(f"--sync {config.strategy.sync} starts roles of its own: run `echelon train` without torchrun")

@@ -23,6 +23,7 @@ from echelon.core.tuning import code_of
 from echelon.launch.places import is_own
 from echelon.run.machine import say
 from echelon.run.notify import is_webhook
+from echelon.storage.url import is_url
 
 KNOWN_FILE = "known-code.jsonl"
 TUNE = "model.tune"  # kinds of tuning, some of which name code
@@ -110,7 +111,7 @@ def _is_code(setting: str, value: str) -> bool:
     if setting == "launch.on":
         return is_own(value)
     if setting == "data.source":
-        return not value.startswith(HUGGING_FACE) and not Path(value).expanduser().exists()
+        return not is_url(value) and not value.startswith(HUGGING_FACE) and not Path(value).expanduser().exists()
     return setting != "model.name" or not value.startswith(_LIBRARIES)
 
 

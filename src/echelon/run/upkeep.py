@@ -1,4 +1,4 @@
-"""What is done to runs that do not go on, in a folder or at a URL: copied, verified, cleaned."""
+"""What is done to runs that do not go on, in a folder or at a URL: copied, verified, cleaned; data's cache, too."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echelon.checkpoint.files import DamagedError, bases_of, entries, verify
 from echelon.core.errors import UserError
 from echelon.core.files import scratch_folder
+from echelon.core.units import format_seconds
 from echelon.run.home import bring, local_copy
 from echelon.run.mirror import begin_writing, read_state, write_state
 from echelon.run.snapshot import HOLD_FOLDER, Hashes, held
@@ -18,6 +20,9 @@ from echelon.storage.archive import DATA, Archive, DamagedArchive, Part, Version
 from echelon.storage.base import refused_in_words
 from echelon.storage.url import check_url, is_url, open_store
 from echelon.trainer.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, check_is_run, locked
+
+if TYPE_CHECKING:
+    from echelon.data.by_url import CachedData
 
 _PROBES = "probe/"
 _OLD_S = 3600.0  # a part that no manifest names may be of a writer that is about to write one
@@ -130,11 +135,19 @@ def _verified(archive: Archive, part: Part, path: Path) -> Finding:
 
 
 def removables(place: str) -> tuple[int, list[Removable]]:
-    """Return how many bytes a run takes, and what of it may go.
+    """Return how many bytes a run, or a cache of data from URLs, takes, and what of it may go.
 
     Raises:
-        UserError: there is no run, or the store cannot be read.
+        UserError: there is neither, or the store cannot be read.
     """
+    if not is_url(place) and (data := _cached(place)) is not None:
+        why = "from {}, last used {} ago"
+        may_go = [
+            Removable(str(each.path), each.n_bytes, why.format(each.url, format_seconds(each.age_s)))
+            for each in data
+            if not each.is_used
+        ]
+        return sum(each.n_bytes for each in data), may_go
     if not is_url(place):
         folder = Path(place)
         check_is_run(folder)
@@ -162,6 +175,15 @@ def removables(place: str) -> tuple[int, list[Removable]]:
     return sum(each.n_bytes for each in objects), [Removable(each.key, each.n_bytes, why) for each in old]
 
 
+def _cached(place: str) -> list[CachedData] | None:
+    """Return the data of URLs that a folder keeps; None: it keeps none, or is a run's."""
+    if (Path(place) / CONFIG_FILE).exists():
+        return None
+    from echelon.data.by_url import cached  # its room imports torch
+
+    return cached(Path(place))
+
+
 def remove(place: str, what: list[Removable]) -> None:
     """Remove what `removables` found.
 
@@ -173,6 +195,12 @@ def remove(place: str, what: list[Removable]) -> None:
             store = open_store(place)
             for each in what:
                 store.delete(each.name)
+            return
+        if _cached(place) is not None:
+            from echelon.data.by_url import remove_cached
+
+            for each in what:
+                remove_cached(Path(each.name))
             return
         with locked(Path(place), shared=False):
             for each in what:

@@ -13,11 +13,18 @@ from echelon.core.patience import may_pass
 
 @dataclass(frozen=True)
 class StoredObject:
-    """An object in a store: its key, its size in bytes, and how long ago it was written (None: not known)."""
+    """An object in a store.
+
+    Attributes:
+        n_bytes: its size; 0 also where the store does not say it.
+        age_s: how long ago it was written; None: not known.
+        tag: by which the store tells this content from another of the same key (ETag); empty: it does not.
+    """
 
     key: str
     n_bytes: int
     age_s: float | None = None
+    tag: str = ""
 
 
 class Store(ABC):
@@ -51,6 +58,10 @@ class Store(ABC):
     @abstractmethod
     def fetch(self, key: str, path: Path) -> None:
         """Write an object's content to a local file."""
+
+    @abstractmethod
+    def stat(self, key: str) -> StoredObject:
+        """Return what is known of an object without its content."""
 
     @abstractmethod
     def list(self, prefix: str) -> list[StoredObject]:

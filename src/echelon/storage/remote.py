@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from echelon.core.errors import UserError
 from echelon.core.patience import may_pass
@@ -22,6 +22,7 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs":
 _LEAST_S = 60.0
 _SLOWEST = 64 << 10  # bytes a second below which a store counts as away
 _FINAL = (errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOENT, errno.EISDIR, errno.ENOTDIR)
+_TAG_NAMES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "Last-Modified")
 _TIME_NAMES = ("LastModified", "last_modified", "updated", "created", "mtime")
 
 R = TypeVar("R")
@@ -45,7 +46,7 @@ class RemoteStore(Store):
             self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
         except ImportError as error:
             extra = _EXTRAS.get(protocol)
-            fix = f"pip install 'echelon[{extra}]'" if extra else f"install what it needs ({error})"
+            fix = f"pip install 'echelon[{extra}]'" if extra else f"install what it needs ({_in_words(error)})"
             raise UserError(f"{url}: the package for {protocol}:// is not installed: {fix}") from None
         except ValueError as error:
             raise UserError(f"{url}: {error}; such as s3://BUCKET/NAME, gs://, az://, file:///FOLDER") from None
@@ -87,6 +88,13 @@ class RemoteStore(Store):
         size = int(self._call("info", self._path(key)).get("size") or 0)
         self._call("get_file", self._path(key), str(path), n_bytes=size)
 
+    def stat(self, key: str) -> StoredObject:
+        """Return an object's size, age and tag."""
+        info: Mapping[str, Any] = self._call("info", self._path(key))
+        if info.get("type") == "directory":
+            raise FileNotFoundError(errno.ENOENT, "it is no object", key)
+        return _stored(key, info, time.time())
+
     def list(self, prefix: str) -> list[StoredObject]:
         """Return the objects below a prefix."""
         folder = self._path(prefix).rstrip("/")
@@ -96,7 +104,7 @@ class RemoteStore(Store):
             return []
         start, now = len(self._root.rstrip("/")) + 1, time.time()
         names = [(name.lstrip("/") if not self._root.startswith("/") else name, info) for name, info in found.items()]
-        objects = [StoredObject(name[start:], int(info.get("size") or 0), _age_s(info, now)) for name, info in names]
+        objects = [_stored(name[start:], info, now) for name, info in names]
         return sorted(objects, key=lambda each: each.key)
 
     def delete(self, key: str) -> None:
@@ -121,7 +129,11 @@ class RemoteStore(Store):
             if method is None or not asyncio.iscoroutinefunction(method):
                 return getattr(self._files, name)(*args, **options)
             return _within(deadline_s, self._files.loop, lambda: method(*args, **options))
-        except (FileExistsError, FileNotFoundError, PermissionError):
+        except FileNotFoundError as error:
+            if _is_of_http(error.__cause__):  # `fsspec` says so of each server that does not answer
+                raise _translated(error.__cause__) from error
+            raise
+        except (FileExistsError, PermissionError):
             raise
         except concurrent.futures.TimeoutError:
             raise StoreAway(f"no answer within {deadline_s:.0f} s") from None
@@ -144,9 +156,20 @@ def _within(deadline_s: float, loop: asyncio.AbstractEventLoop, start: Callable[
         raise
 
 
+def _is_of_http(error: BaseException | None) -> TypeGuard[Exception]:
+    """Whether an error is of the client that `fsspec` reads web servers with."""
+    return isinstance(error, Exception) and type(error).__module__.startswith("aiohttp")
+
+
 def _translated(error: Exception) -> OSError:
     """Return a client's own error as an OSError: what names missing credentials or rights is final."""
     name = type(error).__name__
+    if _is_of_http(error):
+        status = getattr(error, "status", 0)
+        if status in (404, 410):
+            return FileNotFoundError(errno.ENOENT, _in_words(error))
+        if 400 <= status < 500 and status not in (408, 425, 429):
+            return PermissionError(errno.EACCES, _in_words(error))
     if any(word in name for word in ("Credential", "Auth", "Forbidden", "AccessDenied", "ParamValidation")):
         return PermissionError(errno.EACCES, _in_words(error))
     return StoreAway(_in_words(error))
@@ -168,11 +191,19 @@ def _in_words(error: Exception) -> str:
     return " ".join(str(text).split())[:200]
 
 
-def _age_s(info: Mapping[str, object], now: float) -> float | None:
+def _stored(key: str, info: Mapping[str, Any], now: float) -> StoredObject:
+    written = _written(info)
+    told = [str(info[name]).strip('"') for name in _TAG_NAMES if info.get(name)] or [str(written or "")]
+    age_s = None if written is None else max(0.0, now - written)
+    return StoredObject(key, int(info.get("size") or 0), age_s, told[0])
+
+
+def _written(info: Mapping[str, object]) -> float | None:
+    """Return when an object was written, in unix seconds; None: not known."""
     for name in _TIME_NAMES:
         value = info.get(name)
         if isinstance(value, datetime):
-            return max(0.0, now - (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp())
+            return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
         if isinstance(value, int | float):
-            return max(0.0, now - value)
+            return float(value)
     return None

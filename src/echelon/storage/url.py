@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+import stat
 import time
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -42,6 +44,15 @@ def check_url(text: str) -> str:
     return text.rstrip("/")
 
 
+def folder_of_url(url: str) -> Path | None:
+    """Return the folder or file of this machine that a URL names; None: it lies elsewhere.
+
+    >>> folder_of_url("file:///data/a%20b"), folder_of_url("s3://bucket/a")
+    (PosixPath('/data/a b'), None)
+    """
+    return Path(unquote(urlsplit(url).path)) if url.startswith(("file://", "local://")) else None
+
+
 def open_store(place: str) -> Store:
     """Return the store at a URL or in a folder; nothing is asked of it yet.
 
@@ -51,8 +62,8 @@ def open_store(place: str) -> Store:
     if not is_url(place):
         return LocalStore(Path(place))
     url = check_url(place)
-    if url.startswith(("file://", "local://")):
-        return LocalStore(Path(unquote(urlsplit(url).path)))
+    if (folder := folder_of_url(url)) is not None:
+        return LocalStore(folder)
     from echelon.storage.remote import RemoteStore
 
     return RemoteStore(url)
@@ -112,6 +123,13 @@ class LocalStore(Store):
         """Copy a file."""
         shutil.copyfile(self.folder / key, path)
 
+    def stat(self, key: str) -> StoredObject:
+        """Return a file's size and age."""
+        found = (self.folder / key).stat()
+        if stat.S_ISDIR(found.st_mode):
+            raise FileNotFoundError(errno.ENOENT, "it is a folder", key)
+        return StoredObject(key, found.st_size, max(0.0, time.time() - found.st_mtime), str(found.st_mtime_ns))
+
     def list(self, prefix: str) -> list[StoredObject]:
         """Return the files below a folder, by name; hidden ones are unfinished, or somebody else's."""
         now = time.time()
@@ -124,7 +142,8 @@ class LocalStore(Store):
                 continue
             if path.is_file():
                 key = path.relative_to(self.folder).as_posix()
-                objects.append(StoredObject(key, status.st_size, max(0.0, now - status.st_mtime)))
+                age_s = max(0.0, now - status.st_mtime)
+                objects.append(StoredObject(key, status.st_size, age_s, str(status.st_mtime_ns)))
         return sorted(objects, key=lambda each: each.key)
 
     def delete(self, key: str) -> None:

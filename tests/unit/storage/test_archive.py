@@ -57,6 +57,9 @@ class FaultyStore(Store):
     def fetch(self, key: str, path: Path) -> None:
         self.store.fetch(key, path)
 
+    def stat(self, key: str) -> StoredObject:
+        return self.store.stat(key)
+
     def list(self, prefix: str) -> list[StoredObject]:
         return self.store.list(prefix)
 

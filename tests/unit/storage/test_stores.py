@@ -1,5 +1,6 @@
 """What every store must do, whatever it is: whole objects, a conditional put, words for what cannot be used."""
 
+import time
 import uuid
 from pathlib import Path
 
@@ -39,6 +40,19 @@ def test_what_is_not_there_is_a_file_that_is_not_found(store: Store, tmp_path: P
         store.get("data/none")
     with pytest.raises(FileNotFoundError):
         store.fetch("data/none", tmp_path / "none")
+
+
+def test_an_object_is_told_from_another_of_its_size(store: Store) -> None:
+    store.put("data/a", b"one")
+    first = store.stat("data/a")
+    assert (first.key, first.n_bytes) == ("data/a", 3)
+    assert [each.tag for each in store.list("data/")] == [first.tag]
+    time.sleep(0.01)
+    store.put("data/a", b"two")
+    assert store.stat("data/a").tag != first.tag
+    for key in ("data/none", "data"):
+        with pytest.raises(FileNotFoundError):
+            store.stat(key)
 
 
 def test_an_object_is_created_only_where_there_is_none(store: Store) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError, unknown
 from echelon.core.registry import Registry
-from echelon.data.base import DataRequest, Source
+from echelon.data.base import DataOutline, DataRequest, Source
+from echelon.data.by_url import check_there, local_path
 from echelon.data.sources.base import SourceKind
 from echelon.data.transforms import Transforms, own_transform
 from echelon.data.weights import check_weights
+from echelon.storage.url import check_url, folder_of_url, is_url
 from echelon.tasks.base import Encoding
 from echelon.tasks.registry import AUTO, build_task
 
@@ -33,7 +35,36 @@ def open_data(config: DataConfig, seed: int, task: str = AUTO, folder: Path | No
         UserError: there is no such data, it cannot be used, or there is no such task.
     """
     encoding = Encoding.AUTO if task == AUTO else build_task(task).encoding
-    return kind_of(config.source).open(DataRequest(config, seed, encoding, task, folder))
+    kind, request = _asked(DataRequest(config, seed, encoding, task, folder))
+    return kind.open(request)
+
+
+def outline_of(request: DataRequest) -> DataOutline | None:
+    """Return what data tells without being opened (`SourceKind.outline`).
+
+    Raises:
+        UserError: there is no such data, or it cannot be read.
+    """
+    kind, request = _asked(request)
+    return kind.outline(request)
+
+
+def _asked(request: DataRequest) -> tuple[SourceKind, DataRequest]:
+    """Return the kind of the data that is asked for, and the request with where it lies; from a URL it is brought."""
+    name = _on_this_machine(request.config.source)
+    if not is_url(name):
+        return kind_of(name), replace(request, config=replace(request.config, source=name))
+    path = local_path(request.config)
+    kind = kind_of(str(path))
+    if not kind.is_read_by_url:
+        raise UserError(f"data {name}: tar shards and tables are read by URL; copy other data to a folder")
+    return kind, replace(request, brought=path)
+
+
+def _on_this_machine(name: str) -> str:
+    """Return a `file://` URL as the path that it names, and any other name as it is."""
+    path = folder_of_url(check_url(name)) if is_url(name) else None
+    return name if path is None else str(path)
 
 
 def check_source(name: str) -> None:
@@ -42,7 +73,11 @@ def check_source(name: str) -> None:
     Raises:
         UserError: as `open_data` would.
     """
-    kind_of(name).check(name)
+    name = _on_this_machine(name)
+    if is_url(name):
+        check_there(name)
+    else:
+        kind_of(name).check(name)
 
 
 @dataclass(frozen=True)
@@ -77,6 +112,15 @@ class SourceChoice:
         check_weights(self.config.sample_weights)
         own_transform("--transform", self.config.transform, transforms.training, self.seed)
         own_transform("--eval-transform", self.config.eval_transform, transforms.evaluation, self.seed)
+
+    def bring(self) -> None:
+        """Bring data that lies at a URL to this machine, so that none of its processes has to wait for that.
+
+        Raises:
+            UserError: it cannot be brought.
+        """
+        if is_url(_on_this_machine(self.config.source)):
+            local_path(self.config)
 
     def open(self) -> Source:
         """Open the data (`open_data`)."""

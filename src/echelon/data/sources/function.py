@@ -11,6 +11,7 @@ from echelon.core.own import HUGGING_FACE, find_own
 from echelon.data.base import DataRequest, Source
 from echelon.data.own import from_datasets
 from echelon.data.sources.base import SourceKind
+from echelon.storage.url import is_url
 
 
 class Function(SourceKind):
@@ -20,7 +21,8 @@ class Function(SourceKind):
 
     def takes(self, name: str) -> bool:
         """Whether the name is of this form, and no path."""
-        return ":" in name and not name.startswith(HUGGING_FACE) and not Path(name).expanduser().exists()
+        is_other = is_url(name) or name.startswith(HUGGING_FACE) or Path(name).expanduser().exists()
+        return ":" in name and not is_other
 
     def check(self, name: str) -> None:
         """Refuse a module or function that does not exist.

@@ -25,10 +25,16 @@ from echelon.data.images import FileNames, ImageRanges, OpenFiles
 from echelon.data.sample_index import NamedSampleIndex
 from echelon.data.sources.base import SourceKind, grown_images, held_out_of_begun
 from echelon.data.table_files import SUFFIXES
-from echelon.data.tar_index import TAR, MemberChoice, ShardIndex, compressed_shard, index_shards
+from echelon.data.tar_index import (
+    COMPRESSED,
+    MemberChoice,
+    ShardIndex,
+    compressed_shard,
+    index_shards,
+    is_tar,
+)
 from echelon.tasks.base import Encoding
 
-_COMPRESSED = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 _PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 _WORDS = re.compile(r"[a-z]+")
 
@@ -37,11 +43,12 @@ class Shards(SourceKind):
     """The path of a folder of tar shards, or of one shard."""
 
     form: ClassVar[str] = "a folder of tar shards"
+    is_read_by_url: ClassVar[bool] = True
 
     def takes(self, name: str) -> bool:
         """Whether it is a tar archive, or a folder with some, in itself or in its `train/`, and no other folders."""
         path = Path(name).expanduser()
-        return _is_tar(path) if not path.is_dir() else bool(_shards_in(path) or _shards_in(path / "train"))
+        return is_tar(path.name) if not path.is_dir() else bool(_shards_in(path) or _shards_in(path / "train"))
 
     def check(self, name: str) -> None:
         """Refuse shards that are not there, and those that are compressed.
@@ -54,7 +61,7 @@ class Shards(SourceKind):
             raise UserError(f"data {path}: no such file")
         for files in _parts_of(path).values():
             for file in files:
-                if how := _COMPRESSED.get(file.suffix.lower()):
+                if how := COMPRESSED.get(file.suffix.lower()):
                     raise UserError(compressed_shard(file, how))
 
     def open(self, request: DataRequest) -> Source:
@@ -64,11 +71,11 @@ class Shards(SourceKind):
             raise UserError(
                 f"data {source} is shards of images with classes, which --task {request.task} does not take"
             )
-        self.check(source)
-        parts = _parts_of(Path(source).expanduser())
+        self.check(str(request.path))
+        parts = _parts_of(request.path)
         if "train" not in parts:
             raise UserError(f"data {source}: there is {next(iter(parts))} but no train beside it")
-        links = FolderLinks(Path(source).expanduser(), request.config.follow_links)
+        links = FolderLinks(request.path, request.config.follow_links)
         links.count(file for files in parts.values() for file in files)
         links.check()
         members = MemberChoice(request.config.input, request.config.target)
@@ -84,18 +91,13 @@ class Shards(SourceKind):
 SOURCE = Shards
 
 
-def _is_tar(file: Path) -> bool:
-    name = file.name.lower()
-    return name.endswith((TAR, ".tgz")) or any(name.endswith(TAR + suffix) for suffix in _COMPRESSED)
-
-
 def _shards_in(path: Path) -> list[Path]:
     """Return the shards of a folder, sorted by name; none where other data lies beside them."""
     if not path.is_dir():
         return []
     seen = [each for each in path.iterdir() if not each.name.startswith(".")]
     others = any(each.suffix.lower() in SUFFIXES or (each.name not in _PARTS and each.is_dir()) for each in seen)
-    return [] if others else sorted(each for each in seen if _is_tar(each) and each.is_file())
+    return [] if others else sorted(each for each in seen if is_tar(each.name) and each.is_file())
 
 
 def _parts_of(path: Path) -> dict[str, list[Path]]:

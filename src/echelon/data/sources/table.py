@@ -73,6 +73,7 @@ class TableFile(SourceKind):
     """The path of a table, or of a folder of its parts."""
 
     form: ClassVar[str] = "a table (.csv, .jsonl, .parquet)"
+    is_read_by_url: ClassVar[bool] = True
     suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv", ".jsonl", ".parquet")  # SUFFIXES: read without an import
     tasks: ClassVar[tuple[str, ...]] = (
         "classification", "regression", "multi_label", "text_classification", "recommendation",
@@ -93,7 +94,7 @@ class TableFile(SourceKind):
 
     def outline(self, request: DataRequest) -> DataOutline:
         """Return the task that the target column is for, and the inputs; reads the columns alone that tell it."""
-        self.check(request.config.source)
+        self.check(str(request.path))
         if _is_implicit(request):
             return DataOutline(_TASKS[Encoding.IDS], (TensorSpec((), "int64"), TensorSpec((), "int64")))
         return _outline(request, TableParts.of(request))
