@@ -86,6 +86,21 @@ def test_what_is_refused(tmp_path: Path, hosts: SshHosts) -> None:
         assert not refused.folder.exists() and not wrong.folder.exists()
 
 
+@pytest.mark.long
+def test_logs_are_followed_to_the_end_without_a_common_disk(tmp_path: Path, hosts: SshHosts) -> None:
+    place = hosts.place("a", "b", more=f', folder="{hosts.disk}", python="{sys.executable}", code=false')
+    with Runs(tmp_path) as runs:
+        settings = (*SETTINGS, "--workers", "1", "--epochs", "40")
+        there = runs.start(*settings, "--on", place, "--detach", folder="there")
+        assert there.end() == 0, there.text()
+        followed = [runs.start("logs", there.folder, "-f", *which) for which in ((), ("--rank", "1"))]
+        followed[0].wait_for(lambda: "epoch 1/" in followed[0].text(), "the first host's words")
+        assert followed[0].process.poll() is None
+        assert [each.end() for each in followed] == [0, 0], [each.errors() for each in followed]
+        assert "epoch 40/40" in followed[0].text()
+        assert (there.folder / "logs" / "rank1.log").read_text() in followed[1].text()
+
+
 @pytest.mark.slow
 def test_without_a_common_disk(tmp_path: Path, hosts: SshHosts) -> None:
     (tmp_path / ".gitignore").write_text("*.secret\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ from echelon.core.errors import UserError
 from echelon.core.units import format_seconds
 
 _WHOLE = 1000  # columns
+_LOOK_S = 0.5  # between looks at a log
 _RUN = typer.Argument(metavar="RUN", help="the run's folder, or its URL")
 _RUNS = "runs"
 
@@ -68,7 +68,9 @@ def logs_command() -> Any:
 
     def logs(
         run: Annotated[str, _RUN],
-        follow: Annotated[bool, typer.Option("--follow", "-f", help="go on with what is added, until ctrl-c")] = False,
+        follow: Annotated[
+            bool, typer.Option("--follow", "-f", help="go on with what is added, until the run ends")
+        ] = False,
         rank: Annotated[
             int | None,
             typer.Option(
@@ -77,12 +79,13 @@ def logs_command() -> Any:
         ] = None,
     ) -> None:
         """Print the log of a run's process, or what a run elsewhere prints."""
-        from echelon.run.elsewhere import ASK_S, FIRST_NODE, LogTail
+        from echelon.run.elsewhere import FIRST_NODE, LogTail
         from echelon.run.home import folder_of
-        from echelon.run.overview import bring_from_place, cluster_of
+        from echelon.run.overview import bring_from_place, cluster_of, until_over
 
         path = folder_of(run)
-        bring_from_place(path, logs=True)
+        if not follow:
+            bring_from_place(path, logs=True)
         file = path / "logs" / f"rank{rank or 0}.log"
         if not file.parent.is_dir():
             raise UserError(f"{run}: no logs there: name a run's folder")
@@ -91,14 +94,10 @@ def logs_command() -> Any:
         if not file.exists() and not follow:
             known = ", ".join(sorted(p.name for p in file.parent.iterdir())) or "nothing"
             raise UserError(f"{file} is not there; {file.parent} has {known}")
-        tail, brought_s = LogTail(file, from_start=True), time.monotonic()
+        tail = LogTail(file, from_start=True)
         tail.show()
         try:
-            while follow:
-                time.sleep(0.5)
-                if time.monotonic() - brought_s >= ASK_S:
-                    bring_from_place(path, logs=True)
-                    brought_s = time.monotonic()
+            for _ in until_over(path, _LOOK_S) if follow else ():
                 tail.show()
         except KeyboardInterrupt:  # the way to end it
             return

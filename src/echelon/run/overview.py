@@ -19,7 +19,7 @@ from echelon.launch.places.cluster import Cluster, JobPhase, PlaceFiles, PlaceSi
 from echelon.records.file import newest
 from echelon.records.going import is_held, read_launch
 from echelon.records.kinds import End, Evaluation, Start, Steps
-from echelon.run.elsewhere import ASK_S, brought
+from echelon.run.elsewhere import ASK_S, SETTLE_S, brought
 from echelon.run.home import home_of
 from echelon.run.machine import say
 from echelon.trainer.folder import CONFIG_FILE, check_is_run
@@ -80,14 +80,18 @@ def cluster_of(run: Path) -> Cluster | None:
     return PlaceChoice(load_run_config(run / CONFIG_FILE).launch.on).cluster()
 
 
-def bring_from_place(run: Path, logs: bool = False) -> None:
+def bring_from_place(run: Path, logs: bool = False) -> str:
     """Bring what a run's place has of it into its folder, where that is not common to both and the place answers.
 
     Args:
         logs: those of all its machines too.
+
+    Returns:
+        why it could not be brought, which is said; empty: it was.
     """
     if silent := _bring(run, logs):
         say(f"{run} may be behind: {silent}")
+    return silent
 
 
 def _bring(run: Path, logs: bool = False) -> str:
@@ -107,8 +111,11 @@ def _apart(run: Path) -> Cluster | None:
 
 
 @contextmanager
-def kept_near(run: Path) -> Iterator[None]:
+def kept_near(run: Path, logs: bool = False) -> Iterator[None]:
     """Bring what a run's place has of it now, and again and again while the block runs.
+
+    Args:
+        logs: those of all its machines too.
 
     Raises:
         UserError: the run's place is none that this machine knows.
@@ -116,19 +123,18 @@ def kept_near(run: Path) -> Iterator[None]:
     if _apart(run) is None:
         yield
         return
-    bring_from_place(run)
+    was_silent = bool(bring_from_place(run, logs))
     over = threading.Event()
 
-    def bring_again() -> None:
+    def bring_again(was_silent: bool) -> None:
         """Bring until it is over; that the place is silent is said once."""
-        was_silent = False
         while not over.wait(ASK_S):
-            silent = _bring(run)
+            silent = _bring(run, logs)
             if silent and not was_silent:
                 say(f"{run} may be behind: {silent}")
             was_silent = bool(silent)
 
-    thread = threading.Thread(target=bring_again, name="bring", daemon=True)
+    thread = threading.Thread(target=bring_again, args=(was_silent,), name="bring", daemon=True)
     thread.start()
     try:
         yield
@@ -136,17 +142,55 @@ def kept_near(run: Path) -> Iterator[None]:
         over.set()
 
 
+def until_over(run: Path, look_s: float) -> Iterator[None]:
+    """Yield again and again while a run goes on, and once more when all is here that it leaves.
+
+    A run that its place may queue again is over when it has not gone on for some seconds.
+    """
+    asked_s = over_since_s = 0.0
+    with kept_near(run, logs=True):
+        while True:
+            yield
+            now = time.monotonic()
+            if now - asked_s >= ASK_S:
+                asked_s = now
+                over_since_s = 0.0 if _goes_on(run) else over_since_s or now
+            if over_since_s and (_is_settled(run) or now - over_since_s >= SETTLE_S):
+                break
+            time.sleep(look_s)
+    bring_from_place(run, logs=True)
+    yield
+
+
+def _is_settled(run: Path) -> bool:
+    """Whether no place starts a run again that does not go on."""
+    cluster, ended = cluster_of(run), PlaceFiles(run).ended()
+    return cluster is None or (ended is not None and (ended[0] in _OVER or not cluster.starts_again))
+
+
+def _goes_on(run: Path) -> bool:
+    """Whether a run is not known to be over: a machine that is lost may come back."""
+    cluster, job = cluster_of(run), PlaceFiles(run).job()
+    if cluster is None or not job:
+        has_others = load_run_config(run / CONFIG_FILE).launch.nodes != "1"
+        ended = isinstance(next(newest(run, End, Start), None), End)
+        return bool(is_held(run)) or (has_others and not ended)
+    try:
+        return cluster.state(job).phase is not JobPhase.ENDED
+    except PlaceSilent:
+        return True
+
+
 def _state(run: Path, config: RunConfig) -> str:
     try:
         cluster = PlaceChoice(config.launch.on).cluster()
     except UserError as error:  # of another version, or a place that this machine does not know
         return str(error)
-    job, ended = PlaceFiles(run).job(), PlaceFiles(run).ended()
+    job = PlaceFiles(run).job()
     if cluster is None or not job:
         return "running" if is_held(run) else _recorded(run)
     try:
-        over = ended is not None and (ended[0] in _OVER or not cluster.starts_again)
-        state = None if over else cluster.state(job)
+        state = None if _is_settled(run) else cluster.state(job)
         cluster.bring(run)
     except (PlaceSilent, UserError) as silent:
         return f"{_recorded(run)} by its record ({silent})"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from echelon.launch.places.cluster import PlaceFiles
 from echelon.records.file import Recorder
 from echelon.records.going import holder, is_held
 from echelon.records.kinds import End, Evaluation, Start, Steps
+from echelon.run import overview
 from echelon.run.elsewhere import LogTail, stop
 from echelon.run.home import folder_of, local_copies
-from echelon.run.overview import cluster_of, overview_of, runs_below
+from echelon.run.overview import cluster_of, overview_of, runs_below, until_over
 from echelon.trainer import folder as folders
 
 HOLD = """
@@ -111,6 +113,41 @@ def test_a_run_that_lives_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folders.prepare(run, build(None, described).config, 1000.0)
     assert list(runs_below(local_copies())) == [run] and overview_of(run).home == url
     assert overview_of(_run(tmp_path / "other")).home == "" and folder_of("runs/a") == Path("runs/a")
+
+
+def test_a_log_is_followed_until_the_run_of_this_machine_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overview, "ASK_S", 0.01)
+    run = _run(tmp_path / "a")
+    assert sum(1 for _ in until_over(run, 0.01)) == 2  # it is over: what is there, and the rest
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        looks = until_over(run, 0.05)
+        assert len([next(looks) for _ in range(5)]) == 5
+        process.stdin.close()
+        process.wait(30)
+        assert len(list(looks)) < 5
+
+
+def test_a_log_is_followed_until_the_run_has_left_the_queue_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "ASK_S", 0.01)
+    monkeypatch.setattr(overview, "SETTLE_S", 0.3)
+    run = _run(tmp_path / "a", "slurm(nodes=2)")
+    PlaceFiles(run).prepare()
+    PlaceFiles(run).add_job("7")
+    _slurm_says(tmp_path, monkeypatch, "RUNNING|None|n1|N/A")
+    looks = until_over(run, 0.01)
+    assert len([next(looks) for _ in range(4)]) == 4
+    _slurm_says(tmp_path, monkeypatch, "")
+    began = time.monotonic()
+    assert list(looks) and time.monotonic() - began > 0.3  # it may be queued again
+    PlaceFiles(run).end(0)
+    monkeypatch.setattr(overview, "SETTLE_S", 60.0)
+    assert sum(1 for _ in until_over(run, 0.01)) == 2
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
