@@ -12,7 +12,9 @@ from rich.table import Table
 
 from echelon.config import Resolved
 from echelon.core.axes import Axis
+from echelon.core.output import print_words
 from echelon.core.units import format_bytes, many
+from echelon.observe.screen import Screen
 from echelon.run.foretold import foretell
 from echelon.run.resolve import launch_request, resolve
 from echelon.run.start import check, plan_of, settled, with_open_batch
@@ -44,11 +46,12 @@ def show(resolved: Resolved, all_settings: bool = False) -> None:
     folder = Path(config.run) if config.run else default_folder(config, model=foretell(config).model)
     request = with_open_batch(launch_request(config))
     settings, config = config, request.config
-    plan, run = plan_of(request, folder), check(request)
-    check_new(folder, config)
-    run = resolve(settled(run, plan))
-    ranks = plan.workers * plan.nodes.most
-    tried = try_out(run, plan.workers, ranks)
+    with Screen(to_stderr=True) as screen, screen.bar("checking: nothing is started"):
+        plan, run = plan_of(request, folder), check(request)
+        check_new(folder, config)
+        run = resolve(settled(run, plan))
+        ranks = plan.workers * plan.nodes.most
+        tried = try_out(run, plan.workers, ranks)
     console = Console(soft_wrap=True)
     table = Table("setting", "value", "from", box=None)
     became = _chosen(run, plan, tried.info)
@@ -60,20 +63,19 @@ def show(resolved: Resolved, all_settings: bool = False) -> None:
             table.add_row(name, value, origin, style=None if origin != "default" else "dim")
     console.print(table)
     if not all_settings:
-        console.print("all other settings have their defaults: --dry-run --all shows them", highlight=False)
+        print_words("all other settings have their defaults: --dry-run --all shows them")
     nodes = plan.nodes
     machines = many(nodes.most, "machine") if nodes.least == nodes.most else f"{nodes.least} to {nodes.most} machines"
     where = "" if nodes.most == 1 else f" on each of {machines}"
-    console.print(
+    print_words(
         f"would start {many(plan.workers, 'worker')} of {many(plan.threads, 'thread')}{where}, "
-        f"restarting at most {many(plan.max_restarts, 'time')}; run folder {folder}",
-        highlight=False,
+        f"restarting at most {many(plan.max_restarts, 'time')}; run folder {folder}"
     )
     if note := size_note(tried.info, config.data.batch_size):
-        console.print(note, highlight=False, markup=False)
+        print_words(note)
     for note in interplay_notes(run, ranks):
-        console.print(note, highlight=False, markup=False)
-    _show_layout(console, run, tried.forecast, ranks)
+        print_words(note)
+    _show_layout(run, tried.forecast, ranks)
 
 
 def _chosen(run: ResolvedRun, plan: LaunchPlan, info: DataInfo) -> dict[str, str]:
@@ -95,17 +97,17 @@ def _chosen(run: ResolvedRun, plan: LaunchPlan, info: DataInfo) -> dict[str, str
     return chosen
 
 
-def _show_layout(console: Console, run: ResolvedRun, forecast: Forecast, ranks: int) -> None:
+def _show_layout(run: ResolvedRun, forecast: Forecast, ranks: int) -> None:
     """Print what each rank would have of the model, and the memory that this takes."""
     layout = run.layout_for(ranks)
     sizes = " x ".join(f"{axis}={layout.size(axis)}" for axis in Axis if layout.size(axis) > 1) or "one process"
-    console.print(f"layout: {sizes}; a replica of the model is {many(layout.model_size, 'rank')}", highlight=False)
+    print_words(f"layout: {sizes}; a replica of the model is {many(layout.model_size, 'rank')}")
     for number, stage in enumerate(forecast.stages):
-        console.print(f"stage {number}: {stage}", highlight=False)
+        print_words(f"stage {number}: {stage}")
     for note in forecast.notes:
-        console.print(note, highlight=False, markup=False)
+        print_words(note)
     if forecast.unknown:
-        console.print(
+        print_words(
             f"memory per rank cannot be predicted: values matter to this model or its optimizer ({forecast.unknown})"
         )
     for rank, memory in enumerate(forecast.memory):
@@ -113,23 +115,21 @@ def _show_layout(console: Console, run: ResolvedRun, forecast: Forecast, ranks: 
         kinds = [
             f"{item.name} {format_bytes(getattr(memory, item.name))}"
             for item in fields(memory)
-            if item.name not in _TOLD_APART
+            if item.name not in _TOLD_APART and getattr(memory, item.name)
         ]
-        console.print(
+        print_words(
             f"predicted memory per rank{of}: {format_bytes(memory.peak)} at its peak ({', '.join(kinds)}), "
-            "beyond what the process and its libraries take",
-            highlight=False,
+            "beyond what the process and its libraries take"
         )
     if forecast.leader:
-        console.print(
+        print_words(
             "each replica is one worker of the parameter server; its first rank has the whole model with gradients "
-            f"beside its piece, in the processor's memory: {format_bytes(forecast.leader)} more",
-            highlight=False,
+            f"beside its piece, in the processor's memory: {format_bytes(forecast.leader)} more"
         )
     if forecast.memory:
         copy = format_bytes(max(memory.checkpoint for memory in forecast.memory))
-        console.print(f"while a checkpoint is written, its copy of up to {copy} comes on top of it", highlight=False)
+        print_words(f"while a checkpoint is written, its copy of up to {copy} comes on top of it")
     if forecast.memory and run.sync.uses_servers:
-        console.print(
+        print_words(
             "the servers hold the parameters and the optimizer's state, which the workers do not", highlight=False
         )

@@ -124,9 +124,9 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
 
 
 def many(number: int, what: str) -> str:
-    """Return a number of things in words.
+    """Return a number of things in words: `1,000 samples`.
 
     >>> many(1, "worker"), many(2, "worker")
     ('1 worker', '2 workers')
     """
-    return f"{number} {what}{'s' * (number != 1)}"
+    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -29,6 +29,10 @@ class Bar:
         self.began_s = time.monotonic()
         self.task: TaskID | None = None
 
+    def begin(self, name: str, total: float | None) -> None:
+        """Show what comes next in the place of what is done, with a clock of its own."""
+        self.name, self.total, self.done, self.began_s = name, total, 0, time.monotonic()
+
     def advance(self, by: float = 1) -> None:
         """Note that so much more is done."""
         self.done += by

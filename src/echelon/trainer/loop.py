@@ -162,6 +162,8 @@ def evaluate_agreed(run: TrainingRun) -> EvaluationReport:
         report = judge(run.eval_loader)
         if run.test_loader is not None:
             better = _is_best(run, report)
+            if better:
+                bar.begin("evaluation of the test set, batch", len(run.test_loader))
             test = judge(run.test_loader) if better else None
             report = replace(report, test=test)
         if run.parts.split:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from echelon.observe import screen
-from echelon.observe.screen import Screen
+from echelon.observe.screen import Bar, Screen
 
 
 def _wait(ready: Callable[[], bool]) -> None:
@@ -89,3 +89,10 @@ def test_a_terminal_has_bars_and_lines_above_them(quick: None, monkeypatch: pyte
     assert "a line" in terminal.getvalue()
     assert "\n`echelon resume runs/a` continues it\n" in terminal.getvalue()  # a command that is to be copied is whole
     assert not shown._progress.live.is_started
+
+
+def test_what_follows_in_one_bar_counts_from_its_own_beginning() -> None:
+    bar = Bar("evaluation, batch", 79, done=79)
+    bar.begin("evaluation of the test set, batch", 157)
+    bar.advance()
+    assert bar.line().startswith("evaluation of the test set, batch 1 of 157, ")

@@ -108,7 +108,7 @@ def held_out(request: DataRequest, count: int, has_test: bool, noun: str = "samp
         return HeldOut(*split(count, request.config.holdout, request.seed))
     train, held = split(count, min(HELD_OF_TRAIN, request.config.holdout), request.seed)
     why = "to choose the best checkpoint by: never by the test set"
-    note = f"{len(held)} of {count} training {noun}s are held out {why}"
+    note = f"{len(held):,} of {count:,} training {noun}s are held out {why}"
     return HeldOut(train, held, (note,))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from math import isfinite
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +24,7 @@ STYLES = {
 }  # fmt: skip
 _CONTROL = dict.fromkeys((*range(32), *range(127, 160)), " ")
 _LEAST_ROWS = 4
+_GAP = "   "
 _INSIDE = " loopback"
 _SHORT = {Phase.COMMUNICATE.value: "comm."}  # a table of ranks fits 80 columns
 
@@ -78,17 +79,30 @@ def _progress(s: RunView) -> RenderableType:
     return row
 
 
-def _numbers(s: RunView) -> Text:
-    text = Text()
-    for name, value in _shown(s):
-        text.append(f"{name} ", style="dim").append(value, style="bold").append("   ")
-    return text
+class _Items:
+    """Texts in lines: a line breaks between two of them, not within one."""
+
+    def __init__(self, items: Sequence[Text]) -> None:
+        self._items = items
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        line = Text()
+        for item in self._items:
+            if line.cell_len and line.cell_len + len(_GAP) + item.cell_len > options.max_width:
+                yield line
+                line = Text()
+            line = line.append(_GAP).append_text(item) if line.cell_len else item
+        yield line
+
+
+def _numbers(s: RunView) -> _Items:
+    return _Items([Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in _shown(s)])
 
 
 def _shown(s: RunView) -> list[tuple[str, str]]:
     best = f" (best {s.best:.4f})" if s.best is not None and s.best != s.value else ""
     found = {
-        "train loss": _format(s.loss, ".4f") + " (this epoch, last 10 s)" * (s.loss is not None),
+        "train loss": _format(s.loss, ".4f") + " (last 10 s)" * (s.loss is not None),
         f"train {s.score_label}": _format(s.train_score, ".3f"),
         f"evaluation {s.metric}": _format(s.value, ".4f") + best,
         "samples/s": _format(s.samples_per_s, ",.0f"),

@@ -8,7 +8,15 @@ from dataclasses import asdict, dataclass, replace
 from echelon.core.json_values import JsonObject, finite_object
 from echelon.core.task import BestResult, Metric, TaskFacts
 from echelon.observe.phases import PHASES
-from echelon.records.events import BadImageSkipped, DataGrew, Event, LossNotFinite, RankFailed, WayPredicted
+from echelon.records.events import (
+    BadImageSkipped,
+    CallbackError,
+    DataGrew,
+    Event,
+    LossNotFinite,
+    RankFailed,
+    WayPredicted,
+)
 from echelon.records.kinds import End, EntropyCoding, Evaluation, ServerWindow, Start
 from echelon.reporting.report.advice import Advice, Bound, RunFacts, advise, find_bound, shares_of
 from echelon.reporting.report.clock import sittings
@@ -217,7 +225,8 @@ def _status(record: RunRecord) -> tuple[str, str]:
     if isinstance(last, Start):
         return "unfinished", "the record has no end: the run is still going, or was killed"
     message, errors = last.message, [event.message for event in record.of(RankFailed) if event.message]
-    if last.status == "failed" and errors and errors[-1] not in message:
+    is_known = any(failed.message in message for failed in record.of(CallbackError))  # the others lost that rank
+    if last.status == "failed" and errors and errors[-1] not in message and not is_known:
         message = f"{message.rstrip('.') or 'a rank failed'}; the last error was {errors[-1]}"
     return last.status, message
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from echelon.core.rate_search import STEPS
 from echelon.core.units import format_seconds, many, sentence_case
 from echelon.reporting.report.summary import Summary
 from echelon.reporting.report.whole_run import BEFORE_STEPS, OTHER, WholeRun
@@ -71,6 +72,8 @@ def _outcome(s: Summary) -> str:
     after = f"after {s.steps} step{'s' * (s.steps != 1)}" + (
         f" ({s.epochs:g} epoch{'s' * (s.epochs != 1)})" if s.epochs else ""
     )
+    if s.searched:
+        after = f"a search of {many(min(s.steps, STEPS), 'step')}"
     known = {
         "completed": f"Completed {after} in {_took(s)}",
         "stopped": f"Stopped {after} and {_took(s)}; `echelon resume` continues it",
@@ -121,9 +124,9 @@ def _accuracy(s: Summary) -> list[str]:
 
 
 def samples_of_primary(s: Summary) -> str:
-    """Say of how many samples the primary metric is: `1000 samples`; `250 of 1000 samples` where they are written."""
+    """Say of how many samples the primary metric is: `1,000 samples`; `250 of 1,000 samples` where they are written."""
     count = s.task.samples_of(s.task.primary.name, s.eval_samples)
-    return f"{count} of {s.eval_samples} samples" if count < s.eval_samples else many(count, "sample")
+    return f"{count:,} of {s.eval_samples:,} samples" if count < s.eval_samples else many(count, "sample")
 
 
 def _bound(s: Summary) -> list[str]:

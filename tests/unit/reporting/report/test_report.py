@@ -199,6 +199,11 @@ def test_deaths_before_the_first_step_are_each_told_and_the_last_ends_the_run(tm
     assert summary.seconds == pytest.approx(2.0)
     _, words = rewrite(tmp_path, [*deaths, error, {**end, "message": "rank 0 died: ValueError: no such layer"}])
     assert "the last error" not in words  # it is told
+    raised = "callback Mine.on_step failed at step 4: ValueError: mine"
+    callback = {"t": 101.4, "kind": "event", "name": "callback_failed", "message": raised, "rank": 0}
+    lost = {**error, "message": "RuntimeError: Connection closed by peer"}
+    _, words = rewrite(tmp_path, [callback, lost, {**end, "message": raised}])
+    assert raised in words and "Connection closed" not in words  # the other rank's is what followed
 
 
 def test_resume_counts_no_restart_and_its_pause_no_time(tmp_path: Path) -> None:
