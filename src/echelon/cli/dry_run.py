@@ -130,6 +130,4 @@ def _show_layout(run: ResolvedRun, forecast: Forecast, ranks: int) -> None:
         copy = format_bytes(max(memory.checkpoint for memory in forecast.memory))
         print_words(f"while a checkpoint is written, its copy of up to {copy} comes on top of it")
     if forecast.memory and run.sync.uses_servers:
-        print_words(
-            "the servers hold the parameters and the optimizer's state, which the workers do not", highlight=False
-        )
+        print_words("the servers hold the parameters and the optimizer's state, which the workers do not")

@@ -32,6 +32,7 @@ from echelon.reporting.report.whole_run import WholeRun
 
 SAYS_SO = 1.05
 """Gains below are not worth saying."""
+_MOST_NAMED = 5
 UNEVEN = 0.25
 """Share of its own work that a rank may wait for others whose work is as much, because steps differ."""
 
@@ -114,10 +115,17 @@ def networks_part(timing: Timing | None) -> Communication | None:
 
 
 def pick_ways(predictions: Sequence[WayPrediction]) -> list[WayPrediction]:
-    """Return what a sentence names: the mildest two and the strongest three, of one setting where there are such."""
+    """Return what a sentence names: the mildest two and the strongest three, of one setting where there are such.
+
+    No compression is among them where it saves time: it is what a codec that does not pay is left out for.
+    """
     single = [p for p in predictions if len(p.settings) == 1] or predictions
     by_saving = sorted(single, key=lambda p: p.saves)
-    return by_saving if len(by_saving) <= 5 else by_saving[:2] + by_saving[-3:]
+    if len(by_saving) <= _MOST_NAMED:
+        return by_saving
+    named = by_saving[:2] + by_saving[-3:]
+    plain = [p for p in by_saving if p.label == "none" and p not in named]
+    return sorted([*plain, *named[len(plain) :]], key=lambda p: p.saves)
 
 
 def _runs(record: RunRecord, whole_run: WholeRun | None, saved_s: float) -> tuple[float, float]:

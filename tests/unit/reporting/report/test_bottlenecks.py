@@ -11,7 +11,7 @@ import pytest
 
 from echelon.records.kinds import Start, Steps
 from echelon.reporting.report import Summary, closing_words, load_run, write_report
-from echelon.reporting.report.predictions import pick_ways
+from echelon.reporting.report.predictions import WayPrediction, pick_ways
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.tables import slow_step_table
 from echelon.reporting.report.timing import measure
@@ -268,3 +268,12 @@ def test_shares_of_few_steps_are_at_most_all_of_a_step() -> None:
     window = Steps(2, (1.0,), 0.012, phase_names=names, phases=rows, t=1.0)
     timing = measure(RunRecord("run", [Start(t=0.0), window]))
     assert timing is not None and sum(map(timing.share, names)) == pytest.approx(1.0)
+
+
+def test_no_compression_is_named_where_it_saves_time_however_many_other_ways_do() -> None:
+    labels = ("sign", "bf16", "none", "local(period=8)", "diloco(period=20)", "local(period=8, overlap=2)")
+    ways = [WayPrediction(name, {"x": name}, 1.0, 0.9 - 0.1 * i, 1.0) for i, name in enumerate(labels)]
+    assert [way.label for way in pick_ways(ways)] == ["bf16", "none", *labels[3:]]
+    assert [way.label for way in pick_ways([w for w in ways if w.label != "none"])] == [
+        n for n in labels if n != "none"
+    ]
