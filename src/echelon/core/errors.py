@@ -34,7 +34,7 @@ def naming(setting: str) -> Iterator[None]:
     except UserError as error:
         if setting in str(error):
             raise
-        raise UserError(f"{setting}: {error}") from error
+        raise UserError(f"{setting}: {error}") from error.__cause__  # the same refusal, told once
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

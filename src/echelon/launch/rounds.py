@@ -413,7 +413,7 @@ class Rendezvous:
         waits_s = self._terms.return_s if self._number else self._terms.arrival_s
         present = sum(m.present for m in self._machines.values())
         if not self.over and not self._rounds and present < self._terms.least and now - self._forming_since > waits_s:
-            self.over = Over("failed", f"{self._waits_for()} for {waits_s:g} s was in vain")
+            self.over = Over("failed", f"gave up after {waits_s:g} s of {self._waits_for()}")
 
     def _go(self, machine: _Machine, now: float) -> None:
         machine.present, machine.state = False, Ready()

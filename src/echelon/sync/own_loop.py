@@ -124,6 +124,9 @@ class Replica:
             context.ddp.broadcast_buffers = False  # and its own statistics, until all agree
         patched.begin(self._step)
 
+    def __repr__(self) -> str:
+        return f"Replica({self._settings}, 1 of {self._replicas}, steps={self.steps})"
+
     def _step(self) -> None:
         self._sync.begin_step(1, self._replicas)
         self._sync.step()
