@@ -73,7 +73,7 @@ RequestT = TypeVar("RequestT", bound=Content)
 class Arrival(Content):
     """What a machine says of itself: a name that stays when it comes back, its workers, and its settings.
 
-    As a message it asks for the machine's place.
+    Settings that begin with no `--` are versions, by what they are of. As a message it asks for the machine's place.
     """
 
     machine: str
@@ -166,17 +166,21 @@ class Register:
 
 
 def check_settings(first: Arrival, arrival: Arrival) -> None:
-    """Refuse a machine that was started with other settings than the first one.
+    """Refuse a machine that was started with other settings, or has other versions, than the first one.
 
     Raises:
         UserError: names the setting and both values.
     """
     for name, value in first.settings.items():
-        if arrival.settings.get(name) != value:
-            raise UserError(
-                f"{arrival.machine} was started with {name} {arrival.settings.get(name)}, the first machine with "
-                f"{value}: start the same command on each machine"
-            )
+        if arrival.settings.get(name) == value:
+            continue
+        if not name.startswith("--"):
+            has = arrival.settings.get(name, "another one")
+            raise UserError(f"{arrival.machine} has {name} {has}, the first machine has {value}: use the same on all")
+        raise UserError(
+            f"{arrival.machine} was started with {name} {arrival.settings.get(name)}, the first machine with "
+            f"{value}: start the same command on each machine"
+        )
 
 
 class Meeting(Generic[RequestT]):

@@ -317,9 +317,11 @@ def _is_first(plan: LaunchPlan, rendezvous: Address, own_address: str) -> bool:
 
 def _arrival(plan: LaunchPlan, settings: dict[str, str], address: str = "") -> Arrival:
     from echelon.launch.meeting import Arrival
+    from echelon.run.elsewhere import versions
 
-    name = f"{socket.gethostname()} ({address})" if address else ""
-    return Arrival(name if plan.node_rank is None else f"{plan.node_rank.name} on {name}", plan.workers, settings)
+    host = f"{socket.gethostname()} ({address})" if address else ""
+    name = host if plan.node_rank is None else f"{plan.node_rank.name} on {host}"
+    return Arrival(name, plan.workers, settings | versions())
 
 
 def common_settings(config: RunConfig) -> dict[str, str]:

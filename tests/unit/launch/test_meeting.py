@@ -14,7 +14,7 @@ from echelon.core.errors import UserError
 from echelon.launch.meeting import Admission, Arrival, Meeting, Register, SecretSource, Shape, join_meeting
 from echelon.messages.identity import PUBLIC_SECRET
 
-FIRST = Arrival("a", 2, {"--lr": "0.1", "--sync": "ps"})
+FIRST = Arrival("a", 2, {"--lr": "0.1", "--sync": "ps", "torch": "2.11"})
 
 
 def test_numbers_follow_each_other_and_stay_when_a_machine_comes_back() -> None:
@@ -28,6 +28,7 @@ def test_numbers_follow_each_other_and_stay_when_a_machine_comes_back() -> None:
 @pytest.mark.parametrize("arrival, words", [
     (replace(FIRST, machine="b", settings={**FIRST.settings, "--lr": "0.2"}), "--lr 0.2, the first machine with 0.1"),
     (replace(FIRST, machine="b", settings={}), "--lr None"),
+    (replace(FIRST, machine="b", settings={**FIRST.settings, "torch": "2"}), "has torch 2, the first machine has 2.11"),
     (replace(FIRST, workers=3), "had 2"),
     (replace(FIRST, machine="c"), "has its 2 machines"),
 ])  # fmt: skip
