@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import errno
 import os
+import re
 import signal
 import sys
 from typing import Any, NoReturn
@@ -100,7 +101,12 @@ def _usage(error: Any) -> str:
     if option and possible:
         closest = next(iter(get_close_matches(option, possible, 1)), possible[0])
         return f"there is no option {option}: did you mean {closest}?"
-    return " ".join(error.format_message().split()) + _hint(option)
+    message = " ".join(error.format_message().split())
+    if option and message.startswith("No such option"):
+        return f"there is no option {option}{_hint(option)}"
+    if extra := re.match(r"Got unexpected extra arguments? ?\(?s?\)? \((.*)\)$", message):
+        return f"unexpected argument: {extra[1]}"
+    return message[:1].lower() + message[1:]
 
 
 def _hint(option: str | None) -> str:

@@ -235,7 +235,9 @@ def explain_command() -> Any:
 
 def _explanation(kind: Kind, entry: Entry) -> Iterator[str]:
     """Yield the lines about one choice."""
-    paragraphs = [p for p in entry.text.split("\n\n") if p.strip()] or [entry.summary]
+    paragraphs = [p for p in entry.text.removeprefix(f"{entry.name}: ").split("\n\n") if p.strip()] or [entry.summary]
+    paragraphs = [p for p in paragraphs if p is paragraphs[0] or p.rstrip(".") not in paragraphs[0]]  # said once
+    paragraphs[0] = paragraphs[0][:1].upper() + paragraphs[0][1:]
     labelled = [p for p in paragraphs if p.startswith(("Helps:", "Needs:"))]
     papers = [p for p in paragraphs if p.startswith(("Paper:", "Papers:"))]
     yield f"{entry.name}   {kind.flag} {_usage(entry)}"
@@ -269,6 +271,8 @@ def _default(argument: Argument) -> str:
 
 
 def _usage(entry: Entry) -> str:
+    if entry.name == ENTROPY_CODER:
+        return f"CODEC+{ENTROPY_CODER}"
     needed = [a.name for a in entry.arguments if a.default is None]
     return f'"{entry.name}({", ".join(f"{name}=..." for name in needed)})"' if needed else entry.name
 

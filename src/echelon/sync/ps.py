@@ -1,12 +1,13 @@
 """Parameter server: workers push gradients to servers that hold the parameters, and pull what changed.
 
 Forms: synchronous, with backup workers (Chen et al. 2016, arXiv:1604.00981), asynchronous (Downpour; Dean et al. 2012),
-stale synchronous (Ho et al. 2013). This is its declaration, which imports no torch; servers
-and the workers' side are in `ps/`.
+stale synchronous (Ho et al. 2013).
 
 Helps: Workers of unequal speed, and machines that come and go: nobody waits for the slowest (async, ssp, backup).
 Needs: network and memory for the servers; async pays with stale gradients.
 """
+
+# The declaration, which imports no torch; servers and the workers' side are in `ps/`.
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _BEFORE = 16  # of these, before the first predicted one
 
 
 class MaskedLanguageModelling(LanguageModelling):
-    """Logits `(B, T, V)` and the tokens `(B, T)`, `NO_TARGET` for those that are not to be predicted.
+    """Logits `(B, T, V)` and the tokens `(B, T)`, -100 for those that are not to be predicted.
 
     The loss is the sum over tokens that are to be predicted of -log p(token | what is seen of its window).
     """

@@ -28,7 +28,7 @@ _MOST_CHARACTERS = 400  # of a text in a report
 
 
 class TextClassification(Classification):
-    """Logits `(B, C)` and class numbers `(B,)` of texts; the loss is that of `Classification`."""
+    """Logits `(B, C)` and class numbers `(B,)` of texts; the loss is that of `classification`."""
 
     name = "text_classification"
     encoding = Encoding.TEXT

@@ -39,7 +39,8 @@ def check_is_run(folder: Path) -> None:
     """
     if not (folder / CONFIG_FILE).is_file():
         known = [str(path.parent) for path in Path("runs").glob(f"*/{CONFIG_FILE}")]
-        raise UserError(f"{folder} holds no run: {nearest(str(folder), known)}there is no {CONFIG_FILE} in it")
+        lacks = f"there is no {CONFIG_FILE} in it" if folder.exists() else "there is no such folder"
+        raise UserError(f"{folder} holds no run: {nearest(str(folder), known)}{lacks}")
 
 
 def default_folder(config: RunConfig, root: Path = Path("runs"), model: str = "") -> Path:

@@ -68,7 +68,9 @@ def test_explain_says_what_a_codec_does_and_what_was_measured() -> None:
     assert "topk(0.01) over a link of 100 Mbit/s: 1,778 (±2%) samples/s, 3.89 times plain DDP's" in words
     assert "aim" not in words and "measured on" not in words
     assert not [line for line in text.splitlines() if len(line) > 80]
+    assert text.lower().count("the largest elements, with momentum correction") == 1, "the summary is said once"
     assert "--task image-classification" in echelon("explain", "image-classification").stdout
+    assert "--compression CODEC+huffman" in echelon("explain", "huffman").stdout
     refused = echelon("explain", "toppk")
     assert refused.returncode == 2 and "did you mean topk?" in refused.stderr
 

@@ -18,7 +18,7 @@ from echelon.compression.wire import Layout
 
 @dataclass(frozen=True)
 class Uncompressed(Codec):
-    """Every element as float32 (float64 tensors are rounded to it outside `reduce_rounds`); 32 bits per element.
+    """Every element as float32 (float64 tensors are rounded to it, except in sums); 32 bits per element.
 
     Linear, unbiased. NaN and infinity pass, as without a codec.
     """

@@ -34,8 +34,8 @@ class TopK(CorrectsMomentum, Eased, Sparse):
     """The k = density * n elements of largest magnitude, indices packed; the rest waits in the error memory.
 
     Deep Gradient Compression: u = m u + g; v = v + u; send the k largest of v; zero v and u where sent (u only where
-    `density` is below 5%: while much is sent, that would remove the momentum). u is the wrapper's "velocity", v its
-    "error". With momentum 0 it is plain error feedback. Density warm-up: density^(1/4), ^(2/4), ^(3/4) for a third of
+    `density` is below 5%: while much is sent, that would remove the momentum). v is what waits in the error
+    memory. With momentum 0 it is plain error feedback. Density warm-up: density^(1/4), ^(2/4), ^(3/4) for a third of
     `warmup_steps` each (1%: 31.6%, 10%, 3.2%), then `density`. In the last steps everything travels, as int8.
 
     Bits per element: density * (16 + about 2 + log2(1 / density)) with bf16 values: 0.25 at 1%. Biased.

@@ -34,7 +34,7 @@ _OTHER_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 @dataclass(eq=False)
 class Local(Place):
-    """Processes of this machine, children of the fork server (`start_import_server`).
+    """Processes of this machine, children of one fork server.
 
     Attributes:
         grace: how long after a signal to stop whatever started the run ends it by force (`docker stop -t`,
