@@ -63,7 +63,11 @@ def whole_run_of(record: RunRecord) -> WholeRun | None:
 
 def before_steps(record: RunRecord) -> float:
     """Return the seconds from where ranks were ready to the first step, of all attempts that took one."""
-    return sum(first.t - _length_s(first) - begin for (begin, _), first in _firsts(record, list(_spans(record))))
+    seconds = 0.0
+    for (begin, end), first in _firsts(record, list(_spans(record))):
+        following = next((w for w in record.windows if first.t < w.t <= end), None)
+        seconds += max(0.0, _ended(record, first, following) - _length_s(first) - begin)
+    return seconds
 
 
 def _spans(record: RunRecord) -> Iterator[tuple[float, float]]:
@@ -85,6 +89,16 @@ def _firsts(record: RunRecord, spans: Sequence[tuple[float, float]]) -> Iterator
         first = next((w for w in record.windows if span[0] <= w.t <= span[1]), None)
         if first is not None:
             yield span, first
+
+
+def _ended(record: RunRecord, window: Steps, following: Steps | None) -> float:
+    """Return the moment at which a window's steps ended, which may be before its line: that is a part of recording it.
+
+    The recording is a pause of the window that follows, and counts once.
+    """
+    if following is None or record.has_servers:
+        return window.t
+    return min(window.t, following.t - _length_s(following))
 
 
 def _length_s(window: Steps) -> float:

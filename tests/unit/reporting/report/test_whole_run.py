@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from echelon.observe.phases import PAUSES
 from echelon.records.events import DataGrew
 from echelon.records.kinds import Checkpoint, End, Evaluation, Pause, Record, Start, Steps
 from echelon.reporting.report.records import RunRecord, with_pauses_apart
@@ -119,3 +120,10 @@ def test_nothing_is_advised_that_cannot_help(reason: str, evaluations: int, said
     words = " ".join(advice.sentence() for advice in summarise(RunRecord("run", lines)).advice)
     assert ("a larger --eval-every: from its first step on the run would be at most" in words) == said, words
     assert ("a longer --checkpoint-every" in words) == said, words
+
+
+def test_a_recording_that_began_before_the_first_line_is_counted_once() -> None:
+    """The line of a window is stamped within its recording, whose seconds are a pause of the window that follows."""
+    paused = {"pause_names": ["recording"], "pauses": [[0.5], [0.5]]}
+    whole = of(Start(t=0.0), window(2.4, 1.0, 10), window(4.5, 2.0, 20, **paused))
+    assert whole.pauses == pytest.approx({**dict.fromkeys(PAUSES, 0.0), "recording": 0.5, "start": 1.0, "other": 0.0})
