@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from echelon.launch.link import ShapedNetwork, parse_link
+from echelon.run.home import bring
 from tests.ranks.links import LINK, NEEDS_LINKS, start_machine
 from tests.ranks.runs import Run, Runs, losses_of, marked_processes
 
@@ -47,6 +49,30 @@ def test_machines_with_disks_of_their_own_share_the_secret_by_the_environment(tm
         assert _sizes(first) == [2] and first.summary()["status"] == "completed"
         assert not list(tmp_path.glob("*/machines/secret"))
         assert SECRET not in first.text() + second.text()
+
+
+@pytest.mark.slow
+def test_machines_without_a_common_disk_go_on_from_a_url(tmp_path: Path) -> None:
+    url, common = f"file://{tmp_path}/store/run", ("--nodes", "2", "--eval-every", "0", "--schedule", "constant")
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        rendezvous = f"{network.addresses[0]}:29400"
+
+        def on_both(*command: str) -> None:
+            """Give a command on both machines, each with a disk of its own, and wait for its end."""
+            both = []
+            for i in range(2):
+                own = {"ECHELON_RUN_SECRET": SECRET, "XDG_CACHE_HOME": str(tmp_path / f"cache-{i}")}
+                both.append(runs.start(*command, prefix=network.command_prefix(i), environment=own))
+            assert [run.end() for run in both] == [0, 0], both[0].text() + both[1].text()
+
+        where = ("--rendezvous", rendezvous, "--workers", "1", "--threads", "1", "--device", "cpu")
+        on_both("train", "digits", *where, *common, "--run", url, "--max-steps", "20")
+        for i in range(2):
+            shutil.rmtree(tmp_path / f"cache-{i}")
+        on_both("resume", url, *where[:2], *common[:2], "--max-steps", "40")
+        alone = runs.train("digits", "--workers", "2", *common[2:], "--max-steps", "40", folder="alone")
+        assert alone.end() == 0
+        assert losses_of(bring(url, tmp_path / "brought")) == pytest.approx(alone.losses(), rel=1e-3)
 
 
 @pytest.mark.slow

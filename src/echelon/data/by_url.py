@@ -231,6 +231,7 @@ class _Entry:
                 f"data {self.url}: it has {size}, and --data-cache-limit keeps {format_bytes(limit)} at most: raise it"
             )
         with locked(cache / _LOCK, _PATIENCE_S, f"data {cache}: another process holds it for too long"):
+            (cache / ".gitignore").write_text("*\n")  # it travels nowhere with the working folder
             others = [each for each in _entries(cache) if each.folder != self.folder]
             taken = n_bytes + sum(each.size for each in others)
             for other in others:

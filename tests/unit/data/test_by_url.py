@@ -174,6 +174,7 @@ def test_what_the_cache_holds_is_told_and_goes(tmp_path: Path, url: str) -> None
     path = local_path(config(f"{url}/t.csv", tmp_path))
     assert removables(str(tmp_path)) == (len(TABLE), [])
     release()
+    assert (tmp_path / "urls" / ".gitignore").read_text() == "*\n"  # a place that takes the working folder leaves it
     total, found = removables(str(tmp_path))
     assert total == len(TABLE) and f"{url}/t.csv" in found[0].why
     remove(str(tmp_path), found)
