@@ -89,6 +89,7 @@ def _attempt_bars(record: RunRecord, stretches: list[Sitting]) -> Json:
         "width": 0.6,
         "text": [f"{format_seconds(b - a)}" for a, b in zip(x0, x1, strict=True)],
         "textposition": "inside",
+        "textangle": 0,
         "insidetextanchor": "start",
         "insidetextfont": {"color": color("paper")},
         "marker": {"color": color("train")},

@@ -149,6 +149,7 @@ def _phases(scene: Scene) -> Chart | None:
         "barmode": "stack",
         "xaxis": time_axis("time of a step", [longest]),
         **_rows(drawn),
+        "bargap": 0.74,  # on a phone the legend takes rows, and bars would reach their names
         "hovermode": "closest",
         "legend": {"traceorder": "normal"},
     }
