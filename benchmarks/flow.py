@@ -93,14 +93,15 @@ def main() -> None:
         )
         (base / "flow.yaml").write_text(FLOW.format(**dict(zip(("prepare", "settings", "data"), given))))
         begun, draw, found = time.monotonic(), random.Random(options.seed), []
-        run_killed(base, "calm", 0, options.longest, draw)
+        run_killed(base, 0, options.longest, draw)
+        (base / "flow").rename(base / "calm")  # a run knows the path of its data: all flows have the same
         print(f"calm: {time.monotonic() - begun:.0f} s", flush=True)
         while len(found) < options.runs and time.monotonic() - begun < 60 * options.minutes:
             began = time.monotonic()
-            kills = run_killed(base, "killed", options.kills, options.longest, draw)
+            kills = run_killed(base, options.kills, options.longest, draw)
             found.append(compare(base, kills))
             print(f"run {len(found)}: {time.monotonic() - began:.0f} s, {found[-1]}", flush=True)
-            shutil.rmtree(base / "killed")
+            shutil.rmtree(base / "flow")
         print(f"{len(found)} runs: {sum(found, Compared())}")
 
 
@@ -136,9 +137,9 @@ class Compared:
         )
 
 
-def run_killed(base: Path, folder: str, kills: int, longest_s: float, draw: random.Random) -> int:
+def run_killed(base: Path, kills: int, longest_s: float, draw: random.Random) -> int:
     """Run the flow until it is complete, killed so many times on the way; returns how often it was."""
-    command = [sys.executable, "-m", "echelon", "flow", str(base / "flow.yaml"), "--run", str(base / folder)]
+    command = [sys.executable, "-m", "echelon", "flow", str(base / "flow.yaml"), "--run", str(base / "flow")]
     done = 0
     while True:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -160,7 +161,7 @@ def compare(base: Path, kills: int) -> Compared:
     """Return whether each step of the killed flow was done once, and left what the calm one's did."""
     twice, different, starts, goes_on = [], [], 0, 0
     for name in load_flow(base / "calm").steps:
-        of = [step_folder(base / folder, name) for folder in ("calm", "killed")]
+        of = [step_folder(base / folder, name) for folder in ("calm", "flow")]
         calm, killed = ([end for end in read_records(each, FlowStepEnd) if end.status == "completed"] for each in of)
         begun = read_records(of[1], FlowStepStart)
         starts += len(begun)
