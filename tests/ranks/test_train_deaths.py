@@ -13,7 +13,8 @@ from tests.ranks.runs import LEAVE_S, Run, Runs, losses_of
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 240
-SETTINGS = ("--workers", "2", "--epochs", "30", "--max-steps", str(STEPS), "--eval-every", "0", "--lr", "0.02")
+PLAIN = ("--workers", "2", "--epochs", "30", "--max-steps", str(STEPS), "--eval-every", "0", "--lr", "0.02")
+SETTINGS = (*PLAIN, "--elastic", "off")
 NOTICED_S = 5.0
 
 
@@ -22,6 +23,22 @@ def _kill(run: Run, rank: int) -> tuple[int, float]:
     pid = run.pids()[rank]
     os.kill(pid, signal.SIGKILL)
     return pid, time.time()
+
+
+@pytest.mark.long
+def test_where_nobody_says_the_others_go_on_and_the_curve_stays(tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        run = runs.train("digits", *PLAIN, folder="run")
+        run.wait_for_step(20)
+        pid, _ = _kill(run, rank=1)
+        assert run.end() == 0
+        (death,) = run.events("worker_died")
+        assert death["pid"] == pid and "the others go on, and it joins them again" in death["message"]
+        assert not run.events("resumed") and {start["attempt"] for start in run.records("start")} == {0}
+        assert not run.left_behind()
+        whole = runs.train("digits", *SETTINGS, folder="whole")
+        assert whole.end() == 0
+        assert run.losses() == pytest.approx(whole.losses(), abs=0.02), "within the rounding of sums of other parts"
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from echelon.core.units import format_bytes, many
 from echelon.observe.screen import Screen
 from echelon.run.foretold import foretell
 from echelon.run.resolve import launch_request, resolve
-from echelon.run.start import check, plan_of, settled, with_open_batch
+from echelon.run.start import check, elastic_plan, plan_of, settled, with_open_batch
 from echelon.trainer.folder import check_new, default_folder
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def show(resolved: Resolved, all_settings: bool = False) -> None:
         plan, run = plan_of(request, folder), check(request)
         check_new(folder, config)
         run = resolve(settled(run, plan))
+        plan = elastic_plan(plan, run)
         ranks = plan.workers * plan.nodes.most
         tried = try_out(run, plan.workers, ranks)
     console = Console(soft_wrap=True)
@@ -85,6 +86,7 @@ def _chosen(run: ResolvedRun, plan: LaunchPlan, info: DataInfo) -> dict[str, str
 
     config = run.config
     chosen = {"launch.workers": str(plan.workers), "launch.threads": str(plan.threads)}
+    chosen["launch.elastic"] = "on" if plan.elastic else "off"
     chosen["data.batch_size"] = str(config.data.batch_size)
     chosen["training.accumulate"] = str(config.training.accumulate)
     chosen["strategy.parallel"] = str(run.layout_for(plan.workers * plan.nodes.most))

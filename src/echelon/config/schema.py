@@ -336,10 +336,11 @@ class LaunchConfig:
     max_restarts: int = setting(
         3, "restarts after a worker died with no new checkpoint in between, before the run is given up", above=0
     )
-    elastic: Literal["off", "on"] = setting(
-        "off",
+    elastic: Literal["auto", "on", "off"] = setting(
+        "auto",
         "what follows when a worker of an all-reduce or averaging run is killed: on (the others go on, and train its "
-        "share of each batch until it is back) or off (all start again from the newest checkpoint)",
+        "share of each batch until it is back), off (all start again from the newest checkpoint), or auto (on where "
+        "that is possible and costs nothing without a death)",
     )
     timeout: str = setting("2m", "how long any rank waits for another before the run is restarted")
     machine_patience: str = setting("10m", "how long the machines of a run wait for one that was lost, before they end")

@@ -30,6 +30,7 @@ from echelon.sync.state_bytes import Piece, StateBytes
 from echelon.tasks.nest import Nest
 from echelon.torch_compat import NEEDS_VALUES
 from echelon.trainer.assemble import check_enough, check_mixing
+from echelon.trainer.compatibility import survivors_go_on
 from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.precision import to_fp8
 from echelon.trainer.resolved import ResolvedRun
@@ -178,6 +179,10 @@ def _memory(run: ResolvedRun, layout: Layout, peaks: Peaks) -> Memory:
         peak = (peaks.peak if layout.splits else peaks.without_gradients) + gradients
     ours = not (run.sync.uses_servers and layout.splits)  # there, the leader has it
     kept = _kept(run, peaks.shapes, optimizer, layout.dp) if ours else StateBytes()
+    saved = peaks.held + optimizer + kept.saved
+    plain = not (layout.splits or run.sync.sums_in_backward)
+    if plain and survivors_go_on(run, layout.dp):  # a round begins with a copy, to return to
+        kept = replace(kept, between=kept.between + peaks.held + optimizer + kept.between)
     return Memory(
         parameters=peaks.parameters,
         gradients=gradients,
@@ -186,7 +191,7 @@ def _memory(run: ResolvedRun, layout: Layout, peaks: Peaks) -> Memory:
         averages=peaks.held - peaks.parameters - peaks.buffers,
         activations=max(0, working),
         sync=kept.between,
-        checkpoint=peaks.held + optimizer + kept.saved,
+        checkpoint=saved,
         peak=max(peak, peaks.held + optimizer + kept.agreeing) + kept.between,
     )
 

@@ -45,10 +45,19 @@ def die_with_parent(parent: int = 0) -> None:
 
 def is_stopped(pid: int | None) -> bool:
     """Whether a process is stopped by a signal or a debugger (Linux; False elsewhere, and where nothing is known)."""
+    return _state(pid) in ("T", "t")
+
+
+def is_debugged(pid: int | None) -> bool:
+    """Whether a debugger has stopped a process (Linux; False elsewhere, and where nothing is known)."""
+    return _state(pid) == "t"
+
+
+def _state(pid: int | None) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in ("T", "t")
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
     except OSError:  # it is gone, or no file is left to read with
-        return False
+        return ""
 
 
 def run_process(process: Process) -> None:

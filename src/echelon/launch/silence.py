@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from echelon.launch.culprit import Hang, Living, Observed, find_hang
+from echelon.launch.process import is_debugged
 from echelon.observe.notes import Note
 
 LOOK_S = 0.25
@@ -39,6 +40,8 @@ class SilenceWatch:
     ) -> list[Hang]:
         """Return who has been stopped for longer than three times the longest of its activities, and than 2 s.
 
+        Who looks at a process with a debugger has the time of --timeout.
+
         Args:
             living: all processes that run.
             note_of: returns what a process wrote last.
@@ -50,7 +53,7 @@ class SilenceWatch:
         if now - self._looked_s > LEAST_S / 2:  # nobody has looked: this process may have been stopped as well
             self._since_s.clear()
         self._looked_s = now
-        stopped = {(p.name, p.pid): p for p in living if self._is_silent(p.name)}
+        stopped = {(p.name, p.pid): p for p in living if self._is_silent(p.name) and not is_debugged(p.pid)}
         self._since_s = {key: self._since_s.get(key, now) for key in stopped}
         found = []
         for key, process in stopped.items():

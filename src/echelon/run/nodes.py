@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
-from echelon.config import load_run_config
+from echelon.config import RunConfig, load_run_config
 from echelon.core.errors import UserError, unknown
 from echelon.launch.changes import Change, ask
 from echelon.launch.places import PlaceChoice
@@ -218,7 +218,7 @@ def _check_can_change(run: Path, what: str) -> None:
     if sync.uses_servers(config.strategy.sync):
         return
     first = next(iter(_starts(run, read_launch(run).launched_t or 0.0)), None)
-    if config.launch.elastic == "on" and (first is None or first.world_size > 1):
+    if (first is None or first.world_size > 1) and _survivors_go_on(config, first):
         return
     if ":" in config.launch.nodes and what == "leave":  # its machine does
         return
@@ -227,6 +227,16 @@ def _check_can_change(run: Path, what: str) -> None:
         f"the workers of {run} begin and end together: use echelon stop {run}, then echelon resume {run} {size}; "
         f"one of them can {what} a run of several with --elastic on, or with --sync ps(...)"
     )
+
+
+def _survivors_go_on(config: RunConfig, start: Start | None) -> bool:
+    """Whether a run's workers were started as members that may leave and join."""
+    if config.launch.elastic != "auto":
+        return config.launch.elastic == "on"
+    from echelon.run.resolve import resolve
+    from echelon.trainer.compatibility import survivors_go_on
+
+    return survivors_go_on(resolve(config), start.world_size if start is not None else config.launch.workers)
 
 
 @dataclass(frozen=True)

@@ -285,13 +285,19 @@ def plan_of(request: LaunchRequest, path: Path, parcel: Parcel | None = None) ->
         nodes=nodes,
         rendezvous=request.rendezvous,
         max_restarts=launch.max_restarts,
-        elastic=launch.elastic == "on" and workers > 1,
         log_dir=path / "logs",
         preload=(*PRELOAD, *packages_of(request.config.model.tune), *(PRELOAD_ROLES if request.uses_servers else ())),
         trusted_network=launch.trusted_network,
         link=request.link,
         node_rank=request.node_rank,
     )
+
+
+def elastic_plan(plan: LaunchPlan, run: ResolvedRun) -> LaunchPlan:
+    """Return what would be started, with whether the others go on when a worker is killed."""
+    from echelon.trainer.compatibility import survivors_go_on
+
+    return replace(plan, elastic=survivors_go_on(run, plan.workers))
 
 
 def _workers(request: LaunchRequest) -> int:
@@ -369,6 +375,7 @@ def _run_here(
     run: ResolvedRun, plan: LaunchPlan, path: Path, place: Place, opening: Opening, user_objects: UserObjects | None
 ) -> Outcome:
     """Run this machine's processes to the end; a signal stops them after a checkpoint."""
+    plan = elastic_plan(plan, run)
     opened = closing(Recorder(path, patience_s=run.io_patience_s))
     with full_disk_in_words(path), stop_on_signals(raises=True) as stop, opened as record:
         leads = bool(run.described.checkpoint.mirror) and _is_first(plan)

@@ -66,6 +66,7 @@ class EpochOrder:
         self._run, self._cursor, self._stop = run, cursor, stop
         self._slow = SlowSteps(run.progress.record)
         self._due, self.saved_s = False, time.monotonic()
+        self._buffers = list(run.parts.local_model.buffers()) if run.survives else []
         self._trained = False
         self.reason = EARLY_STOP if self._is_stagnant else ""  # so it was saved
         self._time = TimeLimit(run.settings.ends_s if run.world.leads else math.inf, len(run.eval_loader))
@@ -156,7 +157,7 @@ class EpochOrder:
     def note(self, between: bool) -> None:
         """Note what is done, where other ranks may have to be told of it (see `Commit`)."""
         if self._run.survives and regroupable(self._run).at_agreement:
-            self.commit = Commit.of(self._run, self._cursor, self.reason, between)
+            self.commit = Commit.of(self._run, self._cursor, self.reason, between, self._buffers)
 
     @property
     def agreed(self) -> bool:

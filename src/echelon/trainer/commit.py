@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,18 @@ class Draws:
     replica: StateView
 
     @classmethod
-    def of(cls, run: TrainingRun) -> Draws:
-        """Copy them."""
-        buffers = [buffer.clone() for buffer in run.parts.local_model.buffers()]
+    def of(cls, run: TrainingRun, buffers: Sequence[Tensor] | None = None) -> Draws:
+        """Copy them.
+
+        Args:
+            buffers: the model's, where they are known: to look for them takes longer than to copy them.
+        """
+        found = run.parts.local_model.buffers() if buffers is None else buffers
+        copies = [buffer.clone() for buffer in found]
         numpy: Mapping[str, object] = np.random.get_state(legacy=False)
         sync = run.parts.sync
         replica = {} if sync.steps_together else copy_state({**replica_state(run.parts), "sync": sync.state_dict()})
-        return cls(torch.get_rng_state(), random.getstate(), numpy, buffers, replica)
+        return cls(torch.get_rng_state(), random.getstate(), numpy, copies, replica)
 
     @torch.no_grad()
     def restore(self, run: TrainingRun) -> None:
@@ -105,13 +110,15 @@ class Commit:
     draws: Draws | None = None
 
     @classmethod
-    def of(cls, run: TrainingRun, cursor: Cursor, reason: str, between: bool) -> Commit:
-        """Note how far a rank is now."""
+    def of(
+        cls, run: TrainingRun, cursor: Cursor, reason: str, between: bool, buffers: Sequence[Tensor] | None = None
+    ) -> Commit:
+        """Note how far a rank is now; `buffers`: see `Draws.of`."""
         saver = run.saver
         best, best_loss = BestResult.numbers(saver.best)
         return cls(
             cursor.step, between, cursor.epoch, cursor.batch, saver.stagnation, saver.owes_evaluation, reason,
-            best, best_loss, Draws.of(run) if between else None,
+            best, best_loss, Draws.of(run, buffers) if between else None,
         )  # fmt: skip
 
     @property

@@ -62,16 +62,33 @@ def check_strategies(run: ResolvedRun, ranks: int) -> None:
         raise UserError(f"--collective {given.collective} needs several workers: leave it out, or use --workers 2")
 
 
+def survivors_go_on(run: ResolvedRun, ranks: int) -> bool:
+    """Whether the others go on when one of a run's ranks dies: as asked for, or where it can be and costs nothing.
+
+    A codec's memory would be copied in each step; shares by speed are of ranks that stay, and what a start with less
+    memory needs is known to the ranks of that start alone.
+    """
+    launch = run.config.launch
+    if launch.elastic != "auto" or ranks == 1:
+        return launch.elastic == "on" and ranks > 1
+    stay = launch.balance == "auto" or run.config.training.on_oom != "fail"
+    return not (stay or run.compression.encodes or _against_elastic(run, ranks))
+
+
 def _check_elastic(run: ResolvedRun, ranks: int) -> None:
     """Refuse survivors that go on, where they cannot.
 
     Raises:
         UserError: names what stands against it.
     """
+    if run.config.launch.elastic == "on" and ranks > 1 and (flag := _against_elastic(run, ranks)):
+        raise UserError(f"--elastic on does not go together with {flag} yet: leave one of them out")
+
+
+def _against_elastic(run: ResolvedRun, ranks: int) -> str:
+    """Return the first setting with which survivors cannot go on; empty: they can."""
     given, config, layout = run.described.strategy, run.config, run.layout_for(ranks)
-    if config.launch.elastic == "off" or ranks == 1:
-        return
-    for stands, flag in (
+    against = (
         (not run.sync.regroups, f"--sync {given.sync}"),
         (run.compression.encodes and not run.sync.sums_in_backward, f"--compression {given.compression}"),
         (run.compression.codec.control() is not None, f"--compression {given.compression}"),
@@ -82,9 +99,8 @@ def _check_elastic(run: ResolvedRun, ranks: int) -> None:
         (not run.tuning.changes_nothing, f"--tune {run.tuning.text}"),
         (run.nodes.most > 1, f"--nodes {config.launch.nodes}"),
         (config.training.device != "cpu" and torch.cuda.device_count() > 0, f"--device {config.training.device}"),
-    ):
-        if stands:
-            raise UserError(f"--elastic on does not go together with {flag} yet: leave one of them out")
+    )
+    return next((flag for stands, flag in against if stands), "")
 
 
 def _check_replicas(run: ResolvedRun, ranks: int) -> None:

@@ -54,7 +54,8 @@ def test_micro_batches_of_micro_batches_are_forecast() -> None:
 def test_strategies_and_codecs_add_what_they_keep() -> None:
     (alone,) = predict("dp=1", 1)
     whole = alone.parameters
-    (local,) = predict("dp=2", 2, strategy__sync="local(8)")
+    (local,) = predict("dp=2", 2, strategy__sync="local(8)", launch__elastic="off")
+    (elastic,) = predict("dp=2", 2, strategy__sync="local(8)")
     (diloco,) = predict("dp=2", 2, strategy__sync="diloco(8)", strategy__compression="int8")
     (behind,) = predict("dp=2", 2, strategy__sync="diloco(8, overlap=2)")
     (coded,) = predict("dp=2", 2, strategy__compression="sign")
@@ -62,6 +63,9 @@ def test_strategies_and_codecs_add_what_they_keep() -> None:
     assert (local.sync, diloco.sync, behind.sync) == (whole, 2 * whole, 4 * whole)
     assert local.checkpoint == diloco.checkpoint - whole == alone.checkpoint + whole
     assert local.peak >= alone.parameters + alone.optimizer + 3 * whole, "deltas, and the vectors they are reduced in"
+    copy = alone.parameters + alone.optimizer + local.sync
+    assert elastic.sync - local.sync == elastic.peak - local.peak == copy, "of the replica, to which survivors return"
+    assert elastic.checkpoint == local.checkpoint
     assert coded.sync == pytest.approx(4 * whole, rel=0.02), "a vector, error feedback of both directions, its copies"
     assert split.sync == split.parameters < 0.6 * whole
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
+from dataclasses import replace
+
+import pytest
+
 from echelon.launch.culprit import Living
+from echelon.launch.process import is_debugged, is_stopped
 from echelon.launch.silence import SilenceWatch
 from echelon.observe.notes import Note
 from echelon.observe.phases import Phase
@@ -54,3 +62,20 @@ def test_its_words_say_what_it_was_at() -> None:
     assert hangs[0].in_words("2 s") == (
         "does not answer: its process has been stopped (SIGSTOP) for 2 s, in forward (model code), at step 12"
     )
+
+
+def test_who_is_looked_at_with_a_debugger_is_not_judged() -> None:
+    attach, detach = 16, 17  # ptrace(2)
+    libc = ctypes.CDLL(None, use_errno=True)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            if libc.ptrace(attach, process.pid, None, None) != 0:
+                pytest.skip(f"no debugger may be used here: {os.strerror(ctypes.get_errno())}")
+            os.waitpid(process.pid, os.WUNTRACED)
+            watch, rank = SilenceWatch(lambda name: is_stopped(process.pid), 60.0), replace(RANK, pid=process.pid)
+            assert is_stopped(process.pid) and is_debugged(process.pid)
+            for now in every(0.5, 100.0, 110.0):
+                assert not watch.look([rank], lambda p: NOTE, {"rank1": 0.5}, now)
+            libc.ptrace(detach, process.pid, None, None)
+        finally:
+            process.kill()

@@ -1,0 +1,47 @@
+"""Whose survivors go on when a worker is killed, where nobody says: plain replicas, at no cost without a death."""
+
+from __future__ import annotations
+
+import pytest
+
+from echelon.config import build
+from echelon.core.errors import UserError
+from echelon.run.resolve import resolve
+from echelon.trainer.compatibility import check_strategies, survivors_go_on
+
+
+@pytest.mark.parametrize(
+    ("settings", "go_on"),
+    [
+        ({}, True),
+        ({"strategy.sync": "local(8)"}, True),
+        ({"strategy.sync": "diloco(20)"}, True),
+        ({"strategy.sync": "easgd(10)"}, True),
+        ({"strategy.sync": "local(8, overlap=2)"}, False),
+        ({"strategy.sync": "ps"}, False),
+        ({"strategy.compression": "int8"}, False),
+        ({"strategy.collective": "ring"}, False),
+        ({"strategy.parallel": "fsdp=-1"}, False),
+        ({"strategy.parallel": "zero1"}, False),
+        ({"launch.balance": "auto"}, False),
+        ({"launch.elastic": "off"}, False),
+        ({"launch.nodes": "2", "launch.rendezvous": "a:1"}, False),
+        ({"training.on_oom": "halve"}, False),
+        ({"model.tune": "head"}, False),
+        ({"model.compile": True}, False),
+        ({"model.sync_batchnorm": True}, False),
+        ({"launch.elastic": "on", "strategy.compression": "int8"}, True),
+        ({"launch.elastic": "on", "launch.balance": "auto"}, True),
+    ],
+)
+def test_survivors_go_on_where_they_can_and_it_costs_nothing(settings: dict[str, object], go_on: bool) -> None:
+    run = resolve(build(None, {"data.source": "digits", **settings}).config)
+    assert survivors_go_on(run, 4) is go_on
+    assert not survivors_go_on(run, 1)
+    check_strategies(run, 4)  # what is not asked for is not refused
+
+
+def test_what_is_asked_for_is_refused_where_it_cannot_be() -> None:
+    run = resolve(build(None, {"data.source": "digits", "launch.elastic": "on", "strategy.parallel": "fsdp=-1"}).config)
+    with pytest.raises(UserError, match="--elastic on does not go together with --parallel fsdp=-1 yet"):
+        check_strategies(run, 4)
