@@ -166,7 +166,8 @@ class ImageRows(RowsOfOneShape):
                 path = self._images.path(i)
                 if not self._recipe.skip_bad:
                     raise UserError(
-                        f"{path}: cannot be decoded ({error}): replace or remove it, or use --on-bad-image skip"
+                        f"{path}: cannot be decoded ({error}): replace or remove it; "
+                        "training leaves it out with --on-bad-image skip"
                     ) from error
                 bad.append(BadSample(row, path, str(error)))
                 rows[row] = 0

@@ -200,7 +200,9 @@ class SoundRows:
             except CannotReadSound as error:
                 path = self._sounds.path(i)
                 if not self._skip_bad:
-                    raise UserError(f"data {path}: cannot be read ({error}): use --on-bad-image skip") from error
+                    raise UserError(
+                        f"data {path}: cannot be read ({error}): training leaves it out with --on-bad-image skip"
+                    ) from error
                 bad.append(BadSample(row, path, str(error)))
                 continue
             features[row, : len(sound)], mask[row, : len(sound)] = sound, 1
