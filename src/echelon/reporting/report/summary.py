@@ -145,7 +145,7 @@ def summarise(record: RunRecord) -> Summary:
         steps=steps,
         measured_steps=timing.steps if timing else 0,
         restarts=count_restarts(record),
-        bad_images=sum(event.count for event in record.of(BadImageSkipped)),
+        bad_images=_bad_images(record),
         bad_losses=sum(event.count for event in record.of(LossNotFinite)),
         nonfinite_step=_first_nonfinite(record),
         outlier_windows=timing.outlier_windows if timing else 0,
@@ -215,6 +215,13 @@ def _entropy_seconds(count: EntropyCoding) -> list[str]:
 
 def _mbit_per_s(bytes_per_s: float) -> str:
     return f"{8e-6 * bytes_per_s:.3g} Mbit/s"
+
+
+def _bad_images(record: RunRecord) -> int:
+    """Count the files that could not be decoded: each rank that met one tells of it, and does so again when resumed."""
+    events = record.of(BadImageSkipped)
+    files = {event.path for event in events if event.path and event.count == 1}
+    return len(files) + sum(event.count for event in events if not event.path or event.count > 1)
 
 
 def _status(record: RunRecord) -> tuple[str, str]:

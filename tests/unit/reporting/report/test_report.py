@@ -322,3 +322,10 @@ def test_importing_and_writing_needs_no_torch_and_little_time(tmp_path: Path) ->
     command = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert float(done.stdout) < 1.5
+
+
+def test_an_image_that_several_ranks_could_not_decode_is_one(tmp_path: Path) -> None:
+    bad = {"t": 101.0, "kind": "event", "name": "bad_image", "message": "a.png: it is no image", "path": "a.png"}
+    lines = tell(SHORT)
+    summary, words = rewrite(tmp_path, [*lines[:-1], bad, bad, {**bad, "path": "b.png"}, lines[-1]])
+    assert summary.bad_images == 2 and "2 images could not be decoded" in words
