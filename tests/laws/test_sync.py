@@ -497,7 +497,7 @@ def test_a_dead_peer_never_hangs_an_average(spec: str) -> None:
     [
         ("local(0)", "none", "period must be at least 1"),
         ("local(3, overlap=3)", "none", "use 0 to 2"),
-        ("local", "none", "a setting is missing"),
+        ("local", "none", "period is missing"),
         ("local(4, optimiser_state=keep)", "none", "did you mean optimizer_state"),
         ("local(4, optimizer_state=drop)", "none", "must be one of keep, average, reset"),
         ("diloco(4, fragments=5)", "none", "use 1 to 4"),

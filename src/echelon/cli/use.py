@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -67,7 +68,11 @@ def predict_command() -> Any:
         else:
             _print_table(rows)
 
-    options = [
+    return as_command(with_parameters(predict, _predict_options()), "predict", COMMANDS["predict"][1])
+
+
+def _predict_options() -> list[inspect.Parameter]:
+    return [
         parameter("run", str, typer.Argument(..., metavar="RUN", help="the run's folder")),
         parameter("files", list[str], typer.Argument(
             None, metavar="[FILE...]",
@@ -85,7 +90,6 @@ def predict_command() -> Any:
             False, "--follow-links", help="follow links that lead out of a folder")),
         *_model_options(),
     ]  # fmt: skip
-    return as_command(with_parameters(predict, options), "predict", COMMANDS["predict"][1])
 
 
 def serve_command() -> Any:

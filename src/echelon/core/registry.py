@@ -17,7 +17,7 @@ from typing import Any
 
 from echelon.core.bounds import typed
 from echelon.core.errors import unknown
-from echelon.core.spec import Spec, arguments_of, bind, missing_setting, parse_chain, parse_spec
+from echelon.core.spec import Spec, arguments_of, bind, check_given, parse_chain, parse_spec
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ class Registry:
         """
         arguments = list(self.declaration(spec.name).arguments)
         values = arguments_of(spec, arguments)
-        if any(a.default is None and a.name not in values for a in arguments):
-            raise missing_setting(spec, [a.name for a in arguments])
+        check_given(spec, values, [a.name for a in arguments if a.default is None], [a.name for a in arguments])
 
     def chain(self, text: str) -> list[Spec]:
         """Read specs joined by `+`; none of them is checked.

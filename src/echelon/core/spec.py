@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from decimal import Decimal
 from typing import Any, Protocol, TypeVar
@@ -286,9 +287,15 @@ def arguments_of(spec: Spec, parameters: list[Any]) -> dict[str, Value]:
     return {key: _checked(spec, key, value, str(known[key].type)) for key, value in values.items()}
 
 
-def missing_setting(spec: Spec, names: list[str]) -> UserError:
-    """Build the refusal of a spec that leaves out what has no default."""
-    return UserError(f"{spec}: a setting is missing; {spec.name} takes {', '.join(names)}")
+def check_given(spec: Spec, values: Mapping[str, Value], needed: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse a spec that leaves out what has no default.
+
+    Raises:
+        UserError: names what is missing, and all settings.
+    """
+    if missing := [name for name in needed if name not in values]:
+        are = "is" if len(missing) == 1 else "are"
+        raise UserError(f"{spec}: {' and '.join(missing)} {are} missing; {spec.name} takes {', '.join(names)}")
 
 
 def bind(spec: Spec, settings: type[T]) -> T:
@@ -302,8 +309,8 @@ def bind(spec: Spec, settings: type[T]) -> T:
     assert is_dataclass(settings)
     known = [item for item in fields(settings) if item.init]
     values = arguments_of(spec, known)
-    if any(p.name not in values and p.default is MISSING and p.default_factory is MISSING for p in known):
-        raise missing_setting(spec, [p.name for p in known])
+    needed = [p.name for p in known if p.default is MISSING and p.default_factory is MISSING]
+    check_given(spec, values, needed, [p.name for p in known])
     try:
         return settings(**values)
     except ValueError as error:

@@ -48,6 +48,17 @@ def seconds_for(setting: str) -> Callable[[str], float]:
     return read
 
 
+def bytes_for(setting: str) -> Callable[[str], float]:
+    """Return a reader of sizes in bytes, whose refusals name a setting."""
+
+    def read(text: str) -> float:
+        """Read a size such as `64mb`."""
+        with naming(setting):
+            return parse_bytes(text)
+
+    return read
+
+
 def parse_bytes(text: str) -> float:
     """Read a size such as `64mb`, in bytes.
 

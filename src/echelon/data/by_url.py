@@ -24,10 +24,10 @@ from pathlib import Path, PurePosixPath
 from typing import IO, TypeVar
 
 from echelon.config import DataConfig
-from echelon.core.errors import UserError, naming
+from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.core.patience import FIRST_PAUSE_S, LONGEST_PAUSE_S, may_pass
-from echelon.core.units import format_bytes, format_seconds, parse_bytes
+from echelon.core.units import bytes_for, format_bytes, format_seconds
 from echelon.data.cache import locked
 from echelon.data.table_files import SUFFIXES
 from echelon.data.tar_index import is_tar
@@ -56,8 +56,7 @@ def local_path(config: DataConfig) -> Path:
         UserError: it is not there, is neither tar shards nor a table, has no room, or its store cannot be used.
     """
     url = check_url(config.source)
-    with naming("--data-cache-limit"):
-        limit = parse_bytes(config.cache_limit)
+    limit = bytes_for("--data-cache-limit")(config.cache_limit)
     return _Entry.of(url, Path(config.root).expanduser() / FOLDER).bring(limit)
 
 

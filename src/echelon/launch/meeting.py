@@ -7,7 +7,6 @@ its servers find their snapshots and the scheduler knows their names.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import socket
 import threading
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import psutil
 import zmq
@@ -25,6 +24,7 @@ from echelon.core.address import Address
 from echelon.core.errors import UserError
 from echelon.core.patience import may_pass
 from echelon.core.units import format_seconds
+from echelon.launch.addresses import listening_addresses
 from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
 from echelon.messages.framing import Content, Message, content, vocabulary
 from echelon.messages.identity import PUBLIC_SECRET, SECRET_VARIABLE, derive_keys, read_secret
@@ -37,7 +37,6 @@ _ASK_S = 2.0
 _AGAIN_S = 0.3
 _LOOK_S = 1.0
 _GREETING = 10  # bytes that ZeroMQ says first, whoever asks: 0xff, eight others, 0x7f (ZMTP 3.1, section 3.3)
-_ELSEWHERE = "198.51.100.1"  # reserved for documentation: nobody has it
 
 
 @dataclass(frozen=True)
@@ -334,50 +333,6 @@ def why_silent(rendezvous: Address, secret: SecretSource) -> str:
         if len(greeting) == _GREETING and (greeting[0], greeting[-1]) == (0xFF, 0x7F):
             return secret.no_answer
     return "what listens there is another service, no run: name the first machine, and a port that is free there"
-
-
-def own_address(rendezvous: Address) -> str:
-    """Return this machine's address on the way to the rendezvous: host names often lead to loopback.
-
-    Raises:
-        UserError: the host is unknown or there is no way to it.
-    """
-    host, port = rendezvous.host, rendezvous.port
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        own = _address_towards(family, address)
-    except OSError as error:
-        raise UserError(f"--rendezvous {rendezvous}: cannot be reached ({error.strerror})") from None
-    if not ipaddress.ip_address(own).is_loopback:
-        return own
-    try:  # this is the first machine, and knows its own name by loopback: others come by the default route
-        return _address_towards(socket.AF_INET, (_ELSEWHERE, port))
-    except OSError:  # there are no other machines
-        return own
-
-
-def listening_addresses(rendezvous: Address) -> list[str]:
-    """Return where the first machine listens: at its address for the others, and at the one that its own name has.
-
-    Raises:
-        UserError: the host is unknown.
-    """
-    own = own_address(rendezvous)
-    of_name = socket.getaddrinfo(rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM)[0][4][0]
-    return list(dict.fromkeys((own, str(of_name))))
-
-
-def _address_towards(family: int, address: tuple[Any, ...]) -> str:
-    with socket.socket(family, socket.SOCK_DGRAM) as way:
-        way.connect(address)  # chooses a route, sends nothing
-        own: str = way.getsockname()[0]
-        return own
-
-
-def is_own(host: str, address: str) -> bool:
-    """Whether a host is this machine, which has an address."""
-    target = str(socket.getaddrinfo(host, None)[0][4][0])
-    return target == address or ipaddress.ip_address(target).is_loopback
 
 
 def interface_of(address: str) -> str:

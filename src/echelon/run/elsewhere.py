@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
 from echelon.config import RunConfig, load_run_config
@@ -29,6 +27,7 @@ from echelon.messages.identity import SECRET_VARIABLE, make_secret, read_secret,
 from echelon.run.home import at_home, check_free, home_of
 from echelon.run.machine import say
 from echelon.run.outcome import Outcome, outcome_of
+from echelon.run.versions import versions
 from echelon.storage.url import is_url
 from echelon.trainer import folder as folders
 
@@ -167,12 +166,6 @@ def left_place(path: Path) -> None:
         raise UserError(f"{path} goes on already, as job {job}: `echelon stop {path}` ends it")
     if missing := brought(path, recorded):
         say(f"{path} may be behind: {missing}")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that all machines of a run must share."""
-    packages = {name: version(name) for name in ("echelon", "torch")}
-    return {**packages, "Python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def brought(run: Path, cluster: Cluster, logs: bool = False) -> str:

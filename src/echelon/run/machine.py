@@ -104,8 +104,9 @@ def _ranks_on_links(run: ResolvedRun, plan: LaunchPlan, link: Link, record: Reco
 @contextmanager
 def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[Machine]:
     """Meet the other machines at the rendezvous, and agree with them on every start of the ranks."""
+    from echelon.launch.addresses import own_address
     from echelon.launch.machines import FirstMachine, OtherMachine, StateReport
-    from echelon.launch.meeting import Meeting, SecretSource, interface_of, own_address
+    from echelon.launch.meeting import Meeting, SecretSource, interface_of
     from echelon.messages.identity import PUBLIC_SECRET, make_secret, write_secret
     from echelon.messages.key_values import KeyValueTables
 
@@ -165,8 +166,9 @@ def _with_servers(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Record
 
 def _watch_first(run: ResolvedRun, plan: LaunchPlan, path: Path, part: ServerPart) -> FirstMachineWatch:
     """Begin to ask the first machine whether it is there; roles wait for its scheduler for `--timeout`."""
+    from echelon.launch.addresses import own_address
     from echelon.launch.machines import FirstMachineContact, FirstMachineWatch
-    from echelon.launch.meeting import SecretSource, own_address
+    from echelon.launch.meeting import SecretSource
 
     rendezvous = _rendezvous(plan)
     secret = SecretSource(path / ROLES_FOLDER, plan.trusted_network)
@@ -214,6 +216,7 @@ def _servers_on_links(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Re
 @contextmanager
 def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[ServerPart]:
     """Meet the other machines at the rendezvous: the first one has the scheduler, servers are spread over all."""
+    from echelon.launch.addresses import own_address
     from echelon.launch.meeting import (
         Admission,
         Arrival,
@@ -222,7 +225,6 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
         SecretSource,
         Shape,
         join_meeting,
-        own_address,
     )
     from echelon.messages.identity import PUBLIC_SECRET, read_secret, write_secret
 
@@ -310,14 +312,14 @@ def _rendezvous(plan: LaunchPlan) -> Address:
 
 def _is_first(plan: LaunchPlan, rendezvous: Address, own_address: str) -> bool:
     """Whether this is the first machine: as its place says, else by its address."""
-    from echelon.launch.meeting import is_own
+    from echelon.launch.addresses import is_own
 
     return is_own(rendezvous.host, own_address) if plan.node_rank is None else plan.node_rank.number == 0
 
 
 def _arrival(plan: LaunchPlan, settings: dict[str, str], address: str = "") -> Arrival:
     from echelon.launch.meeting import Arrival
-    from echelon.run.elsewhere import versions
+    from echelon.run.versions import versions
 
     host = f"{socket.gethostname()} ({address})" if address else ""
     name = host if plan.node_rank is None else f"{plan.node_rank.name} on {host}"

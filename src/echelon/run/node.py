@@ -25,10 +25,11 @@ from echelon.launch.places import PlaceChoice
 from echelon.launch.places.cluster import Cluster, NodeRank, PlaceFiles
 from echelon.records.file import newest
 from echelon.records.kinds import Checkpoint
-from echelon.run.elsewhere import VERSIONS_FILE, versions
+from echelon.run.elsewhere import VERSIONS_FILE
 from echelon.run.home import refresh
 from echelon.run.machine import say
 from echelon.run.notify import Notifier
+from echelon.run.versions import versions
 from echelon.trainer.folder import CONFIG_FILE
 
 MOST_IN_VAIN = 10  # starts without a new checkpoint: such a run would never end

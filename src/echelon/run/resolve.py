@@ -18,7 +18,7 @@ from echelon.core.link import Link, parse_link
 from echelon.core.spec import parse_spec
 from echelon.core.tokeniser import read_tokeniser
 from echelon.core.tuning import TUNINGS, check_packages, read_tuning
-from echelon.core.units import parse_bytes, parse_seconds
+from echelon.core.units import bytes_for, parse_bytes, parse_seconds
 from echelon.launch.places import PlaceChoice, check_place
 from echelon.observe.loggers import check_loggers
 from echelon.run.notify import check_notify
@@ -51,8 +51,7 @@ def check_names(config: RunConfig) -> None:
         read_tuning(config.model.tune)
         check_packages(config.model.tune)
     _check_path(config.data.source)
-    with naming("--data-cache-limit"):
-        parse_bytes(config.data.cache_limit)
+    bytes_for("--data-cache-limit")(config.data.cache_limit)
     check_task(config.task)
     read_tokeniser(config.data.tokeniser)
     check_place(config.launch.on)

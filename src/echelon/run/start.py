@@ -84,6 +84,7 @@ def start(
         return _start_as_worker(config, user_objects, around)
     request = launch_request(config)  # refuses names at once, before anything heavy is imported
     folders.check_weights(config.model.weights)
+    _check_rendezvous(request)
     cluster = request.place.cluster()
     request = with_open_batch(request, user_objects)
     config = request.config
@@ -104,6 +105,18 @@ def start(
             opening.runs_in(path)
             with around(path), _lock(path, request.nodes):
                 return _run_here(resolve(config), plan_of(request, path, parcel), path, place, opening, user_objects)
+
+
+def _check_rendezvous(request: LaunchRequest) -> None:
+    """Refuse a host that nobody knows, or to which no way leads, before anything heavy is imported.
+
+    Raises:
+        UserError: says which.
+    """
+    if request.rendezvous is not None and request.node_rank is None:
+        from echelon.launch.addresses import own_address
+
+        own_address(request.rendezvous)
 
 
 def said_before(config: RunConfig) -> str:
@@ -358,7 +371,7 @@ def _is_first(plan: LaunchPlan) -> bool:
     """Whether this is the machine that records how the run ends."""
     if plan.nodes.most == 1 or plan.rendezvous is None:
         return True
-    from echelon.launch.meeting import is_own, own_address
+    from echelon.launch.addresses import is_own, own_address
 
     if plan.node_rank is not None:
         return plan.node_rank.number == 0

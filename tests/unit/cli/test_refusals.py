@@ -53,6 +53,14 @@ def _run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str
     return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def test_a_host_that_nobody_knows_is_refused_without_torch(tmp_path: Path) -> None:
+    there = "no-such-host.invalid:29500"
+    done, _ = _run(tmp_path, "train", "digits", "--nodes", "2", "--rendezvous", there)
+    (said,) = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert done.returncode == 2 and there in said and "cannot be reached" in said
+    assert " torch\n" not in done.stderr and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("flag", "spec", "words"), REFUSED)
 def test_a_misspelt_choice_is_refused_without_torch(flag: str, spec: str, words: str, tmp_path: Path) -> None:
     _is_refused(tmp_path, ["train", "digits", flag, spec], "unknown model" if flag == "--model" else flag, words)

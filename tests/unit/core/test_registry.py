@@ -81,7 +81,7 @@ def test_settings_are_known_without_importing_the_file(registry: Registry) -> No
     ("text", "words"),
     [
         ("wait(1)", "unknown sync 'wait': did you mean waits"),
-        ("waits", "a setting is missing"),
+        ("waits", "missing"),
         ("waits(1, shar=0.5)", "did you mean share"),
         ("waits(1, 0.5)", "2 unnamed values"),
         ("waits(period=0.5)", "period must be a whole number"),

@@ -140,7 +140,7 @@ def test_bind_fills_fields_and_widens_integers() -> None:
     ("text", "words"),
     [
         ("topk(densty=0.1)", "did you mean density?"),
-        ("topk", "a setting is missing"),
+        ("topk", "missing"),
         ("topk(2)", r"density must be in \(0, 1\]"),
         ("topk(0.1, warmup_steps=0.5)", "must be a whole number"),
         ("topk(0.1, density=0.2)", "given twice"),

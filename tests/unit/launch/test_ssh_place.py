@@ -58,7 +58,7 @@ def _wait(ready: Callable[[], object]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ssh", "a setting is missing"),
+        ("ssh", "missing"),
         ('ssh(hosts=a+"-oProxyCommand=x")', "is no name of a host"),
         ("ssh(hosts=a+a)", "stands there twice"),
         ("ssh(hosts=a, folder=here)", "must be a whole path"),

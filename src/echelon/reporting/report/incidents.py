@@ -162,6 +162,7 @@ class _Grown:
 
     @property
     def words(self) -> str:
+        """What is said of it; empty where nothing grew."""
         where = f" on rank {self.rank}" if self.rank is not None else ""
         return f"{self.phase}{where} (+{format_seconds(self.seconds)})" if self.phase else ""
 
