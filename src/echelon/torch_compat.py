@@ -12,7 +12,7 @@ that has moved one fails there and not in a run. Nothing here imports `torch.dis
     TorchDispatchMode       torch.utils._python_dispatch
     tree_flatten, ...       torch.utils._pytree
     reparametrized          torch.nn.utils.stateless._reparametrize_module
-    foreach_lerp_, ...      torch._foreach_lerp_, ...
+    foreach_copy_, ...      torch._foreach_copy_, ...
     inject_parametrized_... torch.nn.utils.parametrize._inject_new_class, _inject_property
     storage_key             torch.UntypedStorage._cdata
     schema_of               torch._ops.OpOverload._schema
@@ -129,6 +129,7 @@ CTC_LOSS_BACKWARD = torch.ops.aten._ctc_loss_backward.Tensor
 GATHERS = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
 """The operators of all-gather and reduce-scatter, and which of their arguments is the gathered tensor."""
 
+foreach_copy_ = torch._foreach_copy_
 foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm

@@ -17,7 +17,7 @@ from echelon.observe.phases import CALLBACKS, RECORDING, Phase
 from echelon.records.events import CodecSwitched
 from echelon.records.kinds import EARLY_STOP, MAX_TIME, EntropyCoding
 from echelon.trainer.balance import Deal
-from echelon.trainer.commit import Commit
+from echelon.trainer.commit import Commit, KeptBuffers
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.loop import TrainingRun, evaluate_agreed, regroupable
 from echelon.trainer.progress import record_pipeline
@@ -66,7 +66,7 @@ class EpochOrder:
         self._run, self._cursor, self._stop = run, cursor, stop
         self._slow = SlowSteps(run.progress.record)
         self._due, self.saved_s = False, time.monotonic()
-        self._buffers = list(run.parts.local_model.buffers()) if run.survives else []
+        self._kept = KeptBuffers(run.parts.local_model) if run.survives else None
         self._trained = False
         self.reason = EARLY_STOP if self._is_stagnant else ""  # so it was saved
         self._time = TimeLimit(run.settings.ends_s if run.world.leads else math.inf, len(run.eval_loader))
@@ -157,7 +157,7 @@ class EpochOrder:
     def note(self, between: bool) -> None:
         """Note what is done, where other ranks may have to be told of it (see `Commit`)."""
         if self._run.survives and regroupable(self._run).at_agreement:
-            self.commit = Commit.of(self._run, self._cursor, self.reason, between, self._buffers)
+            self.commit = Commit.of(self._run, self._cursor, self.reason, between, self._kept)
 
     @property
     def agreed(self) -> bool:

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.checkpoint import copy_state
 from echelon.core.state_tree import StateView
 from echelon.core.task import BestResult, Stagnation
 from echelon.records.kinds import Number
+from echelon.torch_compat import foreach_copy_
 from echelon.trainer.loop import TrainingRun
 from echelon.trainer.state import Cursor, RunParts
+
+
+class KeptBuffers:
+    """A copy of a model's buffers that is made anew in place: there is one at a time, and to copy takes little."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._live = list(model.buffers())
+        self._copies = [buffer.clone() for buffer in self._live]
+
+    @torch.no_grad()
+    def copied(self) -> list[Tensor]:
+        """Copy them, over the last copy."""
+        if self._live:
+            foreach_copy_(self._copies, self._live)
+        return self._copies
 
 
 @dataclass(frozen=True)
@@ -33,14 +49,13 @@ class Draws:
     replica: StateView
 
     @classmethod
-    def of(cls, run: TrainingRun, buffers: Sequence[Tensor] | None = None) -> Draws:
+    def of(cls, run: TrainingRun, kept: KeptBuffers | None = None) -> Draws:
         """Copy them.
 
         Args:
-            buffers: the model's, where they are known: to look for them takes longer than to copy them.
+            kept: whose copy of the buffers is used; left out: another one is made.
         """
-        found = run.parts.local_model.buffers() if buffers is None else buffers
-        copies = [buffer.clone() for buffer in found]
+        copies = (kept or KeptBuffers(run.parts.local_model)).copied()
         numpy: Mapping[str, object] = np.random.get_state(legacy=False)
         sync = run.parts.sync
         replica = {} if sync.steps_together else copy_state({**replica_state(run.parts), "sync": sync.state_dict()})
@@ -111,14 +126,14 @@ class Commit:
 
     @classmethod
     def of(
-        cls, run: TrainingRun, cursor: Cursor, reason: str, between: bool, buffers: Sequence[Tensor] | None = None
+        cls, run: TrainingRun, cursor: Cursor, reason: str, between: bool, kept: KeptBuffers | None = None
     ) -> Commit:
-        """Note how far a rank is now; `buffers`: see `Draws.of`."""
+        """Note how far a rank is now; `kept`: see `Draws.of`."""
         saver = run.saver
         best, best_loss = BestResult.numbers(saver.best)
         return cls(
             cursor.step, between, cursor.epoch, cursor.batch, saver.stagnation, saver.owes_evaluation, reason,
-            best, best_loss, Draws.of(run, buffers) if between else None,
+            best, best_loss, Draws.of(run, kept) if between else None,
         )  # fmt: skip
 
     @property

@@ -1,0 +1,100 @@
+"""What it costs without a death that survivors of one could go on: processor time of a step, `--elastic on` over `off`.
+
+python -m benchmarks.elastic_cost [--rounds 8] [--steps 400]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+
+from benchmarks._common import command_line, environment_line, interleave, update_section
+
+WARM = 50  # steps that are not counted
+NOTES = "ECHELON_COST_NOTES"
+MODELS = {"small_cnn": "no buffers", "timm/test_efficientnet": "BatchNorm"}
+T_95 = {5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 11: 2.20, 15: 2.13}  # Student's, two-sided, by degrees of freedom
+
+
+class TimedSGD(torch.optim.SGD):
+    """SGD that notes the processor time of its process for a step, now and then; one that is only tried has others."""
+
+    taken, begun_s = 0, 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        """Update, and note."""
+        result = super().step(closure)
+        self.taken += 1
+        if self.taken == WARM:
+            self.begun_s = time.process_time()
+        elif self.taken > WARM and self.taken % WARM == 0 and (folder := os.environ.get(NOTES)):
+            used_s = (time.process_time() - self.begun_s) / (self.taken - WARM)
+            Path(folder, f"{os.getpid()}-{id(self)}").write_text(f"{self.taken} {used_s}")
+        return result
+
+
+def cpu_s(model: str, elastic: str, steps: int, folder: Path) -> float:
+    """Train digits with two workers; returns the processor seconds of a step, of both together."""
+    notes = folder / "notes"
+    notes.mkdir()
+    command = [sys.executable, "-m", "echelon", "train", "digits", "--model", model, "--workers", "2", "--threads", "1"]
+    command += [
+        "--device",
+        "cpu",
+        "--max-steps",
+        str(steps),
+        "--epochs",
+        "10000",
+        "--eval-every",
+        "0",
+        "--batch-size",
+        "64",
+    ]
+    command += ["--optimizer", "benchmarks.elastic_cost:TimedSGD", "--elastic", elastic, "--run", str(folder / "run")]
+    subprocess.run(command, env={**os.environ, NOTES: str(notes)}, check=True, timeout=600, capture_output=True)
+    told = [file.read_text().split() for file in notes.iterdir()]
+    counted = [float(used_s) for count, used_s in told if int(count) == steps]
+    if len(counted) != 2:
+        raise SystemExit(f"{model}, --elastic {elastic}: {told}")
+    return sum(counted)
+
+
+def main() -> None:
+    """Measure, print and write the section."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=400, help=f"a multiple of {WARM}")
+    options = parser.parse_args()
+    lines = []
+    for model, kind in MODELS.items():
+        found: dict[str, list[float]] = {"on": [], "off": []}
+        for _, elastic in interleave(["on", "off"], options.rounds):
+            with tempfile.TemporaryDirectory() as folder:
+                found[elastic].append(cpu_s(model, elastic, options.steps, Path(folder)))
+        ratios = [on / off for on, off in zip(found["on"], found["off"], strict=True)]
+        half = T_95[len(ratios) - 1] * stdev(ratios) / len(ratios) ** 0.5
+        off_ms = 1000 * mean(found["off"])
+        lines.append(
+            f"- `{model}` ({kind}), {off_ms:.1f} ms of processor time a step for two workers: {mean(ratios):.4f} "
+            f"({mean(ratios) - half:.4f} to {mean(ratios) + half:.4f}) of it without"
+        )
+        print(lines[-1], flush=True)
+    update_section(
+        "Elastic: what it costs without a death",
+        f"{environment_line(command_line('benchmarks.elastic_cost'))}\n\n"
+        f"`--elastic on` over `off`, mean of {options.rounds} pairs that took turns, 95% interval; at most 1.005 is "
+        "wanted.\n\n" + "\n".join(lines) + "\n",
+    )
+
+
+if __name__ == "__main__":
+    main()
