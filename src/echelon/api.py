@@ -463,9 +463,10 @@ def compare(
     trust: bool = False,
     equal_time: str = "",
     tune_lr: bool = False,
+    at_once: int = 0,
     **settings: Unpack[TrainSettings],
 ) -> StudyOutcome:
-    """Train candidates on equal terms, one run after the other, and compare them with the first one.
+    """Train candidates on equal terms, and compare them with the first one.
 
     Args:
         tries: the candidates, as for `--try`: `["compression=none", "sync=local(8), compression=int8"]`.
@@ -476,6 +477,7 @@ def compare(
         trust: import code that a study file names (`module:function`) and you have not used before.
         equal_time: say, too, who is best after what the baseline takes (`baseline`), or after a time such as `60s`.
         tune_lr: look first, in short runs, for the learning rate that is best for each candidate.
+        at_once: runs that go on at the same time, on a cluster (`on=`); 0: four there, and one on this machine.
         settings: settings of every run, by their command-line names: `epochs=5, workers=2`.
 
     Raises:
@@ -499,7 +501,7 @@ def compare(
     request = StudyRequest(base, tuple(tries), count, tune_lr=tune_lr, equal_time=equal_time)
     study = requested_study(request)
     check_study_trust(request, str(run), trust)
-    return carry_out(Path(run) if str(run) else claim_folder(study, request), study)
+    return carry_out(Path(run) if str(run) else claim_folder(study, request), study, at_once=at_once)
 
 
 @takes_settings(for_compare())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from echelon.checkpoint import CheckpointStore
 from echelon.messages.identity import SECRET_FILE
+from echelon.study.folder import read_ends
 from tests.clusters.slurm import SlurmCluster, missing, slurm_cluster
 from tests.ranks.runs import SMALL, Run, Runs, losses_of
 
@@ -96,3 +98,23 @@ def test_the_same_bits_on_all_nodes_with_an_interruption(tmp_path: Path, cluster
         assert here.end() == 0, here.text()
         check_same(here, there)
         assert len([r for r in there.records("checkpoint") if r["reason"] == "stop"]) == 1
+
+
+@pytest.mark.slow
+def test_runs_of_a_study_go_on_at_once(tmp_path: Path, cluster: SlurmCluster) -> None:
+    given = ("compare", "digits", *SMALL, "--model", "mlp", "--workers", "1", "--max-steps", "10", "--seeds", "2")
+    tries = ("--try", "sync=allreduce", "--try", "compression=int8")
+    with Runs(tmp_path) as runs:
+        study = runs.start(
+            *given, *tries, "--on", "slurm(nodes=1)", "--at-once", "3", "--run", "study", folder="study",
+            environment=cluster.environment,
+        )  # fmt: skip
+        most = 0
+        while study.process.poll() is None:
+            most = max(most, cluster.ask("squeue", "-h", "-t", "RUNNING", "-o", "%i").count("\n"))
+            time.sleep(0.2)
+        assert study.end() == 0, study.text()
+        assert 1 < most <= 3 and "up to 3 at once" in study.text()
+        ends = read_ends(study.folder)
+        assert len(ends) == 4 and {end.status for end in ends.values()} == {"completed"}
+        assert (study.folder / "report.html").exists() and "several went on at once" in study.text()

@@ -32,6 +32,7 @@ def command() -> Any:
         from echelon.study.outcome import check_study_trust
 
         retry, dry_run, serve, trust = (others.pop(name) for name in ("retry", "dry_run", "serve", "trust"))
+        at_once = others.pop("at_once")
         tune_lr, equal_time = others.pop("tune_lr"), others.pop("equal_time")
         settings = {name: str(value) for name, value in overrides_of(others).items()}
         folder = settings.pop("run", "")
@@ -41,11 +42,11 @@ def command() -> Any:
         study = requested_study(request)
         check_study_trust(request, folder, trust)
         if dry_run:
-            _show(study, Path(folder) if folder else requested_folder(study, request))
+            _show(study, Path(folder) if folder else requested_folder(study, request), at_once)
             return
         if study is not None:
             _warn(study)
-        _run(Path(folder) if folder else claim_folder(study, request), study, retry, serve)
+        _run(Path(folder) if folder else claim_folder(study, request), study, retry, serve, at_once)
 
     text = "DATA, or a study file (study.yaml); with --run alone the study in that folder is continued"
     extra = [
@@ -64,6 +65,9 @@ def command() -> Any:
             False, "--tune-lr", help="look first, in short runs, for each candidate's best learning rate")),
         parameter("config", str | None, typer.Option(
             None, "--config", metavar="FILE", help="YAML file of settings for every run")),
+        parameter("at_once", int, typer.Option(
+            0, "--at-once", min=0, metavar="N",
+            help="runs that go on at the same time, on a cluster (--on); 0: four there, one on this machine")),
         parameter("retry", bool, typer.Option(False, "--retry", help="run again what was refused or failed")),
         parameter("dry_run", bool, typer.Option(False, "--dry-run", help="show each run's command, start nothing")),
         parameter("serve", bool, typer.Option(
@@ -81,8 +85,9 @@ def show_outcome(outcome: StudyOutcome) -> None:
     print(f"report: {outcome.folder / 'report.html'}")
 
 
-def _show(study: Study | None, path: Path) -> None:
+def _show(study: Study | None, path: Path, at_once: int) -> None:
     from echelon.study import load_study
+    from echelon.study.execute import How
     from echelon.study.folder import command_of, run_folder
     from echelon.study.stages import all_runs
 
@@ -92,7 +97,7 @@ def _show(study: Study | None, path: Path) -> None:
     for run in runs:
         print(command_of(run, run_folder(path, run.name)))
     more = "; then those of equal time, by what these take" if study.equal_time and not study.choices.epochs else ""
-    print(f"would start {len(runs)} runs, one after the other{more}", file=sys.stderr)
+    print(f"would start {len(runs)} runs, {How.of(study, at_once).pace}{more}", file=sys.stderr)
 
 
 def _warn(study: Study) -> None:
@@ -109,10 +114,10 @@ def _warn(study: Study) -> None:
         print(f"echelon: {name} will be refused: {reason}", file=sys.stderr, flush=True)
 
 
-def _run(path: Path, study: Study | None, retry: bool, serve: bool) -> None:
+def _run(path: Path, study: Study | None, retry: bool, serve: bool, at_once: int) -> None:
     from echelon.study.outcome import carry_out
 
-    outcome = carry_out(path, study, retry, serve)
+    outcome = carry_out(path, study, retry, serve, at_once)
     show_outcome(outcome)
     if outcome.status == "stopped":
         print(f"stopped; continue with: echelon compare --run {path}")

@@ -13,14 +13,23 @@ from echelon.records.kinds import CommandEnd, RunEnd, StudyStart
 
 @dataclass(frozen=True)
 class StudyTime:
-    """Seconds that a study took, pauses between a stop and a continuation left out, and those of its runs' commands."""
+    """Seconds that a study took, pauses between a stop and a continuation left out, and those of its runs' commands.
+
+    `overlaps`: several of them went on at once.
+    """
 
     seconds: float
     runs_s: float
+    overlaps: bool = False
 
     @property
     def says(self) -> str:
         """A sentence on both, and on what the rest is."""
+        if self.overlaps:
+            return (
+                f"The study took {format_seconds(self.seconds)}; its runs, of which several went on at once, took "
+                f"{format_seconds(self.runs_s)} together."
+            )
         rest_s = max(0.0, self.seconds - self.runs_s)
         return (
             f"The study took {format_seconds(self.seconds)}: {format_seconds(self.runs_s)} in its runs, "
@@ -46,16 +55,17 @@ def study_time(study: Path) -> StudyTime | None:
     lines = read_records(study, StudyStart, RunEnd, CommandEnd)
     if not lines or not isinstance(lines[0], StudyStart):
         return None
-    seconds = runs_s = 0.0
+    seconds = runs_s = waited_s = 0.0
     begun_t: float | None = None
     last_t = 0.0
     for line in lines:
         if isinstance(line, CommandEnd):
             seconds, begun_t = seconds + line.seconds, None
         elif isinstance(line, RunEnd):
-            runs_s += line.seconds
+            runs_s, waited_s = runs_s + line.seconds, waited_s + line.waited_s
         elif isinstance(line, StudyStart):
             seconds += last_t - begun_t if begun_t is not None else 0.0
             begun_t = line.launched_t
         last_t = line.t
-    return StudyTime(seconds + (last_t - begun_t if begun_t is not None else 0.0), runs_s)
+    seconds += last_t - begun_t if begun_t is not None else 0.0
+    return StudyTime(seconds, runs_s, overlaps=waited_s > seconds)

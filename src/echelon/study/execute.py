@@ -1,30 +1,30 @@
-"""Run what is missing of a study: one ordinary run after the other, each a command in a process of its own."""
+"""Run what is missing of a study: ordinary runs, each a command in a process of its own.
+
+On this machine one follows the other, for runs beside each other disturb each other's times; on a cluster several go on
+at once, each a job of its queue.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from echelon.config import RunConfig, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.stop import Stopped, signal_name, stop_on_signals
-from echelon.launch.places import stop_seconds
+from echelon.launch.places import PlaceChoice
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import CommandEnd, End, RunEnd, StudyStart
-from echelon.records.segments import RECORD_FILE
 from echelon.reporting.report import write_shared_script
 from echelon.study.base import COMPLETED, PlannedRun, Study
 from echelon.study.collect import collect
+from echelon.study.commands import RunCommand, end_all
 from echelon.study.file import write_choices
 from echelon.study.folder import (
-    OUTPUT_FOLDER,
     WARM_UP_FOLDER,
     discard,
     is_over,
@@ -33,12 +33,9 @@ from echelon.study.folder import (
     run_folder,
 )
 from echelon.study.grid import planned_runs
-from echelon.study.settings import arguments_of
 from echelon.study.stages import best_rates, epochs_in_time, rate_runs, time_runs
 
-POLL_S = 1.0
-SILENCE_S = 1800.0
-END_S = 90.0  # beyond what the run's place gives, for a command that does not end by itself
+AT_ONCE = 4  # on a cluster, whose queue has the last word
 WARM_UP_STEPS = "20"
 _SIGNALLED = 128  # exit codes above it
 
@@ -67,13 +64,51 @@ class StudyObserver(Protocol):
         """Receive how a run ended."""
 
 
+@dataclass(frozen=True)
+class How:
+    """How a study's runs are started.
+
+    Attributes:
+        retry: refused and failed runs again, too.
+        at_once: so many go on at the same time.
+        elsewhere: they are jobs of a cluster.
+    """
+
+    retry: bool = False
+    at_once: int = 1
+    elsewhere: bool = False
+
+    @property
+    def pace(self) -> str:
+        """It in words."""
+        return "one after the other" if self.at_once == 1 else f"up to {self.at_once} at once"
+
+    @classmethod
+    def of(cls, study: Study, at_once: int = 0, retry: bool = False) -> How:
+        """Return how the runs of a study are started.
+
+        Args:
+            at_once: as asked for; 0: one on this machine, four on a cluster.
+
+        Raises:
+            UserError: several at once on this machine.
+        """
+        places = {run.settings.get("launch.on", "local") for run in planned_runs(study)}
+        elsewhere = all(PlaceChoice(place).cluster() is not None for place in places)
+        if at_once > 1 and not elsewhere:
+            raise UserError(
+                f"--at-once {at_once} is for runs on a cluster (--on): on one machine they disturb each other's times"
+            )
+        return cls(retry, at_once or (AT_ONCE if elsewhere else 1), elsewhere)
+
+
 def run_study(
-    path: Path, study: Study, observer: StudyObserver, retry: bool = False, given_t: float | None = None
+    path: Path, study: Study, observer: StudyObserver, how: How | None = None, given_t: float | None = None
 ) -> None:
     """Start the runs that are missing, in their order; what is refused or fails stops no other.
 
     Args:
-        retry: start refused and failed runs again, too.
+        how: left out: as the study's places have it.
         given_t: when the command was given, in unix seconds; None: now.
 
     Raises:
@@ -87,7 +122,7 @@ def run_study(
         try:
             with stop_on_signals(raises=True):
                 for runs in _stages(path, study):
-                    _run_missing(path, runs, observer, record, retry)
+                    _run_missing(path, runs, observer, record, how or How.of(study))
         except Stopped as stop:
             raise StudyStopped(stop.signum) from None
         finally:
@@ -107,40 +142,59 @@ def _stages(path: Path, study: Study) -> Iterator[list[PlannedRun]]:
         yield time_runs(study)
 
 
-def _run_missing(
-    path: Path, runs: Sequence[PlannedRun], observer: StudyObserver, record: Recorder, retry: bool
-) -> None:
+def _run_missing(path: Path, runs: Sequence[PlannedRun], observer: StudyObserver, record: Recorder, how: How) -> None:
     ends = read_ends(path)
-    over = frozenset(run.name for run in runs if is_over(path, run, {} if retry else ends))
+    over = frozenset(run.name for run in runs if is_over(path, run, {} if how.retry else ends))
     observer.began(runs, ends, over)
-    missing = [run for run in runs if run.name not in over]
-    _warm_up(path, missing, observer)
-    for run in missing:
-        observer.started(run, run_folder(path, run.name))
-        end = _run(path, run, observer)
-        record.write(end)
-        observer.ended(run, end)
+    missing = deque(run for run in runs if run.name not in over)
+    if missing and not how.elsewhere:
+        _warm_up(path, missing[0], observer)
+    going: list[RunCommand] = []
+    try:
+        while missing or going:
+            while missing and len(going) < how.at_once:
+                going.append(_started(path, missing.popleft(), observer))
+            ended = [each for each in going if each.is_over]
+            for each in ended:
+                end_all([each])
+                going.remove(each)
+                end = _end_of(each)
+                record.write(end)
+                observer.ended(each.run, end)
+            if not ended:
+                going[0].wait()
+                observer.goes_on()
+    finally:
+        end_all(going)
 
 
-def _warm_up(path: Path, missing: Sequence[PlannedRun], observer: StudyObserver) -> None:
+def _started(path: Path, run: PlannedRun, observer: StudyObserver) -> RunCommand:
+    folder = run_folder(path, run.name)
+    observer.started(run, folder)
+    discard(folder)
+    return RunCommand.start(path, run, folder)
+
+
+def _warm_up(path: Path, first: PlannedRun, observer: StudyObserver) -> None:
     """Do the first steps of a run and throw them away: the first to come finds cold caches and a cool processor."""
-    if not missing:
-        return
     folder = path / WARM_UP_FOLDER
     discard(folder)
-    first = missing[0]
     settings = {**first.settings, "training.max_steps": WARM_UP_STEPS}
-    _command(path, PlannedRun(WARM_UP_FOLDER, first.candidate, first.terms, first.seed, settings), folder, observer)
+    run = PlannedRun(WARM_UP_FOLDER, first.candidate, first.terms, first.seed, settings)
+    command = RunCommand.start(path, run, folder)
+    try:
+        while not command.is_over:
+            command.wait()
+            observer.goes_on()
+    finally:
+        end_all([command])
     discard(folder)
 
 
-def _run(path: Path, run: PlannedRun, observer: StudyObserver) -> RunEnd:
-    folder = run_folder(path, run.name)
-    discard(folder)
-    began = time.monotonic()
-    code, error = _command(path, run, folder, observer)
-    waited_s = time.monotonic() - began
-    return RunEnd(run.name, *_outcome(folder, code, error), command_seconds(folder, waited_s), waited_s)
+def _end_of(command: RunCommand) -> RunEnd:
+    waited_s = time.monotonic() - command.began_s
+    outcome = _outcome(command.folder, *command.outcome())
+    return RunEnd(command.run.name, *outcome, command_seconds(command.folder, waited_s), waited_s)
 
 
 def command_seconds(folder: Path, waited_s: float) -> float:
@@ -152,56 +206,6 @@ def command_seconds(folder: Path, waited_s: float) -> float:
     """
     end = next(newest(folder, CommandEnd), None)
     return end.seconds if end else waited_s
-
-
-def _command(path: Path, run: PlannedRun, folder: Path, observer: StudyObserver) -> tuple[int, str]:
-    """Run one command to its end; returns its exit code and its last line on stderr."""
-    output = path / OUTPUT_FOLDER
-    output.mkdir(exist_ok=True)
-    folder.parent.mkdir(exist_ok=True)
-    stdout, stderr = output / f"{run.name}.txt", output / f"{run.name}.err.txt"
-    arguments = ["train", *arguments_of(run.settings), "--run", str(folder)]
-    with stdout.open("wb") as out, stderr.open("wb") as err:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "echelon.study.entry", str(os.getpid()), *arguments],
-            stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
-        )  # fmt: skip
-        try:
-            silent = _wait(process, folder, observer)
-        finally:
-            _stop(process, stop_seconds(run.settings.get("launch.on", "local")) + END_S)
-    lines = stderr.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    if silent:
-        return process.returncode, f"it recorded nothing for {SILENCE_S / 60:.0f} minutes and was ended"
-    return process.returncode, lines[-1].removeprefix("echelon: ") if lines else ""
-
-
-def _wait(process: subprocess.Popen[bytes], folder: Path, observer: StudyObserver) -> bool:
-    """Wait for a run's end; True when it recorded nothing for so long that it is given up."""
-    heard, size = time.monotonic(), -1
-    while True:
-        try:
-            process.wait(POLL_S)
-            return False
-        except subprocess.TimeoutExpired:
-            observer.goes_on()
-        record = folder / RECORD_FILE
-        now = record.stat().st_size if record.exists() else 0
-        if now != size:
-            heard, size = time.monotonic(), now
-        if time.monotonic() - heard > SILENCE_S:
-            return True
-
-
-def _stop(process: subprocess.Popen[bytes], within_s: float) -> None:
-    """End what still runs: asked first, for a run that is asked writes down where it is."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(END_S)
 
 
 def _outcome(folder: Path, code: int, error: str) -> tuple[str, str]:

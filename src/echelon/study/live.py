@@ -26,12 +26,12 @@ _STYLES = {
 class StudyDisplay:
     """Shows a study on the terminal (an `execute.StudyObserver`); a context manager."""
 
-    def __init__(self, path: Path, console: Console | None = None) -> None:
-        self._path = path
+    def __init__(self, path: Path, console: Console | None = None, at_once: int = 1) -> None:
+        self._path, self._at_once = path, at_once
         self._console = console or Console(highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._states: dict[str, RunStatus] = {}
-        self._current: tuple[RunStatus, Tail, float] | None = None
+        self._current: dict[str, tuple[RunStatus, Tail, float]] = {}
         self._said_s = time.monotonic()
 
     def __enter__(self) -> StudyDisplay:
@@ -59,7 +59,7 @@ class StudyDisplay:
                 if len(values := {str(run.settings[name]) for run in runs if name in run.settings}) == 1
             ]
             self._print(
-                f"{len(runs) - len(over)} runs{''.join(common)}, one after the other, in {self._path}; "
+                f"{len(runs) - len(over)} runs{''.join(common)}, {self._pace}, in {self._path}; "
                 f"Ctrl-C stops the study, `echelon compare --run {self._path}` continues it"
             )
         self.goes_on()
@@ -68,13 +68,12 @@ class StudyDisplay:
         """Show that a run goes on."""
         state = self._states[run.name]
         state.status = "running"
-        self._current = state, Tail(folder), time.monotonic()
+        self._current[run.name] = state, Tail(folder), time.monotonic()
         self.goes_on()
 
     def goes_on(self) -> None:
-        """Show how far the running one is."""
-        if self._current is not None:
-            state, tail, began = self._current
+        """Show how far those that run are."""
+        for state, tail, began in self._current.values():
             state.progress, state.seconds = tail.read(), time.monotonic() - began
         if self._console.is_terminal:
             self._live.update(self.view(), refresh=True)
@@ -84,23 +83,27 @@ class StudyDisplay:
     def _running(self) -> str:
         """Return what goes on, in one line."""
         states = list(self._states.values())
-        if self._current is None:
+        if not self._current:
             return f"[{_over(states)}/{len(states)}] a warm-up, whose times are thrown away"
-        state, done = self._current[0], self._current[0].progress.done
-        return (
-            f"[{_over(states) + 1}/{len(states)}] {state.run.title}, seed {state.run.seed}: {done:.0%} "
-            f"after {format_seconds(state.seconds)}"
+        going = "; ".join(
+            f"{state.run.title}, seed {state.run.seed}: {state.progress.done:.0%} after {format_seconds(state.seconds)}"
+            for state, _, _ in self._current.values()
         )
+        return f"[{_over(states) + 1}/{len(states)}] {going}"
 
     def ended(self, run: PlannedRun, end: RunEnd) -> None:
         """Show how a run ended."""
         self.goes_on()
-        self._current = None
+        self._current.pop(run.name, None)
         state = self._states[run.name]
         self._over(state, end)
         if not self._console.is_terminal:
             states = list(self._states.values())
-            self._print(_line(state, f"{_over(states)}/{len(states)}", seconds_left(states)))
+            self._print(_line(state, f"{_over(states)}/{len(states)}", seconds_left(states) / self._at_once))
+
+    @property
+    def _pace(self) -> str:
+        return "one after the other" if self._at_once == 1 else f"up to {self._at_once} at once"
 
     def _over(self, state: RunStatus, end: RunEnd) -> None:
         state.status, state.seconds, state.message, state.waited_s = end.status, end.seconds, end.message, end.waited_s
@@ -108,15 +111,15 @@ class StudyDisplay:
 
     def view(self) -> Group:
         """Return the table, as many rows as the terminal has room for, and a line with what is left."""
-        return study_table(list(self._states.values()), self._console.height)
+        return study_table(list(self._states.values()), self._console.height, self._at_once)
 
     def _print(self, text: str) -> None:
         self._said_s = time.monotonic()
         self._console.print(text, markup=False, soft_wrap=True)
 
 
-def study_table(states: Sequence[RunStatus], height: int) -> Group:
-    """Draw the runs of a study in about `height` rows, and a line with what is left."""
+def study_table(states: Sequence[RunStatus], height: int, at_once: int = 1) -> Group:
+    """Draw the runs of a study in about `height` rows, and a line with what is left, where `at_once` of them go on."""
     shown = _around_running(states, max(3, height - 6))
     took = seconds_column("took", [state.seconds or None for state in shown])
     table = Table("run", "seed", "status", "done", _metric(shown), "samples/s", took.head, box=None, pad_edge=False)
@@ -124,7 +127,7 @@ def study_table(states: Sequence[RunStatus], height: int) -> Group:
         column.justify = "right"
     for state, seconds in zip(shown, took.cells, strict=True):
         table.add_row(*_cells(state, seconds), style=_STYLES.get(state.status, "dim"))
-    over, left_s = _over(states), seconds_left(states)
+    over, left_s = _over(states), seconds_left(states) / at_once
     left = f"; about {format_seconds(left_s)} left" if left_s or over < len(states) else ""
     text = f"{over} of {len(states)} runs over{left}" if over else "the first run"
     if cut := sum(s.status == CUT_SHORT for s in states):

@@ -16,7 +16,7 @@ from echelon.core.stop import stop_on_signals
 from echelon.observe.environment import command_given_t
 from echelon.run.trust import check_settings, check_trust
 from echelon.study.base import COMPLETED, Study
-from echelon.study.execute import StudyStopped, run_study
+from echelon.study.execute import How, StudyStopped, run_study
 from echelon.study.file import STUDY_FILE, StudyRequest, is_study, load_study, open_study, study_file
 from echelon.study.live import StudyDisplay
 from echelon.study.report import StudyReport
@@ -78,20 +78,25 @@ class StudyOutcome:
         return f'<ul>{items}</ul><a href="{page}">{page}</a>'
 
 
-def carry_out(path: Path, study: Study | None, retry: bool = False, serve: bool = False) -> StudyOutcome:
+def carry_out(
+    path: Path, study: Study | None, retry: bool = False, serve: bool = False, at_once: int = 0
+) -> StudyOutcome:
     """Run what is missing of a study, and write its tables and its page; None: of the study in that folder.
 
     Args:
         retry: run again what was refused or failed.
         serve: show it as a page on this machine while it goes.
+        at_once: runs that go on at the same time, on a cluster; 0: one on this machine, four there.
 
     Raises:
         UserError: the folder holds another study, or none, or cannot be written.
     """
     given_t, study, signum = command_given_t(), open_study(path, study), 0
+    how = How.of(study, at_once, retry)
+    display = StudyDisplay(path, at_once=how.at_once)
     try:
-        with full_disk_in_words(path, _CONTINUE), live_page_of(path, serve), StudyDisplay(path) as display:
-            run_study(path, study, display, retry, given_t)
+        with full_disk_in_words(path, _CONTINUE), live_page_of(path, serve), display:
+            run_study(path, study, display, how, given_t)
     except StudyStopped as stop:
         signum = stop.signum
     with stop_on_signals() if signum else nullcontext():  # another signal does not take the report away

@@ -108,7 +108,7 @@ class StudyWatch:
             status=now.status,
             message=now.message,
             over=now.over,
-            what=f"{len(states)} runs, one after the other",
+            what=f"{len(states)} runs",
             done=sum(1.0 if s.status in OVER else s.progress.done for s in states) / max(1, len(states)),
             runs_over=sum(s.status in OVER for s in states),
             eta_s=None if now.over else seconds_left(states),
