@@ -11,7 +11,7 @@ import fcntl
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from echelon.core.files import write_atomic
@@ -26,10 +26,18 @@ TERMINAL_VARIABLE = "ECHELON_TERMINAL"
 
 @dataclass(frozen=True)
 class Term:
-    """Who takes part from now on: `members` by rank; `number` rises."""
+    """Who takes part from now on.
+
+    Attributes:
+        number: rises.
+        members: by rank.
+        lost_by: the newest term, up to this one, that began because members of the one before were lost; 0: none. One
+            that began for newcomers alone can wait for the end of the step under way.
+    """
 
     number: int
     members: tuple[str, ...]
+    lost_by: int = 0
 
 
 def member_name(process: str, start: int) -> str:
@@ -57,7 +65,7 @@ class TermFolder:
 
     def publish(self, term: Term) -> None:
         """Let the members know a new term."""
-        write_atomic(self._file, json.dumps({"number": term.number, "members": term.members}))
+        write_atomic(self._file, json.dumps(asdict(term)))
 
     def newest(self) -> Term | None:
         """Return the newest term; None while the first one, which nobody writes, goes on."""
@@ -68,7 +76,7 @@ class TermFolder:
         seen = status.st_ino, status.st_mtime_ns
         if seen != self._seen:
             values = json.loads(self._file.read_text())
-            self._seen, self._last = seen, Term(values["number"], tuple(values["members"]))
+            self._seen, self._last = seen, Term(values["number"], tuple(values["members"]), values["lost_by"])
         return self._last
 
     def arrive(self, member: str) -> None:
@@ -142,6 +150,10 @@ class TermFolder:
     def enter(self, term: Term, member: str) -> None:
         """Say that a member has left the term before, and waits for the others of a new one."""
         self._entered(term, member).touch()
+
+    def has_begun_term(self, term: Term) -> bool:
+        """Whether a member has entered a term."""
+        return any(self._entered(term, member).exists() for member in term.members)
 
     def missing(self, term: Term) -> list[str]:
         """Return the members of a term that have not entered it."""

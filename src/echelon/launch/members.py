@@ -24,7 +24,7 @@ class GroupMembers:
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.closing = names, False
         self._folder: TermFolder | None = None
-        self._term = 0
+        self._term, self._lost_by = 0, 0
         self._starts: dict[str, int] = {}
         self._inside: list[str] = []
         self._booting: list[str] = []
@@ -36,7 +36,7 @@ class GroupMembers:
         self._folder = TermFolder(Path(f"{where}.terms")) if kind == "file" else None
         if self._folder is not None:
             self._folder.path.mkdir()
-        self._term, self.closing, self._starts = 0, False, dict.fromkeys(self.names, 0)
+        self._term, self._lost_by, self.closing, self._starts = 0, 0, False, dict.fromkeys(self.names, 0)
         self._inside, self._booting, self._leaving = list(self.names), [], set()
 
     def environment(self, name: str) -> dict[str, str]:
@@ -62,6 +62,7 @@ class GroupMembers:
     def lose(self, dead: Collection[str]) -> None:
         """Let the survivors go on without some members."""
         self._inside = self.survivors(dead)
+        self._lost_by = self._term + 1
         self._publish()
 
     def drain(self, names: Collection[str]) -> str:
@@ -128,4 +129,4 @@ class GroupMembers:
     def _publish(self) -> None:
         assert self._folder is not None
         self._term += 1
-        self._folder.publish(Term(self._term, tuple(map(self._member, self._inside))))
+        self._folder.publish(Term(self._term, tuple(map(self._member, self._inside)), self._lost_by))

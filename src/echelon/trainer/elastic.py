@@ -59,9 +59,9 @@ class _Agreed:
 
 
 class _WhileMember:
-    """Batches of a member that looks before each whether it was asked to leave, or, alone, whether others have come.
+    """Batches of a member that looks before each whether others have come or gone, or it was asked to leave.
 
-    It leaves where all have agreed, and no checkpoint is being written.
+    It leaves where all have agreed, and no checkpoint is being written; others are let in where all have agreed.
     """
 
     def __init__(self, run: TrainingRun, batches: EpochOrder, membership: Membership) -> None:
@@ -85,9 +85,8 @@ class _WhileMember:
             TermOver: others have come.
         """
         for batch in self._batches:
-            # Who is alone has no connections that a newer term would break.
-            if self._run.world.size == 1 and self._membership.is_over():
-                raise TermOver("others have come")
+            if self._membership.must_leave() or (self._batches.agreed and self._membership.is_over()):
+                raise TermOver("others have come, or gone")
             if self._membership.may_leave() and self._batches.agreed and not self._run.saver.is_writing():
                 self._leaves = True
                 return

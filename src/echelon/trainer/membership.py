@@ -1,7 +1,8 @@
 """This process among the members of a run whose survivors go on: which term it is in, and when that ends.
 
-A thread looks for newer terms. When there is one, the connections of this process's group are broken: whatever waits in
-a collective, here and at the other ends, gets an error at once and finds out why (see `elastic.py`).
+Where members are lost, or have left for a newer term, what waits for them in a collective gets an error, for their
+connections end, and finds out why (see `elastic.py`). Where it does not within half a second, a thread breaks the
+connections of this process's group. Newcomers alone are let in between two steps.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ LOOK_S = 0.05  # between looks for a newer term while this process trains
 _POLL_S = 0.002  # while it waits for one
 _IDLE = 0.02  # processor seconds a second: a main thread that uses less only waits
 _LATE_S = 0.5  # a look that comes so late says that the machine is busy, not that this process waits
+_NOTICE_S = 0.5  # in which a collective notices that others are gone, whose connections end with them
 _STUCK_S = 3.0  # in which a collective notices that its connections are broken
 _ENTER_S = 10.0  # in which all members of a term enter it, or one of them is found dead
 
@@ -172,14 +174,23 @@ class Membership:
         term = self._folder.newest()
         return term is not None and term.number > self._term
 
+    def must_leave(self) -> bool:
+        """Whether a newer term has begun without some of this one's members: they are lost, or have left for it."""
+        term = self._folder.newest()
+        if term is None or term.number <= self._term:
+            return False
+        return term.lost_by > self._term or self._folder.has_begun_term(term)
+
     def _look(self) -> None:
         # gloo's own thread may turn around a broken connection that it cannot handle: the process's time would hide it.
         trains = time.pthread_getcpuclockid(cast(int, threading.main_thread().ident))
         looked_s = still_s = time.monotonic()
-        used_s = time.clock_gettime(trains)
+        used_s, notices_by_s = time.clock_gettime(trains), 0.0
         while not self._ends.wait(LOOK_S):
             with self._lock:
-                over = self.is_over()
+                must = self.must_leave()
+                notices_by_s = (notices_by_s or time.monotonic() + _NOTICE_S) if must else 0.0
+                over = must and time.monotonic() > notices_by_s
                 if over:
                     self._break()  # again and again: connections may be under way
             now_s, now_used_s = time.monotonic(), time.clock_gettime(trains)

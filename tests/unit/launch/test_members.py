@@ -29,13 +29,13 @@ def test_survivors_keep_their_order_and_newcomers_come_last(tmp_path: Path) -> N
     members, folder = _members(tmp_path)
     assert folder.newest() is None and members.survivors(["a"]) == ["b", "c"]
     members.lose(["a"])
-    assert folder.newest() == Term(1, ("b.0", "c.0"))
+    assert folder.newest() == Term(1, ("b.0", "c.0"), lost_by=1)
     environment = members.start_again("a")
     assert environment == {TERMS_VARIABLE: str(folder.path), MEMBER_VARIABLE: "a.1"}
     assert members.admit() == [] and members.booting() == ["a"]
     folder.arrive("a.1")
     assert members.admit() == ["a"]
-    assert folder.newest() == Term(2, ("b.0", "c.0", "a.1"))
+    assert folder.newest() == Term(2, ("b.0", "c.0", "a.1"), lost_by=1)
 
 
 def test_newcomers_alone_have_nothing_to_go_on_from(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_nobody_is_taken_in_once_all_is_trained(tmp_path: Path) -> None:
     members.start_again("c")
     folder.arrive("c.1")
     folder.close(None)
-    assert members.admit() == [] and folder.newest() == Term(1, ("a.0", "b.0"))
+    assert members.admit() == [] and folder.newest() == Term(1, ("a.0", "b.0"), lost_by=1)
 
 
 def test_members_leave_as_long_as_one_stays(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_the_others_of_a_killed_process_go_on_and_it_alone_starts_again(tmp_path
     assert place.starts == ["a", "b", "c", "b"] and death.rank == 1
     assert then.others == "the others go on, and it joins them again" and then.restarts_left == 2
     assert place.signals[0] == ("b", 9)  # which had yet to come when the others were done
-    assert TermFolder(tmp_path / "store1.terms").newest() == Term(1, ("a.0", "c.0"))
+    assert TermFolder(tmp_path / "store1.terms").newest() == Term(1, ("a.0", "c.0"), lost_by=1)
 
 
 def test_without_restarts_left_the_others_go_on_alone(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_who_was_asked_to_leave_is_not_started_again_and_the_others_go_on(tmp_pa
     rounds = _OneRound(tmp_path / "store", begin=True)
     assert not supervise(Job((group,), 3), place, watch, StopFlag(), rounds)
     assert left == [("b", 2)] and rounds.workers == 2 and place.starts == [*"abc", *"ac"]
-    assert TermFolder(tmp_path / "store1.terms").newest() == Term(1, ("a.0", "c.0")) and len(deaths) == 1
+    assert TermFolder(tmp_path / "store1.terms").newest() == Term(1, ("a.0", "c.0"), lost_by=1) and len(deaths) == 1
 
 
 def test_more_come_beside_the_others_those_that_left_first(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def turns():  # as gloo's thread does, on a connection whose lock another one ho
         pass
 
 threading.Thread(target=turns, daemon=True).start()
-folder.publish(Term(1, ("rank0.0",)))
+folder.publish(Term(1, ("rank0.0",), lost_by=1))
 threading.Event().wait(30.0 if peer else 3.0)  # as in a collective
 os._exit(0)
 """
