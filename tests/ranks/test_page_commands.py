@@ -26,6 +26,9 @@ NAMES = {
     "PATH/cifar10": "digits",
     "PATH/imagenet": "digits",
     "hf:imdb": "banking77-saved",
+    "s3://bucket/shards": "shards",
+    "s3://bucket/table.parquet": "table.csv",
+    "https://host/shards/train-{000..063}.tar": "shards",
     "timm/vit_base_patch16_224": "small_vit",
 }
 """What stands for data of the reader's, and for a model that takes larger images."""
