@@ -340,7 +340,7 @@ class LaunchConfig:
         "auto",
         "what follows when a worker of an all-reduce or averaging run is killed: on (the others go on, and train its "
         "share of each batch until it is back), off (all start again from the newest checkpoint), or auto (on where "
-        "that is possible and costs nothing without a death)",
+        "that is possible and costs little without a death)",
     )
     timeout: str = setting("2m", "how long any rank waits for another before the run is restarted")
     machine_patience: str = setting("10m", "how long the machines of a run wait for one that was lost, before they end")

@@ -66,7 +66,7 @@ class ResumeSettings(TypedDict, total=False):
     max_restarts: int
     """restarts after a worker died with no new checkpoint in between, before the run is given up [default: 3]"""
     elastic: Literal["auto", "on", "off"]
-    """what follows when a worker of an all-reduce or averaging run is killed: on (the others go on, and train its share of each batch until it is back), off (all start again from the newest checkpoint), or auto (on where that is possible and costs nothing without a death) [default: 'auto']"""
+    """what follows when a worker of an all-reduce or averaging run is killed: on (the others go on, and train its share of each batch until it is back), off (all start again from the newest checkpoint), or auto (on where that is possible and costs little without a death) [default: 'auto']"""
     timeout: str
     """how long any rank waits for another before the run is restarted [default: '2m']"""
     machine_patience: str
