@@ -487,6 +487,7 @@ def compare(
         raise UserError(f"tries is a list of candidates: [{tries!r}, ...]")
     if "seed" in settings:
         raise UserError("the runs of every candidate have the same seeds: write seeds=3, or seeds=[0, 5, 7]")
+    from echelon.study.execute import How
     from echelon.study.file import StudyRequest, claim_folder, requested_study
     from echelon.study.outcome import carry_out, check_study_trust
 
@@ -501,6 +502,8 @@ def compare(
     request = StudyRequest(base, tuple(tries), count, tune_lr=tune_lr, equal_time=equal_time)
     study = requested_study(request)
     check_study_trust(request, str(run), trust)
+    if study is not None:
+        How.of(study, at_once)  # before anything is in the folder
     return carry_out(Path(run) if str(run) else claim_folder(study, request), study, at_once=at_once)
 
 

@@ -45,6 +45,9 @@ def command() -> Any:
             _show(study, Path(folder) if folder else requested_folder(study, request), at_once)
             return
         if study is not None:
+            from echelon.study.execute import How
+
+            How.of(study, at_once)  # before anything is in the folder
             _warn(study)
         _run(Path(folder) if folder else claim_folder(study, request), study, retry, serve, at_once)
 
@@ -92,12 +95,13 @@ def _show(study: Study | None, path: Path, at_once: int) -> None:
     from echelon.study.stages import all_runs
 
     study = study or load_study(path / "study.yaml")
+    pace = How.of(study, at_once).pace
     _warn(study)
     runs = all_runs(study)
     for run in runs:
         print(command_of(run, run_folder(path, run.name)))
     more = "; then those of equal time, by what these take" if study.equal_time and not study.choices.epochs else ""
-    print(f"would start {len(runs)} runs, {How.of(study, at_once).pace}{more}", file=sys.stderr)
+    print(f"would start {len(runs)} runs, {pace}{more}", file=sys.stderr)
 
 
 def _warn(study: Study) -> None:

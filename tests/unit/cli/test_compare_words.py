@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.unit.cli.test_words import echelon
 
 
@@ -25,3 +27,12 @@ def test_a_dry_run_says_which_candidate_will_be_refused(tmp_path: Path) -> None:
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 4
     said = [line for line in done.stderr.splitlines() if "refused" in line]
     assert len(said) == 1 and said[0].startswith("echelon: sync=local(3, overlap=3) will be refused: --sync: ")
+
+
+@pytest.mark.parametrize("more", [("--dry-run",), ("--run", "study"), ()])
+def test_several_runs_at_once_on_this_machine_are_refused_before_anything_is_there(
+    more: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = echelon("compare", "digits", "--try", "sync=allreduce", "--at-once", "2", *more, cwd=tmp_path)
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
+    assert "--at-once 2 is for runs on a cluster" in done.stderr and not list(tmp_path.iterdir())
