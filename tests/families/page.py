@@ -12,11 +12,16 @@ from tests.families import trial
 SHOWN = {"same": "as one process", "refused": "refused", "failed": "FAILED", "alone": "FAILED alone"}
 INTRODUCTION = """# Families of models
 
-Models of timm, torchvision and transformers, small and without dropout, in five layouts: 40 of them drawn by a seed
-(`python -m tests.families FILE`), the others those that failed once. *As one process*: three losses on two processes
-are those of one, within a millionth (some compute in float32 inside). With int8 that holds of the first loss, the
-second is within a twentieth, and the third finite: it rounds. BatchNorm is with `--sync-batchnorm`.
-*Refused*: in one line before the start. Nothing else may happen.
+Which models train in which layout? This table shows models of timm, torchvision and transformers, small and without
+dropout, in five layouts. 40 of them were drawn at random (`python -m tests.families FILE`); the others are models
+that failed once.
+
+- *As one process*: the first three losses on two processes are those of one, within a millionth (some models compute
+  in float32 inside). int8 rounds, so there this holds for the first loss; the second is within a twentieth, and the
+  third is finite. Models with BatchNorm use `--sync-batchnorm`.
+- *Refused*: in one line, before the start.
+
+No other outcome is allowed.
 {missing}
 """
 
