@@ -17,6 +17,7 @@ import psutil
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 DEADLINE_S = 60.0
+HURRY_S = 2.0
 CONFIG = """\
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
@@ -66,6 +67,7 @@ class SlurmCluster:
 
     folder: Path
     daemons: dict[str, subprocess.Popen[bytes]]
+    hurried_s: float = 0.0
 
     @property
     def environment(self) -> dict[str, str]:
@@ -81,6 +83,14 @@ class SlurmCluster:
     def state(self, job: str) -> str:
         """Return a job's state."""
         return self.ask("squeue", "-h", "-j", job, "-t", "all", "-o", "%T").strip()
+
+    def hurry(self, job: str) -> None:
+        """Let a job that was queued again begin at once, for whoever polls: Slurm's own begin is two minutes away."""
+        if time.monotonic() - self.hurried_s < HURRY_S:
+            return
+        self.hurried_s = time.monotonic()
+        if self.ask("squeue", "-h", "-j", job, "-o", "%T %r").strip() == "PENDING BeginTime":
+            self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def start_node(self, name: str) -> None:
         """Start a node's daemon."""

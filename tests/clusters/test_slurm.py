@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from echelon.checkpoint import CheckpointStore
+from echelon.launch.places.cluster import PlaceFiles
 from echelon.messages.identity import SECRET_FILE
+from echelon.records.file import read_records
+from echelon.records.kinds import End, Start, Steps
 from echelon.study.folder import read_ends
 from tests.clusters.slurm import SlurmCluster, missing, slurm_cluster
 from tests.ranks.runs import SMALL, Run, Runs, losses_of
@@ -100,21 +103,53 @@ def test_the_same_bits_on_all_nodes_with_an_interruption(tmp_path: Path, cluster
         assert len([r for r in there.records("checkpoint") if r["reason"] == "stop"]) == 1
 
 
+def _study(runs: Runs, cluster: SlurmCluster, *more: str) -> Run:
+    return runs.start("compare", *more, "--run", "study", folder="study", environment=cluster.environment)
+
+
+def _running(cluster: SlurmCluster) -> int:
+    return cluster.ask("squeue", "-h", "-t", "RUNNING", "-o", "%i").count("\n")
+
+
 @pytest.mark.slow
-def test_runs_of_a_study_go_on_at_once(tmp_path: Path, cluster: SlurmCluster) -> None:
-    given = ("compare", "digits", *SMALL, "--model", "mlp", "--workers", "1", "--max-steps", "10", "--seeds", "2")
-    tries = ("--try", "sync=allreduce", "--try", "compression=int8")
+def test_a_study_is_an_array_of_which_each_run_is_queued_again(tmp_path: Path, cluster: SlurmCluster) -> None:
+    given = ("digits", *SMALL, "--model", "mlp", "--workers", "1", "--max-steps", "400", "--seeds", "2")
+    given += ("--eval-every", "0", "--epochs", "1000", "--try", "sync=allreduce", "--try", "compression=int8")
     with Runs(tmp_path) as runs:
-        study = runs.start(
-            *given, *tries, "--on", "slurm(nodes=1)", "--at-once", "3", "--run", "study", folder="study",
-            environment=cluster.environment,
-        )  # fmt: skip
+        study = _study(runs, cluster, *given, "--on", "slurm(nodes=1)", "--at-once", "2")
+        study.wait_for(lambda: "as an array, at most 2 at once" in study.text(), "the array")
+        first = next(iter(sorted((study.folder / "runs").iterdir())))
+        study.wait_for(lambda: read_records(first, Steps), "a step")
+        study.wait_for(lambda: _running(cluster) == 2, "two at once")
+        job = PlaceFiles(first).job()
+        assert job.endswith("_0")
+        cluster.ask("scancel", "--batch", "--signal=TERM", job)  # as its time limit does
+        study.wait_for(lambda: len(read_records(first, Start)) == 2 or cluster.hurry(job), "another start")
+        study.process.kill()  # the queue has the runs
+        study.process.wait()
+        again = _study(runs, cluster)
         most = 0
-        while study.process.poll() is None:
-            most = max(most, cluster.ask("squeue", "-h", "-t", "RUNNING", "-o", "%i").count("\n"))
+        while again.process.poll() is None:
+            most = max(most, _running(cluster))
             time.sleep(0.2)
-        assert study.end() == 0, study.text()
-        assert 1 < most <= 3 and "up to 3 at once" in study.text()
+        assert again.end() == 0, again.text()
+        assert most <= 2 and "go on since an earlier command" in again.text()
         ends = read_ends(study.folder)
-        assert len(ends) == 4 and {end.status for end in ends.values()} == {"completed"}
-        assert (study.folder / "report.html").exists() and "several went on at once" in study.text()
+        assert len(ends) == 4 and {end.status for end in ends.values()} == {"completed"}, again.text()
+        assert [len(read_records(first, kind)) for kind in (Start, End)] == [2, 2]
+        assert (study.folder / "report.html").exists() and "several went on at once" in again.text()
+
+
+@pytest.mark.slow
+def test_a_study_that_is_stopped_leaves_no_run_in_the_queue(tmp_path: Path, cluster: SlurmCluster) -> None:
+    given = ("digits", *SMALL, "--model", "mlp", "--workers", "1", "--epochs", "4000", "--seeds", "4")
+    with Runs(tmp_path) as runs:
+        study = _study(runs, cluster, *given, "--try", "sync=allreduce", "--on", "slurm(nodes=1)", "--at-once", "1")
+        first = study.folder / "runs"
+        study.wait_for(lambda: any(read_records(run, Steps) for run in first.glob("*")), "a step")
+        shown = runs.start("runs", str(first), environment=cluster.environment)
+        assert shown.end() == 0 and shown.text().count("waiting for 1 node (JobArrayTaskLimit") == 3, shown.text()
+        study.process.send_signal(signal.SIGINT)
+        assert study.end() == 130, study.text()
+        assert cluster.ask("squeue", "-h", "-o", "%i") == ""
+        assert [len(list(run.glob("checkpoints/step-*"))) for run in sorted(first.glob("*"))] == [1, 0, 0, 0]

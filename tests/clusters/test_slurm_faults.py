@@ -20,9 +20,8 @@ COUNTS = {
 }
 STEPS = int(os.environ.get("ECHELON_SLURM_STEPS", "9000"))
 EVERY = 50  # steps between checkpoints
-FAULT_S = 900.0  # until a run goes on after a fault: Slurm queues a job again after two minutes
+FAULT_S = 900.0  # until a run goes on after a fault
 SLOW = """\
-import time
 
 
 def wait(image):
@@ -64,7 +63,9 @@ def _go_on(cluster: SlurmCluster, run: Run, fault: str, chance: random.Random) -
     elif fault == "node failure":
         failed = chance.choice(_nodes(cluster, run))
         cluster.fail_node(failed)
-    run.wait_for(lambda: len(run.records("start")) > begun, f"another start after a {fault}", FAULT_S)
+    run.wait_for(
+        lambda: cluster.hurry(_job(run)) or len(run.records("start")) > begun, f"another start after a {fault}", FAULT_S
+    )
     if failed:
         cluster.start_node(failed)
     run.wait_for(lambda: _last_step(run) > step, f"steps after a {fault}", FAULT_S)

@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,16 @@ from echelon.core.files import write_atomic
 from echelon.core.layout import AUTO
 from echelon.core.stop import Stopped, stop_on_signals
 from echelon.launch.places import PlaceChoice, expanded
-from echelon.launch.places.cluster import Cluster, JobPhase, JobState, PlaceFiles, PlaceSilent, Submission
+from echelon.launch.places.cluster import (
+    ArrayCluster,
+    Cluster,
+    JobPhase,
+    JobState,
+    PlaceFiles,
+    PlaceSilent,
+    RunArray,
+    Submission,
+)
 from echelon.messages.identity import SECRET_VARIABLE, make_secret, read_secret, write_secret
 from echelon.run.home import at_home, check_free, home_of
 from echelon.run.machine import say
@@ -61,13 +70,43 @@ def submitted(config: RunConfig, cluster: Cluster, model: str, has_objects: bool
     Raises:
         UserError: it cannot be, or the place refuses it.
     """
+    with _prepared(config, cluster, model, has_objects) as run:
+        return _hand_over(run, cluster)
+
+
+def prepared(config: RunConfig, cluster: Cluster, model: str) -> Submission:
+    """Make a new run's folder as `submitted` does; it is handed over later, with others (`submitted_together`).
+
+    Raises:
+        UserError: it cannot be.
+    """
+    with _prepared(config, cluster, model) as run:
+        return Submission(run.absolute())
+
+
+def submitted_together(cluster: ArrayCluster, array: RunArray) -> list[str]:
+    """Hand runs over whose folders are made, as an array; returns the job of each.
+
+    Raises:
+        UserError: the place refuses them.
+    """
+    jobs = cluster.submit_array(array)
+    for submission, job in zip(array.runs, jobs, strict=True):
+        submission.files.add_job(job)
+    return jobs
+
+
+@contextmanager
+def _prepared(config: RunConfig, cluster: Cluster, model: str, has_objects: bool = False) -> Iterator[Path]:
+    """Make a new run's folder, with all that its machines look for there; where the block refuses it, it goes again."""
     check_described(config, cluster, has_objects)
     if is_url(config.run):
         check_free(config.run)
     config = _on(at_home(config), config.launch.on)
     cluster.check(Submission(_folder_to_be(config, model)), versions())
     with folders.claimed(config, time.time(), model) as config:
-        return _hand_over(Path(config.run), cluster, home_of(config))
+        _fill(Path(config.run), home_of(config))
+        yield Path(config.run)
 
 
 def submitted_again(path: Path, config: RunConfig, cluster: Cluster, has_objects: bool = False) -> Submitted:
@@ -79,7 +118,8 @@ def submitted_again(path: Path, config: RunConfig, cluster: Cluster, has_objects
     check_described(_on(config, config.launch.on), cluster, has_objects)
     cluster.check(Submission(path.absolute()), versions())
     folders.prepare(path, _on(config, config.launch.on), time.time())
-    return _hand_over(path, cluster, home_of(replace(config, run=str(path))))
+    _fill(path, home_of(replace(config, run=str(path))))
+    return _hand_over(path, cluster)
 
 
 def text_for(config: RunConfig, cluster: Cluster, model: str) -> str:
@@ -129,9 +169,9 @@ def _on(config: RunConfig, place: str) -> RunConfig:
     return replace(config, launch=replace(config.launch, on=expanded(place), nodes="1", rendezvous=""))
 
 
-def _hand_over(run: Path, cluster: Cluster, home: str) -> Submitted:
-    submission = Submission(run.absolute())
-    files = submission.files
+def _fill(run: Path, home: str) -> None:
+    """Write into a run's folder what its machines look for there: its secret, the versions that they must have."""
+    files = PlaceFiles(run)
     files.prepare(home)
     (run / "logs").mkdir(exist_ok=True)
     secrets = run / folders.SECRET_FOLDER
@@ -140,8 +180,12 @@ def _hand_over(run: Path, cluster: Cluster, home: str) -> Submitted:
     if SECRET_VARIABLE in os.environ:  # by the file alone: what a place is given of our environment can be read there
         write_secret(secrets, read_secret(secrets))
     write_atomic(files.folder / VERSIONS_FILE, json.dumps(versions()))
-    job = cluster.submit(submission)
-    files.add_job(job)
+
+
+def _hand_over(run: Path, cluster: Cluster) -> Submitted:
+    submission = Submission(run.absolute())
+    job, home = cluster.submit(submission), submission.files.home
+    submission.files.add_job(job)
     where = f"run at {home}, here in {run}" if home else f"run folder {run}"
     say(f"job {job}; {where}; Ctrl-C stops the run after a checkpoint, Ctrl-\\ leaves it to go on")
     return Submitted(run, job, cluster)

@@ -33,7 +33,7 @@ from echelon.records.kinds import End, Evaluation, Start
 from echelon.run.closing import close_run
 from echelon.run.deaths import watched
 from echelon.run.defaults import are_told_late
-from echelon.run.elsewhere import Around, followed, left_place, submitted, submitted_again
+from echelon.run.elsewhere import Around, followed, left_place, prepared, submitted, submitted_again
 from echelon.run.ending import check_checkpoints, nothing_left, why_cut
 from echelon.run.foretold import Foretold, foretell, told_by_record, trained_scalars, trains_all
 from echelon.run.home import at_home, home_of, mend
@@ -50,7 +50,7 @@ from echelon.tasks.registry import TaskObjects
 from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
-    from echelon.launch.places.cluster import NodeRank
+    from echelon.launch.places.cluster import NodeRank, Submission
     from echelon.run.mirror import Mirror
     from echelon.run.parcel import Parcel
     from echelon.trainer.assemble import UserObjects
@@ -105,6 +105,21 @@ def start(
             opening.runs_in(path)
             with around(path), _lock(path, request.nodes):
                 return _run_here(resolve(config), plan_of(request, path, parcel), path, place, opening, user_objects)
+
+
+def prepare_elsewhere(config: RunConfig) -> Submission:
+    """Make the folder of a new run for its place, which takes whole runs, and is to get it later, with others.
+
+    Raises:
+        UserError: it cannot start as described, or its place takes no whole runs.
+    """
+    described = as_search(config)
+    request = launch_request(at_home(described))
+    folders.check_weights(config.model.weights)
+    cluster = request.place.cluster()
+    if cluster is None:
+        raise UserError(f"--on {config.launch.on} takes no whole runs")
+    return prepared(described, cluster, foretell(with_open_batch(request).config).model)
 
 
 def _check_rendezvous(request: LaunchRequest) -> None:

@@ -1,7 +1,7 @@
 """Run what is missing of a study: ordinary runs, each a command in a process of its own.
 
 On this machine one follows the other, for runs beside each other disturb each other's times; on a cluster several go on
-at once, each a job of its queue.
+at once, each a job of its queue, or all of a stage one array of it (`study.array`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from echelon.launch.places import PlaceChoice
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import CommandEnd, End, RunEnd, StudyStart
 from echelon.reporting.report import write_shared_script
+from echelon.study.array import QueuedRuns, array_cluster
 from echelon.study.base import COMPLETED, PlannedRun, Study
 from echelon.study.collect import collect
-from echelon.study.commands import RunCommand, end_all
+from echelon.study.commands import POLL_S, RunCommand, end_all
 from echelon.study.file import write_choices
 from echelon.study.folder import (
     WARM_UP_FOLDER,
@@ -56,6 +57,9 @@ class StudyObserver(Protocol):
 
     def started(self, run: PlannedRun, folder: Path) -> None:
         """Receive the run that starts, and its folder."""
+
+    def queued(self, words: str) -> None:
+        """Receive what was handed over to a cluster's queue."""
 
     def goes_on(self) -> None:
         """Redraw: about a second has passed."""
@@ -147,6 +151,12 @@ def _run_missing(path: Path, runs: Sequence[PlannedRun], observer: StudyObserver
     over = frozenset(run.name for run in runs if is_over(path, run, {} if how.retry else ends))
     observer.began(runs, ends, over)
     missing = deque(run for run in runs if run.name not in over)
+    cluster = array_cluster(missing) if missing and how.elsewhere else None
+    if cluster is not None:
+        queued, words = QueuedRuns.handed_over(path, missing, cluster, how.at_once)
+        observer.queued(words)
+        _follow(queued, observer, record)
+        return
     if missing and not how.elsewhere:
         _warm_up(path, missing[0], observer)
     going: list[RunCommand] = []
@@ -158,7 +168,7 @@ def _run_missing(path: Path, runs: Sequence[PlannedRun], observer: StudyObserver
             for each in ended:
                 end_all([each])
                 going.remove(each)
-                end = _end_of(each)
+                end = _end_of(each.run, each.folder, each.outcome(), time.monotonic() - each.began_s)
                 record.write(end)
                 observer.ended(each.run, end)
             if not ended:
@@ -166,6 +176,25 @@ def _run_missing(path: Path, runs: Sequence[PlannedRun], observer: StudyObserver
                 observer.goes_on()
     finally:
         end_all(going)
+
+
+def _follow(queued: QueuedRuns, observer: StudyObserver, record: Recorder) -> None:
+    """Follow the runs of an array until all are over; what stops the study stops them."""
+    try:
+        while queued.going:
+            begun, over = queued.look()
+            for each in begun:
+                observer.started(each.run, each.folder)
+            for each in over:
+                outcome = (USER_ERROR_EXIT_CODE, each.refused) if each.refused else each.outcome()
+                end = _end_of(each.run, each.folder, outcome, each.waited_s)
+                record.write(end)
+                observer.ended(each.run, end)
+            if not over:
+                time.sleep(POLL_S)
+                observer.goes_on()
+    finally:
+        queued.stop()
 
 
 def _started(path: Path, run: PlannedRun, observer: StudyObserver) -> RunCommand:
@@ -191,10 +220,8 @@ def _warm_up(path: Path, first: PlannedRun, observer: StudyObserver) -> None:
     discard(folder)
 
 
-def _end_of(command: RunCommand) -> RunEnd:
-    waited_s = time.monotonic() - command.began_s
-    outcome = _outcome(command.folder, *command.outcome())
-    return RunEnd(command.run.name, *outcome, command_seconds(command.folder, waited_s), waited_s)
+def _end_of(run: PlannedRun, folder: Path, outcome: tuple[int, str], waited_s: float) -> RunEnd:
+    return RunEnd(run.name, *_outcome(folder, *outcome), command_seconds(folder, waited_s), waited_s)
 
 
 def command_seconds(folder: Path, waited_s: float) -> float:
@@ -216,7 +243,7 @@ def _outcome(folder: Path, code: int, error: str) -> tuple[str, str]:
         return COMPLETED, ""
     if code == USER_ERROR_EXIT_CODE:
         return "refused", error or message
-    if status == "stopped" and code > _SIGNALLED:
+    if status in ("stopped", "") and code > _SIGNALLED:  # empty: before it had begun
         return "stopped", "a signal stopped it"
     how = f"its command ended with {signal_name(-code) if code < 0 else f'exit code {code}'}"
     return "failed", message or error or how

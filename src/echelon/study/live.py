@@ -71,6 +71,10 @@ class StudyDisplay:
         self._current[run.name] = state, Tail(folder), time.monotonic()
         self.goes_on()
 
+    def queued(self, words: str) -> None:
+        """Say what was handed over to a cluster's queue."""
+        self._print(words)
+
     def goes_on(self) -> None:
         """Show how far those that run are."""
         for state, tail, began in self._current.values():

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from echelon.launch.places.cluster import PlaceFiles
 from echelon.records.going import is_held
+from echelon.records.segments import RECORD_FILE
 from echelon.reporting.live.snapshot import RunView, look
 from echelon.reporting.live.state import LiveRun
 from echelon.study.base import COMPLETED, PlannedRun
@@ -135,8 +137,8 @@ class StudyWatch:
                 state = RunStatus(run, end.status, end.seconds, progress_at_end(folder), end.message, end.waited_s)
                 self._ended[run.name] = state
             return state
-        if not folder.is_dir():
-            return RunStatus(run)
+        if not folder.is_dir() or (PlaceFiles(folder).job() and not (folder / RECORD_FILE).exists()):
+            return RunStatus(run)  # in the latter case a cluster's queue has it
         live = self._live.setdefault(run.name, LiveRun(folder))
         live.refresh()
         return _unrecorded(run, look(live))

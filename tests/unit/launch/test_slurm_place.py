@@ -12,7 +12,7 @@ import pytest
 from echelon.core.errors import UserError
 from echelon.launch import places
 from echelon.launch.places import PLACES, PlaceChoice
-from echelon.launch.places.cluster import ChainedJob, JobPhase, NodeRank, PlaceFiles, Submission
+from echelon.launch.places.cluster import ChainedJob, JobPhase, NodeRank, PlaceFiles, RunArray, Submission
 from echelon.launch.places.slurm import Slurm
 
 SUBMISSION = Submission(Path("/home/me/runs/digits 1"), Path("/home/me"), "/opt/python")
@@ -34,8 +34,11 @@ GOLDEN = """\
 
 module load cuda
 
+job=$SLURM_JOB_ID
+# A task of an array has a name of its own: the number alone may be that of the whole array.
+[ -n "$SLURM_ARRAY_JOB_ID" ] && job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID && unset ${!SLURM_ARRAY_@}
 # A signal lets every node save a checkpoint and end: before the time limit, at a preemption, at a stop.
-trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM  # to the tasks alone: srun itself would kill them
+trap 'scancel --signal=TERM "$job"' TERM  # to the tasks alone: srun itself would kill them
 rm -f '/home/me/runs/digits 1/place/exit'
 srun --kill-on-bad-exit=1 --open-mode=append --output='/home/me/runs/digits 1/logs/node%n.out' \
 /opt/python -m echelon.run.node '/home/me/runs/digits 1' &
@@ -47,8 +50,8 @@ case "$code" in 0|1|2|126|127) exit "$code" ;; esac  # completed, failed, refuse
 
 # Stopped or died before its last epoch: go on later, unless somebody stopped it, or Slurm does that itself.
 [ -e '/home/me/runs/digits 1/place/stop' ] && exit "$code"
-[ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ] || exit "$code"
-scontrol requeue "$SLURM_JOB_ID" || sbatch --parsable '/home/me/runs/digits 1/place/submitted' \
+[ "$(squeue -h -j "$job" -o %T)" = RUNNING ] || exit "$code"
+scontrol requeue "$job" || sbatch --parsable '/home/me/runs/digits 1/place/submitted' \
 >>'/home/me/runs/digits 1/place/jobs'
 exit "$code"
 """
@@ -171,13 +174,13 @@ def test_an_allocation_unlike_the_request(
     ("answer", "phase", "words"),
     [
         (
-            "echo 'PENDING|Resources||2026-01-01T10:00:00'",
+            "echo '7|PENDING|Resources||2026-01-01T10:00:00'",
             JobPhase.WAITS,
             "waiting for 2 nodes (Resources, expected at 2026",
         ),
-        ("echo 'RUNNING|None|n[1-2]|N/A'", JobPhase.RUNS, "running on n[1-2]"),
-        ("echo 'COMPLETING|None|n1|N/A'", JobPhase.RUNS, "completing"),
-        ("echo 'CANCELLED|None||N/A'", JobPhase.ENDED, "cancelled"),
+        ("echo '7|RUNNING|None|n[1-2]|N/A'", JobPhase.RUNS, "running on n[1-2]"),
+        ("echo '7|COMPLETING|None|n1|N/A'", JobPhase.RUNS, "completing"),
+        ("echo '7|CANCELLED|None||N/A'", JobPhase.ENDED, "cancelled"),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", JobPhase.ENDED, "no more in the queue"),
         ("true", JobPhase.ENDED, "no more in the queue"),
     ],
@@ -236,3 +239,35 @@ def test_an_array_of_jobs_that_wait_for_others(tmp_path: Path, monkeypatch: pyte
     assert ran.stdout == b"it's 2\n"
     assert place.submit_chained(replace(array, commands={0: ["echo"]}, is_array=False)) == {0: "12"}
     assert "--array" not in script.read_text() and script.read_text().endswith("\nexec echo\n")
+
+
+def test_an_array_of_runs_whose_tasks_go_on_by_their_own_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, does in {
+        "sbatch": "echo 12",
+        "srun": "exit 137",  # a node died
+        "squeue": """case "$*" in
+            *%i*) echo '12_0|RUNNING||n1|N/A'; echo '12_2|PENDING|Resources||N/A' ;;
+            *) echo RUNNING ;;
+        esac""",
+        "scontrol": f"echo $@ ${{SLURM_ARRAY_JOB_ID-alone}} >>'{tmp_path / 'again'}'",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    place, runs = _build("slurm(time=1h)"), [Submission(tmp_path / f"run {n}", tmp_path) for n in range(3)]
+    for each in runs:
+        each.files.folder.mkdir(parents=True)
+        (each.run / "logs").mkdir()
+    jobs = place.submit_array(RunArray("study", tmp_path / "array.sh", runs, at_once=2))
+    assert jobs == ["12_0", "12_1", "12_2"] and runs[1].files.text.read_text() == place.text(runs[1])
+    text = (tmp_path / "array.sh").read_text()
+    for option in ("--array=0-2%2", "--job-name=echelon-study", "--time=60", f"--output={tmp_path}/array.out"):
+        assert f"#SBATCH {option}\n" in text
+    task = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "13"}
+    done = subprocess.run(["bash", str(tmp_path / "array.sh")], env={**os.environ, **task}, check=False, timeout=60)
+    assert done.returncode == 137 and (tmp_path / "again").read_text() == "requeue 12_1 alone\n"
+    assert (runs[1].run / "logs" / "slurm.out").exists() and not (runs[0].run / "logs" / "slurm.out").exists()
+    phases = {job: state.phase for job, state in place.states(jobs).items()}
+    assert phases == {"12_0": JobPhase.RUNS, "12_1": JobPhase.ENDED, "12_2": JobPhase.WAITS}

@@ -120,6 +120,23 @@ class TakesChains(Protocol):
         """End a job, or take it from the queue."""
 
 
+@dataclass(frozen=True)
+class RunArray:
+    """Runs that a queue takes as one array of jobs.
+
+    Attributes:
+        name: under which it stands in the queue.
+        script: file for its text, which all machines see.
+        runs: each with its folder made, in their order.
+        at_once: so many of them go on at the same time.
+    """
+
+    name: str
+    script: Path
+    runs: Sequence[Submission]
+    at_once: int
+
+
 class JobPhase(StrEnum):
     """Where a job is: before its machines, on them, or over."""
 
@@ -240,6 +257,26 @@ class Cluster(ABC):
 
         Raises:
             UserError: it was given something else than was asked for.
+        """
+
+
+class ArrayCluster(Cluster):
+    """A cluster whose queue takes several runs as one array, and knows each by a job of its own."""
+
+    @abstractmethod
+    def submit_array(self, array: RunArray) -> list[str]:
+        """Submit runs; returns the name of each one's job.
+
+        Raises:
+            UserError: the place refuses them, or is not there.
+        """
+
+    @abstractmethod
+    def states(self, jobs: Sequence[str]) -> dict[str, JobState]:
+        """Return where jobs are, in one question.
+
+        Raises:
+            PlaceSilent: the place does not answer now.
         """
 
 

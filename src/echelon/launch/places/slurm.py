@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from echelon.core.errors import UserError
@@ -19,12 +20,13 @@ from echelon.core.files import write_atomic
 from echelon.core.spec import Quantity
 from echelon.core.units import many
 from echelon.launch.places.cluster import (
+    ArrayCluster,
     ChainedJob,
-    Cluster,
     JobPhase,
     JobState,
     NodeRank,
     PlaceSilent,
+    RunArray,
     Submission,
     ask,
 )
@@ -40,8 +42,11 @@ _NOTICE_S = 120
 _MOST_NOTICE_S = 65535  # what sbatch takes
 
 _STEPS = """\
+job=$SLURM_JOB_ID
+# A task of an array has a name of its own: the number alone may be that of the whole array.
+[ -n "$SLURM_ARRAY_JOB_ID" ] && job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID && unset ${{!SLURM_ARRAY_@}}
 # A signal lets every node save a checkpoint and end: before the time limit, at a preemption, at a stop.
-trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM  # to the tasks alone: srun itself would kill them
+trap 'scancel --signal=TERM "$job"' TERM  # to the tasks alone: srun itself would kill them
 rm -f {exit}
 srun --kill-on-bad-exit=1 --open-mode=append --output={output} {command} &
 step=$!
@@ -52,14 +57,21 @@ case "$code" in 0|1|2|126|127) exit "$code" ;; esac  # completed, failed, refuse
 
 # Stopped or died before its last epoch: go on later, unless somebody stopped it, or Slurm does that itself.
 [ -e {stop} ] && exit "$code"
-[ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ] || exit "$code"
-scontrol requeue "$SLURM_JOB_ID" || sbatch --parsable {script} >>{jobs}
+[ "$(squeue -h -j "$job" -o %T)" = RUNNING ] || exit "$code"
+scontrol requeue "$job" || sbatch --parsable {script} >>{jobs}
 exit "$code"
+"""
+
+_ARRAY = """\
+# Each task is a run, by its own script, with its own output.
+case "$SLURM_ARRAY_TASK_ID" in
+{runs}esac
+exec bash "$run/{script}" >>"$run/logs/slurm.out" 2>&1
 """
 
 
 @dataclass(frozen=True)
-class Slurm(Cluster):
+class Slurm(ArrayCluster):
     """A Slurm cluster.
 
     Attributes:
@@ -123,8 +135,8 @@ class Slurm(Cluster):
             return math.ceil(self.notice.value)
         return _NOTICE_S if self.time is None else min(_NOTICE_S, 30 * self._minutes())
 
-    def _options(self, submission: Submission) -> Iterator[str]:
-        yield f"--job-name={shlex.quote(f'echelon-{submission.run.name}')}"
+    def _options(self, name: str, output: Path, folder: Path) -> Iterator[str]:
+        yield f"--job-name={shlex.quote(f'echelon-{name}')}"
         yield f"--nodes={self.nodes}"
         yield "--ntasks-per-node=1"
         if self.gpus:
@@ -138,8 +150,8 @@ class Slurm(Cluster):
         yield f"--signal=B:TERM@{self._notice_s()}"
         yield "--requeue"
         yield "--open-mode=append"
-        yield f"--output={shlex.quote(str(submission.run / 'logs' / 'slurm.out'))}"
-        yield f"--chdir={shlex.quote(str(submission.folder))}"
+        yield f"--output={shlex.quote(str(output))}"
+        yield f"--chdir={shlex.quote(str(folder))}"
         if self.extra:
             yield self.extra
 
@@ -154,8 +166,8 @@ class Slurm(Cluster):
             output=shlex.quote(str(submission.run / "logs" / "node%n.out")),
             command=shlex.join(submission.command),
         )
-        options = "".join(f"#SBATCH {option}\n" for option in self._options(submission))
-        return "\n".join(["#!/bin/bash", options, *([f"{self.setup}\n"] if self.setup else []), steps])
+        options = self._options(submission.run.name, submission.run / "logs" / "slurm.out", submission.folder)
+        return "\n".join([_head(options), *([f"{self.setup}\n"] if self.setup else []), steps])
 
     def submit(self, submission: Submission) -> str:
         """Write the batch script into the run's folder and submit it; returns the job's number.
@@ -164,12 +176,28 @@ class Slurm(Cluster):
             UserError: there is no sbatch, or it refuses.
         """
         write_atomic(submission.files.text, self.text(submission))
-        environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
-        try:
-            answer = ask(["sbatch", "--parsable", str(submission.files.text)], environment)
-        except PlaceSilent as silent:
-            raise UserError(str(silent)) from None
-        return answer.strip().partition(";")[0]
+        return _sbatch(submission.files.text)
+
+    def array_text(self, array: RunArray) -> str:
+        """Return the script of an array, whose tasks run the scripts of its runs."""
+        output = array.script.with_suffix(".out")  # of what goes wrong before a run's own script
+        options = [*self._options(array.name, output, array.runs[0].folder)]
+        options += [f"--array=0-{len(array.runs) - 1}%{array.at_once}"]
+        runs = "".join(f"{number}) run={shlex.quote(str(each.run))} ;;\n" for number, each in enumerate(array.runs))
+        script = array.runs[0].files.text.relative_to(array.runs[0].run)
+        return f"{_head(options)}\n{_ARRAY.format(runs=runs, script=script)}"
+
+    def submit_array(self, array: RunArray) -> list[str]:
+        """Write the script of each run into its folder, and submit an array of them; returns the jobs' numbers.
+
+        Raises:
+            UserError: there is no sbatch, or it refuses.
+        """
+        for each in array.runs:
+            write_atomic(each.files.text, self.text(each))
+        write_atomic(array.script, self.array_text(array))
+        given = _sbatch(array.script)
+        return [f"{given}_{number}" for number in range(len(array.runs))]
 
     def chained_text(self, job: ChainedJob) -> str:
         """Return the script of a job of one node that waits for others, or of an array of such."""
@@ -203,11 +231,7 @@ class Slurm(Cluster):
             UserError: there is no sbatch, or it refuses.
         """
         write_atomic(job.script, self.chained_text(job))
-        try:
-            answer = ask(["sbatch", "--parsable", str(job.script)])
-        except PlaceSilent as silent:
-            raise UserError(str(silent)) from None
-        given = answer.strip().partition(";")[0]
+        given = _sbatch(job.script)
         return {number: f"{given}_{number}" if job.is_array else given for number in job.commands}
 
     def chained(self, name: str) -> dict[int, str]:
@@ -225,15 +249,28 @@ class Slurm(Cluster):
         Raises:
             PlaceSilent: Slurm does not answer now.
         """
+        return self.states([job])[job]
+
+    def states(self, jobs: Sequence[str]) -> dict[str, JobState]:
+        """Return where jobs are, those of arrays by their own numbers, in one question.
+
+        Raises:
+            PlaceSilent: Slurm does not answer now.
+        """
+        numbers = ",".join(sorted({job.partition("_")[0] for job in jobs}))
         try:
-            line = ask(["squeue", "-h", "-j", job, "-t", "all", "-o", "%T|%r|%N|%S"]).strip()
+            lines = ask(["squeue", "-h", "--array", "-j", numbers, "-t", "all", "-o", "%i|%T|%r|%N|%S"]).splitlines()
         except UserError as error:
-            if "Invalid job id" in str(error):  # it is over for some time
-                return JobState(JobPhase.ENDED, "no more in the queue")
-            raise PlaceSilent(str(error)) from None
-        if not line:
-            return JobState(JobPhase.ENDED, "no more in the queue")
-        word, reason, nodes, begins = line.splitlines()[0].split("|")
+            if "Invalid job id" not in str(error):
+                raise PlaceSilent(str(error)) from None
+            lines = []  # they are over for some time
+        told = dict(line.split("|", 1) for line in lines)
+        over = JobState(JobPhase.ENDED, "no more in the queue")
+        return {job: self._state(told[job]) if job in told else over for job in jobs}
+
+    def _state(self, told: str) -> JobState:
+        """Read what the queue says of a job."""
+        word, reason, nodes, begins = told.split("|")
         if word in _BEFORE:
             when = f", expected at {begins}" if begins not in ("", "N/A") else ""
             return JobState(JobPhase.WAITS, f"waiting for {many(self.nodes, 'node')} ({reason}{when})")
@@ -279,6 +316,25 @@ class Slurm(Cluster):
             raise UserError(f"the allocation has {cores} cores on this node, --on asks for {self.cores}")
         name = environment.get("SLURMD_NODENAME", f"node {number}")
         return NodeRank(number, name, address, f"{job}-{environment.get('SLURM_RESTART_COUNT', '0')}")
+
+
+def _head(options: Iterable[str]) -> str:
+    """Return the first lines of a batch script."""
+    return "".join(["#!/bin/bash\n", *(f"#SBATCH {option}\n" for option in options)])
+
+
+def _sbatch(script: Path) -> str:
+    """Submit a script; returns the job's number.
+
+    Raises:
+        UserError: there is no sbatch, or it refuses.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
+    try:
+        answer = ask(["sbatch", "--parsable", str(script)], environment)
+    except PlaceSilent as silent:
+        raise UserError(str(silent)) from None
+    return answer.strip().partition(";")[0]
 
 
 PLACE = Slurm
