@@ -303,7 +303,8 @@ def evaluate(
     """Evaluate a checkpoint of a run on its evaluation data; returns the metrics, the same for any number of workers.
 
     Args:
-        data: other data than the run's, by name or folder; or data sets as for `train`, where the run was given such.
+        data: other data than the run's, by name, folder or URL; or data sets as for `train`, where the run was given
+            such.
         checkpoint: `best`, `newest`, or the number of its step.
         workers: processes that share the work; 1: this one alone; 0: as many as the run has, where this machine has
             GPUs or cores for them.
@@ -369,8 +370,9 @@ def predict(
     Samples go through the run's own steps: its tokeniser, its columns' means and categories, its images' size.
 
     Args:
-        data: paths of images or sounds, or of folders of them; texts, or files with one a line; tables (files, rows as
-            mappings, data frames of pandas or tables of pyarrow); or arrays and tensors as the model takes them.
+        data: paths or URLs of images or sounds, or of folders of them; texts, or files with one a line; tables (files,
+            rows as mappings, data frames of pandas or tables of pyarrow); or arrays and tensors as the model takes
+            them.
         masks: folder that a segmentation's masks are written to, as PNG of class numbers.
         checkpoint: `best`, `newest`, or the number of its step.
         trust: import code that the run's description names (`module:function`) and you have not used before.

@@ -152,4 +152,4 @@ def test_a_study_that_is_stopped_leaves_no_run_in_the_queue(tmp_path: Path, clus
         study.process.send_signal(signal.SIGINT)
         assert study.end() == 130, study.text()
         assert cluster.ask("squeue", "-h", "-o", "%i") == ""
-        assert [len(list(run.glob("checkpoints/step-*"))) for run in sorted(first.glob("*"))] == [1, 0, 0, 0]
+        assert [any(run.glob("checkpoints/step-*")) for run in sorted(first.glob("*"))] == [True, False, False, False]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +15,7 @@ from PIL import Image
 import echelon
 from echelon.core.errors import UserError
 from echelon.inference.predict import MaskOutput
+from tests.ranks.runs import Runs
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -27,6 +32,42 @@ def test_rows_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     assert len(few) == 2
     with pytest.raises(UserError, match="this run's samples are images"):
         echelon.predict(outcome.folder, ["nothing"], workers=2, device="cpu")
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+    (tmp_path / "web").mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(tmp_path / "web")))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_samples_and_data_at_urls_give_what_files_give(tmp_path: Path, web: str) -> None:
+    rows = [f"{i},{i * i % 7},{'xy'[i % 2]}" for i in range(60)]
+    for name, lines in {"train": rows[:40], "other": rows[40:]}.items():
+        (tmp_path / "web" / f"{name}.csv").write_text("\n".join(["a,b,y", *lines]) + "\n")
+    with Runs(tmp_path) as runs:
+        train = runs.start(
+            "train", f"{web}/train.csv", "--target", "y", "--max-steps", "5", "--workers", "1", "--batch-size", "8",
+            "--device", "cpu", "--data-root", str(tmp_path / "root"), folder="run",
+        )  # fmt: skip
+        assert train.end() == 0, train.text()
+        said = []
+        for where in (f"{web}/other.csv", str(tmp_path / "web" / "other.csv")):
+            for words in (("predict", "run", where, "--json", "--workers", "2"), ("evaluate", "run", "--data", where)):
+                command = runs.start(*words)
+                assert command.end() == 0, command.text()
+                said.append(command.output.read_text())
+    assert said[:2] == said[2:] and said[0].count("\n") == 20
+    assert len(list((tmp_path / "root" / "urls").glob("other.csv-*/held.json"))) == 1
 
 
 def test_masks_have_the_same_names_in_every_process(tmp_path: Path) -> None:

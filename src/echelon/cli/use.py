@@ -15,6 +15,7 @@ from echelon.cli.settings import parameter, trust_parameter, with_parameters
 from echelon.core.errors import UserError
 from echelon.core.units import seconds_for
 from echelon.observe.screen import Screen
+from echelon.storage.url import is_url
 
 if TYPE_CHECKING:
     from echelon.inference.predict import PredictedRow
@@ -76,7 +77,8 @@ def _predict_options() -> list[inspect.Parameter]:
         parameter("run", str, typer.Argument(..., metavar="RUN", help="the run's folder")),
         parameter("files", list[str], typer.Argument(
             None, metavar="[FILE...]",
-            help="images, sounds, folders of these, tables, or texts with one a line; -: those of standard input")),
+            help="images, sounds, folders of these, tables, or texts with one a line, here or at a URL; "
+            "-: lines of standard input")),
         parameter("text", list[str], typer.Option(None, "--text", help="a text, in place of a file; may be repeated")),
         parameter("out", str, typer.Option(
             "", "--out", metavar="FILE", help="write the predictions to this .jsonl, .csv or .parquet file")),
@@ -152,14 +154,15 @@ def _check_out(path: Path) -> None:
 
 
 def _named(file: str) -> Path | str:
-    """Return a file, or the lines of standard input.
+    """Return a file, a URL of files, or the lines of standard input.
 
     Raises:
         UserError: it holds none, or no text.
     """
+    from echelon.inference import Address, Lines
+
     if file != "-":
-        return Path(file)
-    from echelon.inference import Lines
+        return Address(file) if is_url(file) else Path(file)
 
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")

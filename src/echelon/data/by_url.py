@@ -1,4 +1,4 @@
-"""Data at a URL: tar shards and tables, brought to this machine once and kept there, up to a limit.
+"""The cache of data at URLs: what was brought to this machine once is kept there, up to a limit.
 
 Each URL has a folder of the cache with its files as they lie in the store, and a note of the size and the tag (ETag)
 that the store gave each of them. Whoever opens the data asks the store for both first: what differs is brought again.
@@ -11,42 +11,29 @@ import fcntl
 import hashlib
 import json
 import os
-import queue
 import re
 import shutil
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, TypeVar
+from typing import IO
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
-from echelon.core.patience import FIRST_PAUSE_S, LONGEST_PAUSE_S, may_pass
-from echelon.core.units import bytes_for, format_bytes, format_seconds
+from echelon.core.units import bytes_for, format_bytes
 from echelon.data.cache import locked
-from echelon.data.table_files import SUFFIXES
-from echelon.data.tar_index import is_tar
-from echelon.storage.base import Store, StoreAway, StoredObject, refused_in_words
-from echelon.storage.url import check_url, open_store
+from echelon.data.url_objects import PATIENCE_S, UrlObjects, all_done, tell
+from echelon.storage.base import StoredObject
+from echelon.storage.url import check_url
 
 FOLDER = "urls"  # below the data's root
 _HELD, _FILES, _LOCK, _USED = "held.json", "files", ".lock", ".used"
 _FORMAT = 1
-_PARTS = ("train", "val", "valid", "validation", "test")
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_MOST_FILES = 100_000
-_AT_ONCE = 8  # requests
-_PATIENCE_S = 120.0  # for one object's request, while the store is away
 _SLOWEST = 64 << 10  # bytes a second, as the storage's deadlines have it
 _TOLD_S = 30.0
-_WITHOUT_LISTING = ("http", "https")
-
-R = TypeVar("R")
 
 
 def local_path(config: DataConfig) -> Path:
@@ -55,9 +42,24 @@ def local_path(config: DataConfig) -> Path:
     Raises:
         UserError: it is not there, is neither tar shards nor a table, has no room, or its store cannot be used.
     """
-    url = check_url(config.source)
+    return _brought(UrlObjects(check_url(config.source)), config)
+
+
+def local_files(url: str, endings: tuple[str, ...], config: DataConfig) -> Path:
+    """Bring the files at a URL that end in one of some ways; returns the file, or the folder with them.
+
+    Args:
+        config: whose cache they are kept in.
+
+    Raises:
+        UserError: there are none, there is no room, or the store cannot be used.
+    """
+    return _brought(UrlObjects(check_url(url), endings), config)
+
+
+def _brought(objects: UrlObjects, config: DataConfig) -> Path:
     limit = bytes_for("--data-cache-limit")(config.cache_limit)
-    return _Entry.of(url, Path(config.root).expanduser() / FOLDER).bring(limit)
+    return _Entry.of(objects, Path(config.root).expanduser() / FOLDER).bring(objects, limit)
 
 
 def check_there(url: str) -> None:
@@ -66,7 +68,7 @@ def check_there(url: str) -> None:
     Raises:
         UserError: says why.
     """
-    _listed(check_url(url))
+    UrlObjects(check_url(url)).listed()
 
 
 @dataclass(frozen=True)
@@ -135,10 +137,12 @@ class _Entry:
     asked: str = ""
 
     @classmethod
-    def of(cls, url: str, cache: Path) -> _Entry:
-        """Return the entry of a URL, which may not be there yet."""
-        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", PurePosixPath(url).name).strip("-.") or "data"
-        return cls(cache / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}", url)
+    def of(cls, objects: UrlObjects, cache: Path) -> _Entry:
+        """Return the entry of what is at a URL, which may not be there yet."""
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", PurePosixPath(objects.url).name).strip("-.") or "data"
+        # other files of the same folder are another entry; a file is itself whoever wants it
+        what = objects.url if objects.is_file else " ".join([objects.url, *objects.endings])
+        return cls(cache / f"{name}-{hashlib.sha256(what.encode()).hexdigest()[:12]}", objects.url)
 
     @property
     def url(self) -> str:
@@ -166,25 +170,25 @@ class _Entry:
             return _Note(self.asked, 0, {})
         return note if note.format == _FORMAT else _Note(note.url, note.n_bytes, {})
 
-    def bring(self, limit: float) -> Path:
+    def bring(self, objects: UrlObjects, limit: float) -> Path:
         """Make the folder the same as the URL, and keep it while this process lives; returns where the data lies.
 
         Raises:
             UserError: see `local_path`.
         """
-        wanted = _listed(self.url)
+        wanted = objects.listed()
         n_bytes = sum(each.n_bytes for each in wanted.values())
         busy = f"data {self.url}: another process has been bringing it to {self.folder} for too long"
-        with locked(self._beside(_LOCK), _PATIENCE_S + n_bytes / _SLOWEST, busy):
+        with locked(self._beside(_LOCK), PATIENCE_S + n_bytes / _SLOWEST, busy):
             self._use()
             kept = {key: file for key, file in self._note().files.items() if self._is_whole(key, file, wanted)}
             missing = [each for key, each in wanted.items() if key not in kept]
             if missing or set(kept) != set(self._note().files):
                 self._make_room(_Note(self.url, n_bytes, kept), sum(each.n_bytes for each in missing), limit)
                 self._remove_others(kept)
-                self._download(missing, kept, n_bytes)
+                self._download(objects, missing, kept, n_bytes)
         files = self.folder / _FILES
-        return files / next(iter(wanted)) if _is_file(self.url) and len(wanted) == 1 else files
+        return files / next(iter(wanted)) if objects.is_file and len(wanted) == 1 else files
 
     def _is_whole(self, key: str, file: Sequence[int | str], wanted: Mapping[str, StoredObject]) -> bool:
         """Whether a file is what the store has now."""
@@ -229,7 +233,7 @@ class _Entry:
             raise UserError(
                 f"data {self.url}: it has {size}, and --data-cache-limit keeps {format_bytes(limit)} at most: raise it"
             )
-        with locked(cache / _LOCK, _PATIENCE_S, f"data {cache}: another process holds it for too long"):
+        with locked(cache / _LOCK, PATIENCE_S, f"data {cache}: another process holds it for too long"):
             (cache / ".gitignore").write_text("*\n")  # it travels nowhere with the working folder
             others = [each for each in _entries(cache) if each.folder != self.folder]
             taken = n_bytes + sum(each.size for each in others)
@@ -264,18 +268,24 @@ class _Entry:
             if path.relative_to(files).as_posix() not in kept:
                 path.unlink()
 
-    def _download(self, missing: Sequence[StoredObject], kept: dict[str, Sequence[int | str]], n_bytes: int) -> None:
+    def _download(
+        self,
+        objects: UrlObjects,
+        missing: Sequence[StoredObject],
+        kept: dict[str, Sequence[int | str]],
+        n_bytes: int,
+    ) -> None:
         if missing:
             count, size = len(missing), format_bytes(sum(each.n_bytes for each in missing))
-            _tell(f"{self.url}: {count} file{'s' if count > 1 else ''}, {size}: brought to {self.folder}")
-        store, done, told_s = _store_of(self.url), 0, time.monotonic()
-        for got in _all_done(missing, lambda each: _fetched(self.url, store, each, self.folder / _FILES / each.key)):
+            tell(f"{self.url}: {count} file{'s' if count > 1 else ''}, {size}: brought to {self.folder}")
+        done, told_s = 0, time.monotonic()
+        for got in all_done(missing, lambda each: objects.fetch(each, self.folder / _FILES / each.key)):
             kept[got.key] = [got.n_bytes, got.tag]
             self._write(_Note(self.url, n_bytes, kept))
             done += got.n_bytes
             if time.monotonic() - told_s > _TOLD_S:
                 told_s = time.monotonic()
-                _tell(f"{self.url}: {format_bytes(done)} are here")
+                tell(f"{self.url}: {format_bytes(done)} are here")
 
 
 _in_use: dict[Path, IO[str]] = {}
@@ -286,169 +296,3 @@ def _entries(cache: Path) -> list[_Entry]:
     """Return what a cache holds, that whose last use is longest ago first."""
     found = [_Entry(each.parent) for each in cache.glob(f"*/{_HELD}")]
     return sorted(found, key=lambda each: -each.age_s)
-
-
-def _is_file(url: str) -> bool:
-    """Whether a URL names a file, or several by a range of numbers, and no folder."""
-    name = PurePosixPath(url).name.lower()
-    return name.endswith(SUFFIXES) or is_tar(name)
-
-
-def _store_of(url: str) -> Store:
-    """Return the store below whose URL the data's objects have their keys."""
-    place = url.rpartition("/")[0] if _is_file(url) else url
-    if place.endswith(":/"):
-        raise UserError(f"data {url}: it names no object: write it as s3://BUCKET/NAME")
-    return open_store(place)
-
-
-def _listed(url: str) -> dict[str, StoredObject]:
-    """Return the objects of the data at a URL, by key: those of tar shards, else of tables.
-
-    Raises:
-        UserError: there are none.
-    """
-    store = _store_of(url)
-    if _is_file(url):
-        names = _expanded(url)
-        if len(names) > 1 and not is_tar(url):
-            raise UserError(f"data {url}: a range of numbers is for tar shards; a table is one file, or train.csv, ...")
-        found = {each.key: each for each in _all_done(names, lambda name: _stat(url, store, name))}
-        wanted = {name: found[name] for name in names}
-    elif url.startswith(tuple(f"{each}://" for each in _WITHOUT_LISTING)):
-        raise UserError(f"data {url}: a web server lists nothing: name files, such as {url}/train-{{000..063}}.tar")
-    else:
-        there = [each for each in _patiently(url, lambda: store.list("")) if _is_of_data(each.key)]
-        shards = [each for each in there if is_tar(each.key)]
-        wanted = {each.key: each for each in shards or there}
-        if not shards and "train" not in [PurePosixPath(key).stem for key in wanted]:
-            raise UserError(
-                f"data {url}: there are no tar shards, and no train.csv or the like: these are what is read by URL; "
-                "copy other data to a folder"
-            )
-    for each in wanted.values():
-        if not each.n_bytes:
-            raise UserError(f"data {url}: {each.key} is empty, or its server does not say how long it is")
-    return wanted
-
-
-def _expanded(url: str) -> list[str]:
-    """Return the names that the last part of a URL is written for: `train-{000..063}.tar` for 64 of them.
-
-    Raises:
-        UserError: a range is none.
-    """
-    names = [PurePosixPath(url).name]
-    while match := _RANGE.search(names[0]):
-        first, last = int(match[1]), int(match[2])
-        if last < first or (last - first + 1) * len(names) > _MOST_FILES:
-            raise UserError(f"data {url}: {match[0]} is no range of numbers, or too long a one")
-        numbers = [f"{number:0{len(match[1])}}" for number in range(first, last + 1)]
-        names = [_RANGE.sub(number, name, count=1) for name in names for number in numbers]
-    return names
-
-
-def _is_of_data(key: str) -> bool:
-    """Whether a key is a shard's or a table's of a folder, or of a part's folder in it."""
-    *above, name = key.split("/")
-    if above not in [[], *([part] for part in _PARTS)] or name.startswith("."):
-        return False
-    path = PurePosixPath(name)
-    return is_tar(name) or (not above and path.suffix.lower() in SUFFIXES and path.stem in _PARTS)
-
-
-def _stat(url: str, store: Store, key: str) -> StoredObject:
-    try:
-        return _patiently(url, lambda: store.stat(key))
-    except FileNotFoundError:
-        raise UserError(f"data {url}: there is no {key} at {store.url}") from None
-
-
-def _fetched(url: str, store: Store, wanted: StoredObject, path: Path) -> StoredObject:
-    """Bring an object, which appears whole; returns it.
-
-    Raises:
-        UserError: it is gone, or another one than was listed.
-    """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-
-    def fetch() -> None:
-        """Bring all of it."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        store.fetch(wanted.key, unfinished)
-        if (size := unfinished.stat().st_size) != wanted.n_bytes:
-            raise StoreAway(f"{wanted.key} has {wanted.n_bytes} bytes, and {size} came")
-
-    try:
-        _patiently(url, fetch)
-        if _stat(url, store, wanted.key).tag != wanted.tag:
-            raise UserError(f"data {url}: {wanted.key} was changed while it was read: start again")
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except FileNotFoundError:
-        raise UserError(f"data {url}: {wanted.key} is gone since it was listed") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return wanted
-
-
-def _patiently(url: str, action: Callable[[], R]) -> R:
-    """Return what a request of a store returns, which is tried again while the store is away.
-
-    Raises:
-        FileNotFoundError: there is no such object.
-        UserError: the store refuses, or was away for too long.
-    """
-    ends_s, pause_s, told = time.monotonic() + _PATIENCE_S, FIRST_PAUSE_S, False
-    while True:
-        try:
-            return action()
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            if not may_pass(error) or time.monotonic() > ends_s:
-                raise refused_in_words(f"data {url}", error) from error
-            if not told:
-                _tell(f"{url}: {error.strerror or error}; it is tried again for {format_seconds(_PATIENCE_S)}")
-            told = True
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def _all_done(items: Sequence[R], work: Callable[[R], StoredObject]) -> Iterator[StoredObject]:
-    """Yield what comes of items, a few at a time, as they are done; what one raises is raised, and ends the others.
-
-    Threads are daemons: a command that is stopped does not wait for a request.
-    """
-    waiting, results = queue.SimpleQueue[R](), queue.SimpleQueue[StoredObject | BaseException]()
-    for item in items:
-        waiting.put(item)
-    over = threading.Event()
-
-    def run() -> None:
-        """Take items until there are none."""
-        while not over.is_set():
-            try:
-                item = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                results.put(work(item))
-            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-                results.put(error)
-
-    for _ in range(min(_AT_ONCE, len(items))):
-        threading.Thread(target=run, daemon=True).start()
-    try:
-        for _ in items:
-            result = results.get()
-            if isinstance(result, BaseException):
-                raise result
-            yield result
-    finally:
-        over.set()
-
-
-def _tell(text: str) -> None:
-    print(f"echelon: {text}", file=sys.stderr, flush=True)

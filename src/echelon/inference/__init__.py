@@ -11,3 +11,9 @@ class Lines(Text):
     """What a file with one text a line would hold."""
 
     __slots__ = ()
+
+
+class Address(str):
+    """A URL of files to predict, where a text could look like one."""
+
+    __slots__ = ()

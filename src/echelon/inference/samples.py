@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,11 @@ from echelon.data.sources.texts import TEXT_FILES
 from echelon.data.table_files import SUFFIXES as TABLES
 from echelon.data.table_files import read_rows
 from echelon.data.tokenisers import Ids, Tokeniser
-from echelon.inference import Lines, Text
+from echelon.inference import Address, Lines, Text
+from echelon.inference.at_urls import BroughtFiles
 from echelon.run.machine import say
 from echelon.run.trained import TrainedModel
+from echelon.storage.url import is_url
 from echelon.tasks import nest
 from echelon.tasks.base import Encoding
 from echelon.tasks.nest import Nest
@@ -66,7 +68,7 @@ def samples_of(trained: TrainedModel, data: Any) -> Samples:
     """Return samples by what the run was trained on.
 
     Args:
-        data: paths of files or folders, texts, a table (of pyarrow or pandas, or rows as mappings), or arrays.
+        data: paths or URLs of files or folders, texts, a table (of pyarrow or pandas, or rows as mappings), or arrays.
 
     Raises:
         UserError: there is none, or the model takes others: says which.
@@ -74,6 +76,39 @@ def samples_of(trained: TrainedModel, data: Any) -> Samples:
     raw = [data] if isinstance(data, (str, Path, Mapping)) else data
     if isinstance(raw, Sequence) and not len(raw):
         raise UserError("there is nothing to predict: name files, or give texts with --text")
+    if not (_are_strings(raw) and any(_is_address(trained, each) for each in raw)):
+        return _samples_of(trained, raw)
+    urls = [str(each) for each in raw if _is_address(trained, each)]
+    brought = BroughtFiles.of(urls, _endings(trained), trained.config.data)
+    here = [brought.paths[str(each)] if _is_address(trained, each) else each for each in raw]
+    samples = _samples_of(trained, here)
+    return replace(samples, names=[brought.name_at_url(name) for name in samples.names])
+
+
+def _is_address(trained: TrainedModel, each: Any) -> bool:
+    """Whether this is a URL of files; a text may be one that only speaks of a URL."""
+    if isinstance(each, Address):
+        return True
+    if isinstance(each, Text | Path) or not is_url(each):
+        return False
+    return kind_of(trained) is not SampleKind.TEXTS or _names_file(each)
+
+
+def _endings(trained: TrainedModel) -> tuple[str, ...]:
+    """Return how the names of files end that a run's samples may be in."""
+    match kind_of(trained):
+        case SampleKind.SOUNDS:
+            return SOUND_FILES.extensions
+        case SampleKind.IMAGES:
+            return IMAGE_FILES.extensions
+        case SampleKind.ROWS:
+            return TABLES
+        case SampleKind.TEXTS:
+            return (*TEXTS, *TABLES) if trained.info.columns else TEXTS
+    return ()
+
+
+def _samples_of(trained: TrainedModel, raw: Any) -> Samples:
     follow, columns = trained.config.data.follow_links, trained.info.columns
     match kind_of(trained):
         case SampleKind.SOUNDS:

@@ -19,7 +19,7 @@ import torch
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data import LoaderConfig, Shard, TrainLoader, by_url, check_source, open_data
+from echelon.data import LoaderConfig, Shard, TrainLoader, by_url, check_source, open_data, url_objects
 from echelon.data.by_url import cached, local_path
 from echelon.run.upkeep import removables, remove
 from echelon.storage.base import StoreAway
@@ -211,7 +211,7 @@ def test_a_store_that_is_away_is_asked_again_and_said_once(
     assert capfd.readouterr().err.count("it does not answer; it is tried again for 2m") == 1
     release()
     away.times = 1000
-    monkeypatch.setattr(by_url, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(url_objects, "PATIENCE_S", 0.5)
     with pytest.raises(UserError, match=r"t\.csv cannot be used: it does not answer$"):
         local_path(config(f"{url}/t.csv", tmp_path / "new"))
     assert not [
@@ -287,7 +287,7 @@ def test_shards_of_a_web_server_are_named_by_a_range(tmp_path: Path, web: str, m
     assert keys == ["000.tar"]  # by the time of its last change
     with pytest.raises(UserError, match=r"there is no 9\.tar"):
         check_source(f"{web}/shards/9.tar")
-    monkeypatch.setattr(by_url, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(url_objects, "PATIENCE_S", 0.2)
     with pytest.raises(UserError, match=r"cannot be used: .*[Cc]onnect"):
         check_source("http://127.0.0.1:1/9.tar")
 
