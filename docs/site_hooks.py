@@ -107,9 +107,12 @@ def _implementation(registry: Registry, name: str) -> Iterator[str]:
     yield f"**{escaped(declaration.summary.removeprefix(f'{name}: '))}**"
     _, _, module_text = (inspect.getdoc(sys.modules[kind.__module__]) or "").partition("\n")
     if module_text.strip():
-        yield re.sub(r"^(Helps|Needs):", r"\n**\1:**", escaped(module_text.strip("\n")), flags=re.MULTILINE)
+        said = {"Helps": "When it helps", "Costs": "What it costs", "Needs": "What it needs"}
+        text = escaped(module_text.strip("\n"))
+        yield re.sub(r"^(Helps|Costs|Needs):", lambda label: f"\n**{said[label[1]]}:**", text, flags=re.MULTILINE)
     before, _, after = (inspect.getdoc(kind) or "").partition("Attributes:\n")
-    yield escaped(before.strip("\n"))
+    if not before.startswith("Settings of `"):
+        yield escaped(before.strip("\n"))
     if declaration.arguments:
         yield "| setting | type | default | what it is |\n|---|---|---|---|\n" + "\n".join(
             f"| `{a.name}` | {escaped(_type(a))} | {_default(a)} | {escaped(a.help)} |" for a in declaration.arguments

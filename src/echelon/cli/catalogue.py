@@ -35,6 +35,8 @@ _MODELS_OF_OTHERS = {
     "torchvision/NAME": "any model of torchvision, such as torchvision/resnet18",
     "module:function": "your own: a function that returns a torch.nn.Module",
 }
+_LABELS = {"Helps:": "when it helps", "Costs:": "what it costs", "Needs:": "what it needs"}  # as shown
+_ONLY_SETTINGS = "Settings of `"  # a class's docstring that says nothing of its own
 _MEASURED_KINDS = ("codecs", "syncs", "paths", "layouts")
 _RESULTS = (_PACKAGE / "cli" / "RESULTS.md", _PACKAGE.parents[1] / "benchmarks" / "RESULTS.md")  # of a wheel, a clone
 _MOST_MEASURED = 3
@@ -42,20 +44,20 @@ _MEASURED_ON = "measured on"  # a column of tables
 _LINK = re.compile(r"Slow link (\d+)([kmg])bit")
 _SAYS = {
     "Codecs": (
-        "encodes {encode GB/s} GB/s and decodes {decode GB/s} GB/s of float32, both together in "
-        "{encode + decode, times memcpy} times the time of a copy; a message has {bits} bits "
-        "an element, and its error is {error} of what was encoded"
+        "encodes float32 at {encode GB/s} GB/s and decodes it at {decode GB/s} GB/s, which together takes "
+        "{encode + decode, times memcpy} times as long as a copy in memory; a message has {bits} bits "
+        "per element and a relative error of {error}"
     ),
     "Slow link": (
-        "{samples/s} samples/s, {x plain DDP} times plain DDP's and {x itself on loopback} times its own without the "
-        "link; a rank sends {MB/step a rank sends (kernel)} MB a step"
+        "{samples/s} samples/s, {x plain DDP} times as many as plain DDP and {x itself on loopback} times as many as "
+        "without the slow link; each rank sends {MB/step a rank sends (kernel)} MB per step"
     ),
-    "A straggler": "{samples/s} samples/s, {of the workers alone} of what the workers reach alone",
+    "A straggler": "{samples/s} samples/s, {of the workers alone} of what the workers reach by themselves",
     "Layouts": (
-        "{Echelon} samples/s, {Echelon / hand-written} of a loop written by hand and {Echelon / one process} times one "
+        "{Echelon} samples/s, {Echelon / hand-written} of a hand-written loop and {Echelon / one process} times one "
         "process"
     ),
-    "Memory": "{outcome} where each process may take {limit MB} MB; the most that one took was {most MB} MB",
+    "Memory": "{outcome} with a limit of {limit MB} MB for each process; the largest took {most MB} MB",
 }
 """What a row of a table says, by how the table's heading begins; a row of another lists its columns."""
 _TELLING = ("Codecs", "Layouts", "Memory")
@@ -66,7 +68,7 @@ class Entry:
     """Something that can be chosen.
 
     Attributes:
-        text: paragraphs; those that begin with `Helps:` and `Needs:` say when it helps, and what it needs.
+        text: paragraphs; lines that begin with a label (`Helps:`, `Costs:`, `Needs:`) say when it helps, and so on.
     """
 
     name: str
@@ -162,7 +164,7 @@ def _sources() -> Iterator[Entry]:
 
 def _layouts() -> Iterator[Entry]:
     yield from (Entry(axis.value, about.partition("\n")[0], about) for axis, about in ABOUT_AXES.items())
-    yield from (Entry(name, about) for name, about in ABOUT_OPTIONS.items())
+    yield from (Entry(name, about.partition("\n")[0], about) for name, about in ABOUT_OPTIONS.items())
 
 
 def _places() -> Iterator[Entry]:
@@ -238,22 +240,23 @@ def _explanation(kind: Kind, entry: Entry) -> Iterator[str]:
     paragraphs = [p for p in entry.text.removeprefix(f"{entry.name}: ").split("\n\n") if p.strip()] or [entry.summary]
     paragraphs = [p for p in paragraphs if p is paragraphs[0] or p.rstrip(".") not in paragraphs[0]]  # said once
     paragraphs[0] = paragraphs[0][:1].upper() + paragraphs[0][1:]
-    labelled = [p for p in paragraphs if p.startswith(("Helps:", "Needs:"))]
+    labelled = [p for p in paragraphs if p.startswith(tuple(_LABELS))]
     papers = [p for p in paragraphs if p.startswith(("Paper:", "Papers:"))]
     yield f"{entry.name}   {kind.flag} {_usage(entry)}"
     yield ""
-    for paragraph in paragraphs:
-        if paragraph not in labelled and paragraph not in papers:
+    yield _wrapped(paragraphs[0])
+    yield ""
+    for paragraph in labelled:
+        yield from map(_labelled, re.split(rf"\n(?={'|'.join(_LABELS)})", paragraph))
+        yield ""
+    for paragraph in paragraphs[1:]:
+        if paragraph not in labelled and paragraph not in papers and not paragraph.startswith(_ONLY_SETTINGS):
             yield _wrapped(paragraph)
             yield ""
     if entry.arguments:
         yield "Arguments:"
         for argument in entry.arguments:
             yield _row(argument.name, f"{argument.help or argument.value_type} [{_default(argument)}]")
-        yield ""
-    for paragraph in labelled:
-        for line in re.split(r"\n(?=Needs:)", paragraph):
-            yield _wrapped(line)
         yield ""
     told = list(_measured(entry.name)) if kind.title in _MEASURED_KINDS else []
     if told:
@@ -263,6 +266,12 @@ def _explanation(kind: Kind, entry: Entry) -> Iterator[str]:
         yield ""
     for paragraph in papers:
         yield _wrapped(paragraph)
+
+
+def _labelled(line: str) -> str:
+    label, _, text = line.partition(":")
+    text = " ".join(text.split()).removesuffix(".")
+    return _row(_LABELS[f"{label}:"], f"{text[:1].lower() if text[1:2].islower() else text[:1]}{text[1:]}.")
 
 
 def _default(argument: Argument) -> str:

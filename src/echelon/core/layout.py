@@ -16,36 +16,67 @@ SWITCHES = ("zero1", "sequence")
 OPTIONS = (*SWITCHES, "schedule", "microbatches")
 DEFAULT_SCHEDULE = "1f1b"
 ABOUT_AXES = {
-    Axis.DP: """replicas: each has the whole model and its own part of every batch
+    Axis.DP: """data parallelism: replicas, each with the whole model and its own part of every batch
 
-A layout such as dp=4 has four replicas, which agree as --sync says. -1, or a dp that is left out, takes what is left.
+dp=4 makes four replicas; --sync says how they agree. With dp=-1, or without dp, all remaining workers are replicas.
 
-Helps: Models that fit on one device, and more samples per second.
-Needs: a batch that can be divided by the replicas.""",
+Helps: Models that fit on one device, to train more samples per second.
+Costs: what --sync sends: with allreduce, the gradients in each step.
+Needs: a batch with a sample for each replica.""",
     Axis.PP: """a pipeline: each rank has some of the layers, and micro-batches pass through them in turn
 
-Idle share of a step with S stages and m micro-batches: (S - 1) / (m + S - 1); fewer with schedule=interleaved.
+A rank sends activations to the next one, and gets their gradients back.
 
 Helps: Models that do not fit on one device, over links too slow for tp.
+Costs: idle time: (S - 1) / (m + S - 1) of a step with S stages and m micro-batches; less with schedule=interleaved.
 Needs: a model that is a chain of blocks; microbatches=N of at least twice the stages.""",
     Axis.FSDP: """sharded parameters, gradients and optimizer state, gathered layer by layer (Zhao et al. 2023)
 
-Each rank keeps 1 / N of the state, and gathers a layer when it is needed (arXiv:2304.11277; ZeRO 3, arXiv:1910.02054).
+Each of N ranks keeps 1 / N of all three, and gathers a layer's parameters just before it computes the layer
+(arXiv:2304.11277; ZeRO 3, arXiv:1910.02054). Each rank trains its own part of every batch.
 
 Helps: Models whose parameters and optimizer state do not fit on one device.
-Needs: fast links: all parameters travel twice in each step.""",
+Costs: traffic: all parameters are sent twice in each step, and gradients once.
+Needs: fast links.""",
     Axis.TP: """tensor parallelism: each rank has a part of every layer (Shoeybi et al. 2019, arXiv:1909.08053)
 
-Columns of a first matrix, rows of the second; results are added in each block.
+Of two linear layers in a row, the first is split by outputs and the second by inputs; ranks then add their results. The
+same holds for the heads of attention. All ranks of a group compute the same samples.
 
 Helps: Layers that do not fit on one device, and small batches.
-Needs: links as fast as within one machine; a model whose family is known, or --tensor-plan.""",
+Costs: an all-reduce of activations in each block, forward and backward.
+Needs: links as fast as inside one machine; a model that Echelon can split, or --tensor-plan.""",
 }
 ABOUT_OPTIONS = {
-    "zero1": "with dp: each replica updates a part of the parameters and keeps that part's optimizer state alone",
-    "sequence": "with tp: tokens are divided, too, where a layer works on each token by itself (transformers)",
-    "schedule": "with pp: 1f1b, gpipe, interleaved or zero_bubble: in which order micro-batches pass",
-    "microbatches": "with pp: into how many parts a batch is cut on its way through the pipeline",
+    "zero1": """with dp: each replica updates a part of the parameters, and keeps the optimizer state of that part only
+
+Written as dp=4,zero1. After the update, replicas send each other the new parameters (ZeRO 1, arXiv:1910.02054).
+
+Helps: Optimizers whose state does not fit, such as Adam with two values per parameter.
+Costs: traffic: updated parameters are sent as well as gradients.
+Needs: --sync allreduce.""",
+    "sequence": """with tp: activations of transformers are also split by tokens, between the blocks' matrices
+
+Written as tp=2,sequence. Layers such as normalisation then compute a part of the tokens on each rank.
+
+Helps: Transformers whose activations do not fit with tp alone.
+Costs: about as much traffic as tp alone.
+Needs: a transformer.""",
+    "schedule": """with pp: in which order micro-batches pass: 1f1b, gpipe, interleaved, zero_bubble and others
+
+Written as pp=4,schedule=interleaved. 1f1b, the default, needs the least memory for activations. interleaved and
+zero_bubble give each rank several stages and idle less.
+
+Helps: zero_bubble, if there are few micro-batches.
+Costs: schedules with several stages per rank send activations more often.
+Needs: at least twice as many blocks as ranks, for schedules with several stages per rank.""",
+    "microbatches": """with pp: how many pieces a batch is cut into on its way through the pipeline
+
+Written as pp=4,microbatches=16. Left out: as many as the schedule needs to fill the ranks.
+
+Helps: Pipelines that idle: more micro-batches mean less idle time.
+Costs: smaller micro-batches use a device less well.
+Needs: a batch with at least as many samples per replica.""",
 }
 
 

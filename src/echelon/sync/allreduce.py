@@ -1,11 +1,11 @@
-"""Synchronous SGD: every step, gradients are summed over all replicas while backward still runs (Goyal et al. 2017).
+"""Synchronous SGD: in every step, gradients are summed over all replicas while backward still runs (Goyal et al. 2017).
 
-g = sum over replicas of (1 / units of the global batch) * sum over local units of grad(loss_i), so that an uneven share
-of the batch weighs what it should. A unit is a sample, or what else the task sums over (tokens).
+Helps: Links that keep up, by themselves or with a codec. The result is the same as on one device.
+Costs: all gradients are sent in each step, and each step waits for the slowest replica.
+Needs: replicas of about the same speed.
 
-Helps: Links that keep up, by themselves or with a codec: the same result as on one device, at the price of a wait in
-    each step.
-Needs: replicas of about the same speed: the slowest sets the pace.
+g = sum over replicas of (1 / units of the global batch) * sum over local units of grad(loss_i). A unit is what the
+task's loss is a mean over, such as a sample or a token. So a replica with a larger part of the batch has more weight.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from echelon.torch_compat import ignore_in_ddp, is_compiled
 
 @dataclass(frozen=True)
 class AllReduceSettings(SyncSettings):
-    """`allreduce` has no settings."""
+    """Settings of `allreduce`: none."""
 
     name: ClassVar[str] = "allreduce"
     sums_in_backward: ClassVar[bool] = True

@@ -1,21 +1,26 @@
-"""DiLoCo: an outer optimizer steps by what replicas did in `period` steps (Douillard et al. 2023, arXiv:2311.08105).
+"""DiLoCo: every `period` steps, an outer optimizer steps along the mean change of the replicas (Douillard et al. 2023).
 
-    Delta = sum_j n_j (theta - x_j) / sum_j n_j         n_j: samples seen by replica j in the period
+Helps: Very slow links, such as between sites: replicas agree every 20 to 500 steps.
+Costs: replicas drift apart between agreements, which costs accuracy if the period is too long; two copies of the
+    parameters (with `overlap`, four).
+Needs: at least 20 periods in a run; the paper's outer momentum suits 100 and more.
+
+theta are the parameters that were agreed on last, x_j those of replica j, and n_j the samples that it saw in the period
+(arXiv:2311.08105):
+
+    Delta = sum_j n_j (theta - x_j) / sum_j n_j
     v <- mu v + Delta                                   mu: outer_momentum
     theta <- theta - outer_lr (Delta + mu v)            Nesterov
     x_j <- theta
 
-Where a run ends within a period, its replicas take their mean, Delta, without an outer step. The inner optimizer is the
-run's own; its moments stay with each replica (`optimizer_state=keep`). BatchNorm statistics are averaged.
+If a run ends within a period, replicas take their mean, without an outer step. The inner optimizer is the run's own.
+BatchNorm statistics are averaged.
 
-Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512): the model is cut into `fragments`; fragment p agrees at the
-steps t = p period / fragments (mod period), so that each parameter is synchronised once per period and the peak of the
-traffic is smaller. With `overlap` = tau its mean travels behind tau steps of computation, after which
+Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512): with `fragments`, parts of the model agree at different
+steps of a period, fragment p at t = p period / fragments (mod period). Each parameter still agrees once per period, but
+less traffic comes at once. With `overlap` = tau, replicas compute tau more steps while the mean travels, and then take
 
-    x_j <- alpha x_j + (1 - alpha) theta                alpha 0.5 unless given; without overlap 0
-
-Helps: Very slow links, such as between sites: replicas agree every 20 to 500 steps.
-Needs: at least 20 periods in a run: the paper's outer momentum suits 100 and more.
+    x_j <- alpha x_j + (1 - alpha) theta                alpha: see below
 """
 
 from __future__ import annotations
@@ -44,18 +49,20 @@ MEMORY_SHARE = 10
 
 @dataclass(frozen=True)
 class DilocoSettings(SyncSettings):
-    """When replicas agree, and the outer optimizer.
+    """Settings of `diloco`.
 
     Attributes:
-        period: local steps between agreements on a parameter.
-        outer_lr: learning rate on the mean delta; left out: 1 without momentum, to 0.7 (the paper's) with 0.9.
-        outer_momentum: of Nesterov's method; left out: 1 - 10 / periods of the run, from 0 to 0.9 (the paper's), so
-            that what it remembers is a tenth of the run.
-        fragments: parts of the model that agree at different steps.
-        overlap: steps that a mean travels behind the computation.
-        alpha: share of a replica's own value that is kept; left out: 0.5 with overlap, else 0.
-        optimizer_state: what becomes of the inner optimizer's moments: keep, average or reset.
-        warmup: share of the run's steps at its start in which replicas agree up to four times as often; 0: none.
+        period: steps between two agreements on a parameter.
+        outer_lr: learning rate of the outer optimizer; left out: from 1 without momentum down to 0.7 (the paper's) with
+            0.9.
+        outer_momentum: Nesterov momentum of the outer optimizer; left out: 1 - 10 / periods of the run, between 0 and
+            0.9 (the paper's), so that it remembers a tenth of the run.
+        fragments: into how many parts the model is cut that agree at different steps.
+        overlap: how many steps are computed while a mean travels.
+        alpha: share of its own value that a replica keeps; left out: 0.5 with overlap, else 0.
+        optimizer_state: what an agreement does to the inner optimizer's moments: keep each replica's own, average or
+            reset them.
+        warmup: share of the run, at its start, in which replicas agree up to four times as often; 0: none.
     """
 
     name: ClassVar[str] = "diloco"

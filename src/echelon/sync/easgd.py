@@ -1,16 +1,17 @@
-"""Elastic averaging SGD: replicas are drawn to a centre, and the centre to them (Zhang et al. 2015, arXiv:1412.6651).
+"""Elastic averaging SGD: replicas are pulled to a common centre, and the centre to them (Zhang et al. 2015).
 
-After every `period` steps, with N replicas, m = sum_j n_j (x_j - c) / sum_j n_j and alpha = beta / N:
+Helps: Slow links, if replicas should explore on their own while a centre holds them together.
+Costs: a copy of the parameters (the centre), and settings that are harder to find than those of local(...).
+Needs: a period and beta that suit the learning rate.
 
-    x_i <- x_i - alpha (x_i - c)
-    c   <- c + beta m                   with equal shares: c + alpha sum_j (x_j - c)
+After every `period` steps, with N replicas x_i and the centre c (n_j: samples seen by replica j; arXiv:1412.6651):
 
-beta = 0.9 is the paper's; `rho` instead of it gives alpha = lr rho, with the learning rate of the moment. Every replica
-holds the same centre. It is what is evaluated and saved; BatchNorm statistics are averaged. The gradient of the next
-step is taken where the elastic force has moved the replica to (the paper: where it was before).
+    m    = sum_j n_j (x_j - c) / sum_j n_j
+    x_i <- x_i - alpha (x_i - c)        alpha = beta / N
+    c   <- c + beta m                   equal n_j: c + alpha sum_j (x_j - c)
 
-Helps: Slow links, where replicas shall explore on their own, held together by a centre.
-Needs: a period and beta that suit the learning rate; local(...) is easier to set.
+Every replica holds the same centre, which is what is evaluated and saved. BatchNorm statistics are averaged. The
+gradient of the next step is taken at the replica's new position (in the paper: at its old one).
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ PAPERS_BETA = 0.9
 
 @dataclass(frozen=True)
 class EasgdSettings(SyncSettings):
-    """When and how strongly replicas are drawn to the centre.
+    """Settings of `easgd`.
 
     Attributes:
-        period: local steps between agreements.
-        beta: N alpha, how far the centre moves towards the replicas' mean; 0.9 when neither is given.
-        rho: strength of the force relative to the learning rate, instead of beta.
-        optimizer_state: what becomes of moments at an agreement: keep, average or reset.
+        period: steps between agreements.
+        beta: how far the centre moves towards the replicas' mean, N alpha; left out, without rho: 0.9, as in the paper.
+        rho: strength of the pull relative to the learning rate, alpha = lr rho, in place of beta.
+        optimizer_state: what an agreement does to the optimizer's moments: keep each replica's own, average or reset
+            them.
     """
 
     name: ClassVar[str] = "easgd"

@@ -1,23 +1,23 @@
 """Local SGD: replicas take `period` steps by themselves, then average (Stich 2019, arXiv:1805.09767).
 
-x_i <- sum_j n_j x_j / sum_j n_j after every `period` steps, n_j the samples that replica j has seen since the last
-average. With `start`, the first steps are synchronous (post-local SGD, Lin et al. 2020, arXiv:1808.07217).
+Helps: Slow links: traffic is divided by the period, and `overlap` hides what is left of it.
+Costs: replicas drift apart between averages, which costs accuracy if the period is too long; a copy of the parameters
+    (with `overlap`, three).
+Needs: at least 20 periods in a run.
 
-With `overlap` = tau the mean travels behind tau steps of computation, and what the replica has learnt meanwhile is kept
+After every `period` steps each replica i takes the mean of all, x_i <- sum_j n_j x_j / sum_j n_j, where n_j is the
+number of samples that replica j has seen since the last average. Replicas also average after the last step of a run.
+With `start`, the first steps are synchronous (post-local SGD, Lin et al. 2020, arXiv:1808.07217).
+
+With `overlap` = tau, replicas compute tau more steps while the mean travels, and keep what they learn in these steps
 (CoCoD-SGD, Shen et al. 2019, arXiv:1906.12043; delayed averaging, Zhou et al. 2020, arXiv:2006.00441):
 
-    x_i <- x_i + (sum_j n_j y_j / sum_j n_j - y_i)      y_j: x_j as it was tau steps ago
+    x_i <- x_i + (sum_j n_j y_j / sum_j n_j - y_i)      y_j: x_j tau steps ago
 
-Where tau steps at a large learning rate make a replica forget where it was, the correction adds noise: keep tau to what
-the link needs.
+At a large learning rate many such steps add noise: make `overlap` no longer than the link needs.
 
-After the last step of a run replicas average once more.
-
-Each replica's gradient is the mean over its own part of the batch, so that the learning rate is the one of `allreduce`:
-with `period=1` and SGD both take the same steps.
-
-Helps: Slow links: communication shrinks by the period, and `overlap` hides what is left of it.
-Needs: at least 20 periods in a run, and a period that the data bears: replicas drift apart between averages.
+Each replica's gradient is the mean over its own part of the batch, so use the learning rate of `allreduce`. With
+`period=1` and SGD, both take the same steps.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
 
 @dataclass(frozen=True)
 class LocalSettings(SyncSettings):
-    """When replicas average.
+    """Settings of `local`.
 
     Attributes:
-        period: local steps between averages.
-        start: synchronous steps before the first local one.
-        optimizer_state: what becomes of moments at an average: keep, average or reset.
-        overlap: steps that an average travels behind the computation, less than the period.
-        warmup: share of the run's steps at its start in which replicas average up to four times as often, for they
-            drift apart fastest there; 0: none.
+        period: steps between averages.
+        start: how many synchronous steps come before the first local one.
+        optimizer_state: what an average does to the optimizer's moments: keep each replica's own, average or reset
+            them.
+        overlap: how many steps are computed while an average travels; less than the period.
+        warmup: share of the run, at its start, in which replicas average up to four times as often, because they drift
+            apart fastest there; 0: none.
     """
 
     name: ClassVar[str] = "local"

@@ -1,10 +1,12 @@
 """Parameter server: workers push gradients to servers that hold the parameters, and pull what changed.
 
-Forms: synchronous, with backup workers (Chen et al. 2016, arXiv:1604.00981), asynchronous (Downpour; Dean et al. 2012),
-stale synchronous (Ho et al. 2013).
+Helps: Workers of different speeds, and machines that come and go: nobody waits for the slowest (async, ssp, backup).
+Costs: processes, memory and network for the servers. With async and ssp, gradients are stale, which costs accuracy.
+Needs: processes that Echelon starts itself (not torchrun).
 
-Helps: Workers of unequal speed, and machines that come and go: nobody waits for the slowest (async, ssp, backup).
-Needs: network and memory for the servers; async pays with stale gradients.
+mode=sync waits for the gradients of all workers (or all but `backup`: Chen et al. 2016, arXiv:1604.00981). mode=async
+applies each gradient as it arrives (Downpour; Dean et al. 2012). mode=ssp is async, but no worker may run far ahead of
+the slowest (stale synchronous; Ho et al. 2013).
 """
 
 # The declaration, which imports no torch; servers and the workers' side are in `ps/`.
@@ -32,29 +34,32 @@ STRENGTH = {"none": 0.0, "constant": 0.04, "adaptive": 2.0}
 
 @dataclass(frozen=True)
 class ServerSettings(SyncSettings):
-    """`ps(mode=async, servers=2, ...)`.
+    """Settings of `ps`.
 
     Attributes:
-        mode: `sync` (every gradient of a version), `async` (Downpour: each gradient when it comes), `ssp` (async, but
-            no worker runs more than `staleness` batches ahead of the slowest; Ho et al. 2013). `ssp` with staleness 0
-            is `sync`: nobody may be ahead, so each version is complete before the next.
+        mode: when gradients become an update: sync (all of one version of the parameters together), async (each as it
+            arrives), ssp (as async, but no worker is more than `staleness` batches ahead of the slowest; with staleness
+            0, as sync).
         servers: how many processes hold the parameters.
-        staleness: the bound of `ssp`.
-        backup: `sync` only: a version is complete without this many of its gradients (Chen et al. 2016).
-        compensation: delay compensation g + lambda g*g*(w_now - w_then) (Zheng et al. 2017): none, constant, adaptive.
-        strength: lambda (adaptive: lambda_0); None: 0.04 (adaptive: 2).
-        parts: async and ssp: leases that each batch is cut into; each is an update of its own, at that part of the
-            rate, so that what a gradient misses is less than a batch. Left out: one for each worker that the run begins
-            with. parts=1: workers take whole batches; less travels, and gradients are as many batches old.
-        by_staleness: divide the learning rate by a gradient's staleness (Zhang et al. 2016). Left out: with mode=async,
-            SGD, and four workers or more for each part of a batch.
-        momentum_correction: the servers keep one momentum of all gradients, and lower it by what asynchrony adds: 1 -
-            workers (1 - momentum), at least 0 (Mitliagkas et al. 2016); false: as given. Left out: with async and ssp,
-            SGD, and several workers each keeps the momentum of its own gradients (Hakimi et al. 2019, DANA-Slim).
-        decay_s: weigh a gradient by exp(-age / decay_s), its age counted from the pull it was computed on; 0: off.
+        staleness: ssp only: how many batches a worker may be ahead of the slowest.
+        backup: sync only: how many of the workers' gradients an update does not wait for.
+        compensation: correct stale gradients by g + lambda g*g*(w_now - w_then) (Zheng et al. 2017): none, constant or
+            adaptive.
+        strength: lambda (adaptive: lambda_0); left out: 0.04 (adaptive: 2).
+        parts: async and ssp: into how many parts each batch is cut. Each part is an update of its own, with that part
+            of the learning rate, so gradients are stale by less than a batch. Left out: as many as there are workers at
+            the run's start. 1: workers take whole batches, which sends less, but gradients are batches old.
+        by_staleness: divide the learning rate of a gradient by its staleness (Zhang et al. 2016). Left out: true with
+            mode=async, SGD, and at least four workers for each part of a batch.
+        momentum_correction: true: the servers keep one momentum for all gradients, lowered by what asynchrony adds, to
+            1 - workers (1 - momentum), at least 0 (Mitliagkas et al. 2016); false: they keep it as given. Left out:
+            with async and ssp, SGD and several workers, each worker keeps the momentum of its own gradients (Hakimi et
+            al. 2019, DANA-Slim).
+        decay_s: weigh a gradient by exp(-age / decay_s), its age in seconds since the pull that it was computed on; 0:
+            off.
         snapshot_every: updates of a server between its snapshots; with a standby there are none.
-        replicas: standbys per server (0 or 1); a standby holds every acknowledged update.
-        chunk_kb: largest piece of the parameters that travels in one message, in KiB.
+        replicas: standbys for each server, 0 or 1; a standby holds every acknowledged update.
+        chunk_kb: largest piece of the parameters in one message, in KiB.
         ema: decay of a moving average of the parameters on the servers; set by --ema; 0: off.
     """
 

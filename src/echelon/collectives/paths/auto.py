@@ -1,7 +1,8 @@
-"""The path that is fastest here, by the size of the vector: tried at the start of the run, the same after a resume.
+"""For each vector size the path that is fastest here, measured when the run starts; the same after a resume.
 
 Helps: Several ranks on one machine without GPUs, and vectors of mixed sizes; small ones gain most.
-Needs: 3 ranks or more on CPUs, and no compression: elsewhere it is backend.
+Costs: at most three seconds at the start. Two new runs may choose differently, and then differ in their last bits.
+Needs: 3 ranks or more on CPUs, and no compression; otherwise it is the same as backend.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from echelon.collectives.schedule import PathStep
 
 @dataclass(frozen=True)
 class Auto(Path):
-    """Before the first step all ranks sum vectors of 4 KiB to 16 MiB along each path, for three seconds at the most.
+    """Before the first step, all ranks sum vectors of 4 KiB to 16 MiB along each path, in turns.
 
-    A size gets another path than the backend's own only where that was at least a tenth faster in nearly every turn.
-    What was chosen stands in the record and in `paths.json` of the run's folder, and a resume on as many ranks uses it
-    again: another path sums in another order.
+    A size uses another path than the backend's only if that was at least a tenth faster in nearly every turn. The
+    record and the run's `paths.json` keep the choice. A resume on as many ranks uses it again, because another path
+    sums in another order.
     """
 
     name: ClassVar[str] = "auto"

@@ -1,6 +1,7 @@
-"""The backend's own all-reduce: NCCL's or gloo's choice of path.
+"""The all-reduce of the backend: NCCL or gloo chooses the path.
 
-Helps: Nearly always: NCCL and gloo choose a path by the network and the size of the message.
+Helps: Nearly always: NCCL and gloo choose by the network and the size of the message.
+Costs: nothing extra.
 Needs: nothing.
 """
 
@@ -15,7 +16,7 @@ from echelon.collectives.schedule import PathStep
 
 @dataclass(frozen=True)
 class Backend(Path):
-    """What `torch.distributed.all_reduce` does."""
+    """Call `torch.distributed.all_reduce`."""
 
     name: ClassVar[str] = "backend"
     by_backend: ClassVar[bool] = True

@@ -1,7 +1,8 @@
-"""Recursive halving and doubling (Rabenseifner 2004): log2 N rounds each way, for any number of ranks.
+"""Recursive halving and doubling (Rabenseifner 2004): 2 log2 N rounds, for any number N of ranks.
 
-Helps: Small messages between many ranks: the fewest rounds.
-Needs: best with a power of two of ranks.
+Helps: Small messages between many ranks: it has the fewest rounds.
+Costs: two more rounds, and a whole vector more for some ranks, if N is not a power of two.
+Needs: nothing; a power of two of ranks is best.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from echelon.core.shards import Span
 
 @dataclass(frozen=True)
 class HalvingDoubling(Path):
-    """2 log2 N rounds, 2 (N - 1) / N of the vector sent by each rank: fewest rounds.
+    """In each round, ranks exchange half of what they hold with a partner; then the same way back.
 
-    With N between powers of two, N = 2^k + r, the r odd ranks among the first 2r add their vector to their left
-    neighbour's first and get the result from it last: two rounds and a whole vector more for these.
+    Each rank sends 2 (N - 1) / N of the vector. If N = 2^k + r is not a power of two, r ranks first add their vector to
+    their neighbour's, and get the result from it at the end.
     """
 
     name: ClassVar[str] = "halving_doubling"

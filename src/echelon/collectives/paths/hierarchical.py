@@ -1,7 +1,8 @@
-"""Sum inside groups of ranks that are close to each other, then between groups, then spread inside.
+"""Sum inside groups of ranks that are close to each other, then between groups, then spread the result inside.
 
-Helps: Machines of several ranks each: the slow links between them carry one part per machine, which alone is encoded.
-Needs: group=RANKS OF A MACHINE.
+Helps: Machines of several ranks each, with slow links between them: each machine sends its part only once.
+Costs: more rounds; on links that are all alike it gains nothing.
+Needs: group = number of ranks of a machine.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from echelon.core.shards import cut
 
 @dataclass(frozen=True)
 class Hierarchical(Path):
-    """Ranks 0..g-1 are one group, g..2g-1 the next, and so on; the last one may be smaller.
+    """Ranks 0 to g-1 are one group, g to 2g-1 the next, and so on; the last group may be smaller.
 
-    A rank sends 2 (g - 1) / g of the vector inside its group and 2 (m - 1) / m of one g-th of it between the m groups.
-    With groups of unequal size the vector is cut for the smallest group, so that each piece has an owner in all.
-
-    A codec works between the groups alone. `powersgd` works everywhere: it needs whole matrices, whose sums no rank of
-    a group has, and its factors are small on fast links too.
+    A rank sends 2 (g - 1) / g of the vector inside its group, and 2 (m - 1) / m of a g-th of it between the m groups. A
+    codec encodes only what is sent between groups. (`powersgd` works on every link, because it needs whole matrices;
+    its messages are small there, too.)
 
     Attributes:
         group: ranks in a group, such as those of one machine.

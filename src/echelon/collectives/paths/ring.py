@@ -1,6 +1,7 @@
-"""Ring all-reduce (Patarasuk and Yuan 2009): every rank sends to the next one only.
+"""Ring all-reduce (Patarasuk and Yuan 2009): every rank sends only to the next one.
 
-Helps: Large messages with a codec over equal links; on GPUs backend does the same by itself.
+Helps: Large messages with a codec over equal links. On GPUs, backend does the same by itself.
+Costs: latency that grows with the number N of ranks: 2 (N - 1) rounds.
 Needs: nothing.
 """
 
@@ -15,7 +16,7 @@ from echelon.collectives.base import Path
 
 @dataclass(frozen=True)
 class RingPath(Path):
-    """2 (N - 1) rounds, 2 (N - 1) / N of the vector sent by each rank: fewest bytes, latency grows with N."""
+    """Each rank sends 2 (N - 1) / N of the vector, the fewest bytes possible."""
 
     name: ClassVar[str] = "ring"
 

@@ -1,7 +1,9 @@
-"""adaptive: for each vector the codec of fewest bits whose error stays within a bound.
+"""adaptive: for each vector the smallest codec whose error stays within a bound, chosen while the run goes on.
 
-Helps: Links that are slow now and then, and runs whose gradients change: `none` where nothing is to be gained.
-Needs: nothing; momentum stays with the optimizer.
+Helps: Links that are slow now and then, and gradients that change during a run. It sends uncompressed where nothing can
+    be gained.
+Costs: memory for error feedback (`--dry-run` counts it), and about 1% of the time for trials (`follow_link`).
+Needs: nothing. Momentum stays with the optimizer.
 """
 
 from __future__ import annotations
@@ -30,20 +32,23 @@ BACK = "back_"
 
 @dataclass(frozen=True)
 class Adaptive(Codec):
-    """Of none, int8, qsgd and topk with falling densities the one of fewest bits whose error stays below `error`.
+    """Choose among none, int8, qsgd and topk (density 0.15 down to 0.003), for each vector by itself.
 
-    The error is the running mean of |x - C(x)|^2 / |x|^2 over messages, x the gradient and what waits in the error
-    memory. A rung is left where it is above `error`, and the next lossier one tried where it is below; error feedback
-    goes on from rung to rung with the same memory, and a whole message empties it. In an all-reduce errors ride in the
-    messages, so that all ranks switch alike, two steps later. 32 to 0.1 bits per element. Biased.
+    The error is the running mean of |x - C(x)|^2 / |x|^2 over messages: x is the gradient plus what error feedback
+    holds, C(x) what the message carries of it. If the error is above `error`, the next more exact codec is used; if it
+    is below, the next smaller one is tried. What error feedback holds is carried over from codec to codec, and an
+    uncompressed message empties it. In an all-reduce the errors travel in the messages, so all ranks switch in the same
+    step, two steps later.
+
+    32 to 0.1 bits per element. Biased: error feedback sends later what a message leaves out.
 
     Attributes:
-        error: bound of the running mean, above 0 and at most 0.5.
-        follow_link: gradients go as with none while that makes faster steps, as measured; false: the same bits in each
-            run, whatever the link.
+        error: largest running mean of the error (a share of the squared norm).
+        follow_link: send gradients uncompressed while steps are measured to be faster that way. With false, the choice
+            does not depend on the clock, and each run gives the same bits.
 
-    Papers: the ladder's codecs; Karimireddy et al. 2019, arXiv:1901.09847 (error feedback, whose delay the error
-    bounds); Agarwal et al. 2021, "Adaptive Gradient Communication via Critical Learning Regime Identification".
+    Papers: Karimireddy et al. 2019, arXiv:1901.09847 (error feedback, whose delay the bound limits); Agarwal et al.
+    2021, "Adaptive Gradient Communication via Critical Learning Regime Identification"; those of the codecs.
     """
 
     name: ClassVar[str] = "adaptive"

@@ -1,6 +1,7 @@
-"""bf16: a cast to 16 bits.
+"""bf16: every element in 16 bits, with the range of float32.
 
-Helps: Any link that bounds the run a little: half the bytes for nearly no computation, at the same accuracy.
+Helps: Any link that slows the run a little: half the bytes, at the same accuracy.
+Costs: nearly no computation.
 Needs: nothing.
 """
 
@@ -16,10 +17,10 @@ from echelon.compression.casts import Cast
 
 @dataclass(frozen=True)
 class Bf16(Cast):
-    """Every element as bfloat16 (7 bits of fraction, the range of float32), rounded to nearest even.
+    """Round every element to bfloat16 (7 bits of fraction), to the nearest even.
 
-    16 bits per element. Linear: sums are reduced in bfloat16. Biased as any rounding to nearest is, by at most 2^-8 of
-    an element: no error feedback.
+    Linear: the backend sums messages as they are, in bfloat16. The rounding error is at most 2^-8 of an element, so
+    there is no error feedback. 16 bits per element.
 
     Paper: Kalamkar et al. 2019, "A Study of BFLOAT16 for Deep Learning Training", arXiv:1905.12322.
     """

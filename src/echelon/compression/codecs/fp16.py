@@ -1,7 +1,8 @@
-"""fp16: a cast to 16 bits.
+"""fp16: every element in 16 bits, more exact than bf16 but with a smaller range.
 
-Helps: As bf16, where gradients stay within +-65,504; more digits, less range.
-Needs: gradients within the range of float16.
+Helps: The same links as bf16, if gradients stay within +-65,504.
+Costs: nearly no computation.
+Needs: gradients within the range of float16: larger ones are refused like infinity.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from echelon.compression.casts import Cast
 
 @dataclass(frozen=True)
 class Fp16(Cast):
-    """Every element as float16 (10 bits of fraction), rounded to nearest even; beyond 65,504 is refused like infinity.
+    """Round every element to float16 (10 bits of fraction), to the nearest even.
 
-    16 bits per element. Linear: sums are reduced in float16. Biased as any rounding to nearest is, by at most 2^-11 of
-    an element (2^-25 below 6e-5): no error feedback.
+    Linear: the backend sums messages as they are, in float16. The rounding error is at most 2^-11 of an element (2^-25
+    below 6e-5), so there is no error feedback. 16 bits per element.
 
     Paper: Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740.
     """

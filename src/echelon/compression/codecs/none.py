@@ -1,6 +1,7 @@
-"""none: tensors travel as they are.
+"""none: no compression.
 
-Helps: Links that are faster than what the processors compute, and every first run: it is the yardstick.
+Helps: Links that keep up with the computation, and every first run: compare other codecs with it.
+Costs: 4 bytes per element.
 Needs: nothing.
 """
 
@@ -18,9 +19,9 @@ from echelon.compression.wire import Layout
 
 @dataclass(frozen=True)
 class Uncompressed(Codec):
-    """Every element as float32 (float64 tensors are rounded to it, except in sums); 32 bits per element.
+    """Send every element as float32 (float64 tensors are rounded to it, except in sums): 32 bits per element.
 
-    Linear, unbiased. NaN and infinity pass, as without a codec.
+    Linear and unbiased. NaN and infinity are sent, too.
     """
 
     name: ClassVar[str] = "none"

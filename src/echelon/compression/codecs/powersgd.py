@@ -1,7 +1,8 @@
-"""powersgd: a low-rank approximation from one warm-started power iteration.
+"""powersgd: each matrix as the product of two thin ones.
 
 Helps: Slow links and layers with large matrices: a hundredth of the bytes, summed by the backend itself.
-Needs: matrices; vectors travel whole.
+Costs: matrix products in each step, and memory for error feedback (`--dry-run` counts it). Check the accuracy.
+Needs: matrices; vectors are sent whole.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ from echelon.core.bounds import Bounds, check_bounds
 
 @dataclass(frozen=True)
 class PowerSgd(Eased):
-    """For a parameter's matrix M [n, m] (convolutions: [out, rest]) plus its kept error, with Q [m, r] of last step:
+    """Approximate each gradient matrix M [n, m] by P Q^T of rank r, with one power iteration that starts at the last Q.
 
-        P = mean(M Q);  P = orthonormalise(P);  Q = mean(M^T P);  M^ = P Q^T;  error = M - M^
+        P = orthonormalise(mean(M Q));  Q = mean(M^T P);  error = M - P Q^T
 
-    Two all-reduces, of n r and m r numbers: linear, the workers' means are exact. Q starts random, from the shared
-    seed. Vectors, and matrices that rank r would not shrink, travel whole. 32 r (n + m) / (n m) bits per element.
-    Biased. Momentum stays with the optimizer, after aggregation.
+    M is the gradient (of a convolution: [out, rest]) plus the error that was kept; Q [m, r] starts random, from a
+    shared seed. The two means are all-reduces of n r and m r numbers and exact (linear). Vectors, and matrices that
+    rank r would not make smaller, are sent whole. Without an all-reduce, as with ps, a worker does the same alone.
 
-    Outside an all-reduce (`compress`), the same with the worker's own M alone.
+    32 r (n + m) / (n m) bits per element. Biased: error feedback sends later what a message leaves out. Momentum stays
+    with the optimizer.
 
     Attributes:
-        rank: r, at least 1.
-        warmup_steps: first steps, of bf16; 0: none, left out: 5% of the run's.
-        finish_steps: last steps, likewise; 0: none, left out: 2% of the run's.
+        rank: r, the rank of the approximation; more is more exact, and sends more.
+        warmup_steps: how many first steps send bf16 instead; 0: none; left out: 5% of the run's steps.
+        finish_steps: how many last steps send bf16 instead; 0: none; left out: 2% of the run's steps.
 
     Paper: Vogels et al. 2019, "PowerSGD", arXiv:1905.13727 (algorithms 1 and 2, warm start).
     """

@@ -1,6 +1,8 @@
-"""qsgd: stochastic rounding to a few levels per bucket, bit-packed.
+"""qsgd: every element rounded at random to a few levels, packed into a few bits.
 
-Helps: As int8 with fewer bytes (levels=7: an eighth), above all together with +huffman, and for averages.
+Helps: Links too slow for int8 (levels=7: an eighth of the bytes of none), above all with +huffman, and averages of
+    local and diloco.
+Costs: computation to round every element, and more noise than int8.
 Needs: nothing.
 """
 
@@ -19,15 +21,16 @@ from echelon.core.bounds import Bounds, check_bounds
 
 @dataclass(frozen=True)
 class Qsgd(Quantiser):
-    """Q(v_i) = norm * sign(v_i) * xi_i / levels, where xi_i rounds levels |v_i| / norm up or down at random.
+    """Round each element at random to one of 2 levels + 1 values between -s and s, where s is its bucket's largest |x|.
 
-    The norm is the bucket's maximum, as in the paper's experiments. The 2 levels + 1 codes are packed at
-    ceil(log2(2 levels + 1)) bits: 4 bits for 7 levels, 2 for 1. Unbiased: E[Q(v)] = v; |Q(v) - v| < norm / levels.
-    Bits per element: ceil(log2(2 levels + 1)) + 32 / bucket; `+huffman` goes below that.
+    Q(v_i) = s * sign(v_i) * xi_i / levels, where xi_i rounds levels |v_i| / s up or down at random. The paper's
+    experiments use this norm, too. Unbiased (E[Q(v)] = v), so there is no error feedback; |Q(v) - v| < s / levels.
+
+    Bits per element: ceil(log2(2 levels + 1)) + 32 / bucket, so 4 for 7 levels and 2 for 1; `+huffman` needs fewer.
 
     Attributes:
-        levels: positive levels, 1 to 127.
-        bucket: elements that share a norm.
+        levels: positive levels; more is more exact, and sends more.
+        bucket: elements that share a scale.
 
     Paper: Alistarh et al. 2017, "QSGD", arXiv:1610.02132.
     """

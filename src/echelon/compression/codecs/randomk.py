@@ -1,7 +1,8 @@
-"""randomk: elements drawn at random, the same ones by all workers.
+"""randomk: a random share of the elements, the same ones on all workers.
 
-Helps: Links so slow, and processors so busy, that choosing the largest elements is too dear.
-Needs: a low learning rate: most of the gradient comes late.
+Helps: Links so slow, and processors so busy, that choosing the largest elements (topk) would take too long.
+Costs: accuracy: most of the gradient arrives late. Memory for error feedback (`--dry-run` counts it).
+Needs: a low learning rate, the lower the density.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ _PRIME = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class RandomK(CorrectsMomentum, Eased):
-    """One element, drawn at random, of each of k = density * n equal stretches; the rest waits in the error memory.
+    """Draw one element at random from each of k = density * n equal stretches; error feedback sends the rest later.
 
-    The draws come from the shared seed: no index travels and the workers' values can be summed as they are (linear).
-    Momentum belongs into the worker, and is zeroed where values were sent at any density: what waited several steps
-    arrives at once, and momentum on top of it overshoots. For the same reason a low density needs a low learning rate.
-    32 density bits per element. Biased: values are not scaled up by n / k; error feedback sends the rest later.
+    All workers draw with a shared seed, so no index is sent, and the backend sums messages as they are (linear).
+    Momentum is applied in the worker, and set to zero where a value was sent: what has waited for several steps arrives
+    at once, and momentum on top of it would overshoot.
+
+    32 density bits per element. Biased: values are not scaled up by n / k.
 
     Attributes:
-        density: share of elements sent, above 0 and at most 1.
-        momentum: applied in the worker, as in topk; left out: as much as the optimizer has.
-        nesterov: as in topk.
-        warmup_steps: first steps, of bf16; 0: none, left out: 5% of the run's.
-        finish_steps: last steps, likewise; 0: none, left out: 2% of the run's.
+        density: share of the elements that is sent.
+        momentum: applied in the worker, before encoding; left out: the optimizer's momentum.
+        nesterov: Nesterov momentum in the worker (see topk); left out: as the optimizer has it.
+        warmup_steps: how many first steps send bf16 instead; 0: none; left out: 5% of the run's steps.
+        finish_steps: how many last steps send bf16 instead; 0: none; left out: 2% of the run's steps.
 
     Papers: Stich et al. 2018, "Sparsified SGD with Memory", arXiv:1809.07599 (random-k with memory).
     """

@@ -1,7 +1,8 @@
-"""sign: one bit an element.
+"""sign: one bit for each element, its sign, with one scale per block.
 
-Helps: Links some 20 times too slow, and averages of local(...): one bit an element. In every step use nesterov=true.
-Needs: SGD with momentum: it is applied in the workers, before encoding.
+Helps: Links some 20 times too slow, above all with --sync local. With allreduce use nesterov=true.
+Costs: accuracy with allreduce; memory for error feedback (`--dry-run` counts it).
+Needs: SGD with momentum, which is applied in the workers, before encoding.
 """
 
 from __future__ import annotations
@@ -35,24 +36,26 @@ from echelon.core.bounds import Bounds, check_bounds
 
 @dataclass(frozen=True)
 class Sign(CorrectsMomentum, Eased):
-    """delta = (|p|_1 / d) sign(p) per block of d elements, p = gradient + kept error; error feedback keeps p - delta.
+    """Send each element's sign, and the mean of |p| for each block; error feedback sends later what is left out.
 
-    The momentum is applied in the worker, before encoding: applied after decoding, together with error feedback, it
-    amplifies the error and training collapses. 1 + 32 / block bits per element. Biased.
+    With p = gradient + kept error, a block of d elements is sent as delta = (|p|_1 / d) sign(p), and p - delta is kept.
+    Momentum must be applied in the worker, before encoding. After decoding, together with error feedback, it would
+    amplify the error until training collapses. 1 + 32 / block bits per element. Biased.
 
-    `vote=true`: majority vote without scales and without error feedback. Workers send sign(m), m their momentum
-    average; every element of the result is +magnitude or -magnitude, whichever most workers said (a tie takes turns
-    by element and step). The result is a direction: it is never divided by the number of workers.
+    `vote=true` is a majority vote, without scales and error feedback. Workers send sign(m), where m is their momentum
+    average. Every element of the result is +magnitude or -magnitude, as most workers say (a tie takes turns by element
+    and step). The result is a direction, so it is not divided by the number of workers.
 
     Attributes:
         block: elements that share a scale.
-        vote: majority vote.
-        momentum: applied in the worker; the optimizer's must be 0. Left out: as much as the optimizer has.
-        nesterov: as in topk; what waits in the error memory comes late, and looking ahead makes up for it (Zheng et al.
-            2019, arXiv:1905.10936). Left out: as the optimizer's momentum does.
-        magnitude: size of every element of a vote's result (gradient units: times the learning rate gives the step).
-        warmup_steps: first steps, of int8 (a vote has none); 0: none, left out: 5% of the run's.
-        finish_steps: last steps, likewise; 0: none, left out: 2% of the run's.
+        vote: take a majority vote.
+        momentum: applied in the worker, before encoding; left out: the optimizer's momentum, which Echelon moves here.
+        nesterov: Nesterov momentum in the worker (see topk), which makes up for gradients that error feedback delays
+            (Zheng et al. 2019, arXiv:1905.10936). Left out: as the optimizer has it.
+        magnitude: size of every element of a vote's result, in gradient units (times the learning rate: the step).
+        warmup_steps: how many first steps send int8 instead (a vote has none); 0: none; left out: 5% of the run's
+            steps.
+        finish_steps: how many last steps send int8 instead; 0: none; left out: 2% of the run's steps.
 
     Papers: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv:1901.09847 (EF-signSGD); Bernstein et al.
     2018, arXiv:1802.04434 (majority vote, Signum).

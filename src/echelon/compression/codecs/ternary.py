@@ -1,6 +1,7 @@
-"""ternary: -s, 0 or s, five elements in a byte.
+"""ternary: every element as -s, 0 or s, five of them in a byte.
 
-Helps: Links about ten times too slow, where a loss of accuracy is accepted; topk and threshold lost less on CIFAR-10.
+Helps: Links about ten times too slow, if you accept a loss of accuracy; topk and threshold lost less on CIFAR-10.
+Costs: accuracy: the noise of a message is as large as the gradient.
 Needs: nothing.
 """
 
@@ -23,15 +24,17 @@ _DIGITS = 5
 
 @dataclass(frozen=True)
 class Ternary(Quantiser):
-    """g~_i = s * sign(g_i) * b_i with P(b_i = 1) = |g_i| / s and s = max|g| of the block.
+    """Send each element as 0 or as the scale s with its sign, at random, so that the mean is right.
 
-    Elements beyond `clip` root mean squares are cut off first, which keeps s, and so the noise, small. Unbiased but for
-    what clipping cuts off (`clip=0`: unbiased), as in the paper, without error feedback: the noise of a message is as
-    large as the gradient, and a memory of it would grow. Five elements a byte: 1.6 + 32 / block bits per element.
+    g~_i = s * sign(g_i) * b_i with P(b_i = 1) = |g_i| / s and s = max|g| of the block. Elements beyond `clip` root mean
+    squares are cut off first, which keeps s, and so the noise, small. Unbiased except for this clipping. As in the
+    paper there is no error feedback, because what it would have to keep would grow.
+
+    1.6 + 32 / block bits per element.
 
     Attributes:
         block: elements that share a scale.
-        clip: in root mean squares of the block (gradients have a mean near zero); 0: no clipping.
+        clip: largest magnitude, in root mean squares of the block; 0: no clipping.
 
     Paper: Wen et al. 2017, "TernGrad", arXiv:1705.07878 (clipping at 2.5 standard deviations).
     """

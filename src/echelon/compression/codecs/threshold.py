@@ -1,7 +1,8 @@
-"""threshold: the elements above a threshold, fixed or following the gradient.
+"""threshold: the elements whose magnitude is above a threshold.
 
-Helps: As topk, at less computation: nothing is sorted.
-Needs: SGD; a learning rate that suits late gradients (warm-up, or nesterov=true).
+Helps: The same links as topk, with less computation: nothing is sorted.
+Costs: memory for error feedback (`--dry-run` counts it). Messages vary in size.
+Needs: SGD, and a learning rate that tolerates late gradients (a warm-up, or nesterov=true).
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ _OFF = 1.2
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold(CorrectsMomentum, Eased, Sparse):
-    """All elements of magnitude above a threshold t; the rest waits in the error memory.
+    """Send all elements above a threshold t in magnitude; error feedback sends the rest later.
 
-    `threshold(tau=0.01)`: t = tau. `threshold(density=0.01)`: t follows the gradient, so that the density stays at its
-    target without sorting. Before each step the last t is tried on at most 262,144 evenly spaced elements, and
-    corrected: t <- t (above / wanted)^(1 / slope), three times at most, and once more if the count is off nevertheless.
-    The slope, -d log(count) / d log(t), is estimated on the way. Small tensors are looked at whole. Where so many
-    elements are equal that no t lets the right number through, the largest are sorted out, equal ones in turn.
+    `threshold(tau=0.01)` has a fixed t. `threshold(density=0.01)` adjusts t before each step so that about 1% of the
+    elements is sent. For this it tries the last t on at most 262,144 evenly spaced elements (small tensors: all) and
+    corrects it, t <- t (above / wanted)^(1 / slope), at most three times, and once more if the count is still off. The
+    slope, -d log(count) / d log(t), is estimated on the way. If so many elements are equal that no t gives the right
+    number, the largest are sorted out, equal ones in turn.
 
-    Bits per element as topk's, with the density that t lets through. Biased. The number sent varies.
+    Bits per element as with topk at the density that is reached. Biased.
 
     Attributes:
         tau: the fixed threshold, in gradient units.
-        density: target share of elements; give exactly one of the two.
-        momentum: applied in the worker, as in topk; left out: as much as the optimizer has.
-        nesterov: as in topk.
-        values: how values travel: bf16, fp32 or sign.
-        warmup_steps: first steps, of int8; 0: none, left out: 5% of the run's.
-        finish_steps: last steps, likewise; 0: none, left out: 2% of the run's.
+        density: target share of the elements; give exactly one of `tau` and `density`.
+        momentum: applied in the worker, before encoding; left out: the optimizer's momentum.
+        nesterov: Nesterov momentum in the worker (see topk); left out: as the optimizer has it.
+        values: how values are sent: bf16, fp32, or sign (one magnitude for all).
+        warmup_steps: how many first steps send int8 instead; 0: none; left out: 5% of the run's steps.
+        finish_steps: how many last steps send int8 instead; 0: none; left out: 2% of the run's steps.
 
     Papers: Strom 2015 (fixed threshold); Aji and Heafield 2017, arXiv:1704.05021.
     """

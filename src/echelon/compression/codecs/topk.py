@@ -1,7 +1,8 @@
-"""topk: the largest elements, with momentum correction, clipping and a warm-up of the density.
+"""topk: the largest elements, with momentum correction and a warm-up of the density.
 
-Helps: Links that are ten times too slow or slower, and large models: 1% of the elements travel.
-Needs: SGD; a learning rate that suits late gradients (warmup_steps, or nesterov=true).
+Helps: Links that are ten times too slow or slower, and large models: at density 0.01, 1% of the elements is sent.
+Costs: computation to find the largest elements, and memory for error feedback (`--dry-run` counts it).
+Needs: SGD, and a learning rate that tolerates late gradients (warmup_steps, or nesterov=true).
 """
 
 from __future__ import annotations
@@ -31,25 +32,29 @@ _WARMUP_SHARE = 0.2
 
 @dataclass(frozen=True)
 class TopK(CorrectsMomentum, Eased, Sparse):
-    """The k = density * n elements of largest magnitude, indices packed; the rest waits in the error memory.
+    """Send the k = density * n elements of largest magnitude with their indices; error feedback sends the rest later.
 
-    Deep Gradient Compression: u = m u + g; v = v + u; send the k largest of v; zero v and u where sent (u only where
-    `density` is below 5%: while much is sent, that would remove the momentum). v is what waits in the error
-    memory. With momentum 0 it is plain error feedback. Density warm-up: density^(1/4), ^(2/4), ^(3/4) for a third of
-    `warmup_steps` each (1%: 31.6%, 10%, 3.2%), then `density`. In the last steps everything travels, as int8.
+    Deep Gradient Compression, with momentum m: u = m u + g; v = v + u; send the k largest of v, and set v to zero where
+    sent. v is what error feedback holds. u is set to zero there, too, if `density` is below 5%; above, that would
+    remove too much of the momentum. With momentum 0 it is plain error feedback.
 
-    Bits per element: density * (16 + about 2 + log2(1 / density)) with bf16 values: 0.25 at 1%. Biased.
+    The density falls in stages, density^(1/4), ^(2/4), ^(3/4), each for a third of `warmup_steps` (for 1%: 31.6%, 10%,
+    3.2%), and then stays at `density`. The last steps send everything, as int8.
+
+    Bits per element: density * (16 + about 2 + log2(1 / density)) with bf16 values, 0.25 at 1%. Biased.
 
     Attributes:
-        density: share of elements sent, above 0 and at most 1.
-        momentum: applied in the worker, before choosing; the optimizer's must be 0. 0: the optimizer keeps its own.
-            Left out: as much as the optimizer has.
-        nesterov: u looks ahead, v = v + g + m u (the paper's appendix B); left out: as the optimizer's momentum does.
-        clip: Euclidean norm that each vector which a worker encodes is scaled down to: in an all-reduce the chunk of a
-            bucket that goes to one owner, so that a global limit L is about L / (workers sqrt(buckets)); 0: none.
-        warmup_steps: steps until the density is reached; 0: at once, left out: 20% of the run's.
-        finish_steps: last steps, of int8; 0: none, left out: 2% of the run's.
-        values: how values travel: bf16, fp32 or sign.
+        density: share of the elements that is sent.
+        momentum: applied in the worker, before choosing; 0: the optimizer keeps its own. Left out: the optimizer's
+            momentum, which Echelon moves here.
+        nesterov: Nesterov momentum in the worker, v = v + g + m u (the paper's appendix B); left out: as the optimizer
+            has it.
+        clip: largest Euclidean norm of a vector that a worker encodes, in gradient units; longer ones are scaled down.
+            In an all-reduce that vector is a chunk of a bucket, so a global limit L is about L / (workers
+            sqrt(buckets)). 0: no limit.
+        warmup_steps: how many first steps send more than `density`; 0: none; left out: 20% of the run's steps.
+        finish_steps: how many last steps send int8 instead; 0: none; left out: 2% of the run's steps.
+        values: how values are sent: bf16, fp32, or sign (one magnitude for all).
 
     Paper: Lin et al. 2018, "Deep Gradient Compression", arXiv:1712.01887.
     """

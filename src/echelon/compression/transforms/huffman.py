@@ -1,4 +1,12 @@
-"""`...+huffman`: lossless entropy coding of a quantised or sparse codec's symbols, where it pays."""
+"""`...+huffman`: lossless coding of a codec's symbols, where it saves time.
+
+Frequent symbols get shorter codes. Echelon measures the link and the coding while the run goes on, and codes a message
+only if that takes less time than sending the bytes that it saves. Decoded values are the same, only bytes are fewer.
+
+Helps: Slow links, after int8, qsgd, ternary, sign, topk or threshold.
+Costs: computation on the CPU; tensors on a GPU are copied there.
+Needs: a codec of symbols in front: qsgd+huffman.
+"""
 
 from __future__ import annotations
 

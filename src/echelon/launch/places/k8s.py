@@ -1,7 +1,10 @@
-"""A Kubernetes cluster: an indexed Job with one pod a machine, a headless Service by which they find each other.
+"""A Kubernetes cluster: an indexed Job with one pod per machine, and a headless Service by which the pods meet.
 
-Kubernetes makes a pod anew that its node loses; the others wait for it, as machines do that were started by hand. The
-run's folder lies on a volume that all pods and whoever submits see at the same path.
+If a pod loses its node, Kubernetes makes a new one, and the other pods wait for it. Not yet seen on a real cluster.
+
+Helps: Runs on a Kubernetes cluster.
+Needs: echelon[kubernetes], a kubeconfig, an image with the same versions as here, and a volume that all pods and this
+    machine see at the same path.
 """
 
 from __future__ import annotations
@@ -61,17 +64,17 @@ class Kubernetes(Cluster):
     """A Kubernetes cluster.
 
     Attributes:
-        image: of the container, with Python and Echelon.
-        nodes: how many pods, each on another machine.
-        namespace: of the cluster.
-        gpus: of each pod.
-        cores: of each pod; 0: as the cluster gives.
-        memory: of each pod, such as 64gb; left out: as the cluster gives.
-        claim: the persistent volume claim on which runs, data and code lie.
-        mount: where the claim lies, in the pods and on this machine.
-        python: the interpreter in the image.
-        grace: how long a pod that is stopped or evicted has for its checkpoint and its end; left out: 10m.
-        context: of the kubeconfig; empty: its current one.
+        image: container image with Python and Echelon.
+        nodes: number of pods, each on another machine.
+        namespace: namespace of the cluster.
+        gpus: GPUs of each pod.
+        cores: CPU cores of each pod; 0: the cluster's default.
+        memory: memory of each pod, such as 64gb; left out: the cluster's default.
+        claim: persistent volume claim with the runs, the data and the code.
+        mount: path at which the claim is mounted, in the pods and on this machine.
+        python: interpreter in the image.
+        grace: how long a pod that is stopped or evicted has to save a checkpoint and end, such as 10m; left out: 10m.
+        context: context of the kubeconfig; empty: its current one.
     """
 
     image: str = ""

@@ -1,4 +1,8 @@
-"""This machine: processes are forked from a server that has imported what they need, so that they start at once."""
+"""This machine: processes are forked from a server that has already imported PyTorch, so they start at once.
+
+Helps: Runs on the machine where you give the command. It is the default.
+Needs: nothing.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +38,11 @@ _OTHER_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 @dataclass(eq=False)
 class Local(Place):
-    """Processes of this machine, children of one fork server.
+    """Settings of `local`.
 
     Attributes:
-        grace: how long after a signal to stop whatever started the run ends it by force (`docker stop -t`,
-            `TimeoutStopSec` of systemd): what is not saved by then is given up; left out: 10m.
+        grace: how long a stop may take, such as 60s: the time after which whatever started the run kills it (`docker
+            stop -t`, `TimeoutStopSec` of systemd). A checkpoint that is not saved by then is given up. Left out: 10m.
     """
 
     grace: Quantity | None = None

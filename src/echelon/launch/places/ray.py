@@ -1,7 +1,10 @@
-"""A Ray cluster: a job of Ray's own that holds a placement group, one node command on each of its machines.
+"""A Ray cluster: a Ray job with a placement group, and one node command on each of its machines.
 
-Ray queues the job, gives it machines (an autoscaling cluster gets new ones for it) and answers for it; the job
-(`echelon.launch.ray_job`) starts the node commands again on new machines when one is lost. The disk is common to all.
+Ray queues the job and gives it machines; an autoscaling cluster starts new ones for it. If a machine is lost, the job
+starts the node commands again on new machines, from the newest checkpoint.
+
+Helps: Runs on a Ray cluster.
+Needs: echelon[ray], Ray's dashboard, and a disk that all machines share.
 """
 
 from __future__ import annotations
@@ -44,11 +47,11 @@ class RayCluster(Cluster):
     """A Ray cluster.
 
     Attributes:
-        nodes: how many.
-        gpus: of each node.
-        cores: of each node, that Ray keeps for the run.
-        address: of the dashboard, such as "http://head:8265"; auto: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or this
-            machine's own cluster.
+        nodes: number of machines.
+        gpus: GPUs of each machine.
+        cores: CPU cores that Ray reserves for the run on each machine.
+        address: address of the dashboard, such as "http://head:8265"; auto: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or the
+            cluster on this machine.
     """
 
     nodes: int = 1

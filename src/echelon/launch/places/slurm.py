@@ -1,8 +1,11 @@
-"""A Slurm cluster: one batch job, one task per node, queued again until the run is over; the disk is common to all.
+"""A Slurm cluster: one batch job with one task per node, which is queued again until the run is complete.
 
-The job is plain `sbatch` text (`--dry-run` shows it). Before its time limit, at a preemption and at a stop it gets a
-signal, saves a checkpoint and is queued again, or submitted again where the site does not let jobs requeue; after a
-node's failure Slurm itself queues it again.
+The job is a plain `sbatch` script (`--dry-run` shows it). Before its time limit, and when it is preempted or stopped,
+it gets a signal and saves a checkpoint. It is then queued again, or submitted again if the site does not allow that.
+After a node's failure, Slurm itself queues it again.
+
+Helps: Runs on a Slurm cluster, also longer ones than its time limit.
+Needs: a disk that all nodes share.
 """
 
 from __future__ import annotations
@@ -75,15 +78,15 @@ class Slurm(ArrayCluster):
     """A Slurm cluster.
 
     Attributes:
-        nodes: how many.
-        gpus: of each node.
-        cores: of each node; 0: as the site gives.
-        time: the job's limit, such as 8h; the run may take several.
-        partition: of the cluster; empty: its default.
+        nodes: number of nodes.
+        gpus: GPUs of each node.
+        cores: CPU cores of each node; 0: the site's default.
+        time: time limit of a job, such as 8h; the run may take several jobs.
+        partition: partition of the cluster; empty: its default.
         notice: how long before the time limit the run saves and ends, and how long any stop may take; left out: 2m, at
-            most half of the time.
+            most half of the time limit.
         setup: shell commands before the run, such as "module load cuda".
-        extra: further options of sbatch, as they are: "--account=x --constraint=y".
+        extra: other options of sbatch, passed on unchanged: "--account=x --constraint=y".
     """
 
     nodes: int = 1

@@ -1,9 +1,11 @@
-"""Machines reached by ssh: the system's OpenSSH client starts one part of the run on each, and nothing else queues it.
+"""Machines reached by ssh: the system's OpenSSH client starts one part of the run on each.
 
-A part goes on by itself on its host, in a session of its own, and leaves its process id and its exit code in that
-host's state folder. Who follows the run starts the part of a host again that died and came back; the others wait for
-it (`--machine-patience`). Without `folder` a disk is common to all; with it the working folder is sent to each host,
-and what the first host writes is brought back (`carried`).
+A part keeps running if the connection is lost. If a host restarts, its part is started again while you follow the run;
+the other hosts wait for it (`--machine-patience`). With `folder`, the working folder is sent to each host, and what the
+first host writes is copied back. Without `folder`, all hosts and this machine share a disk.
+
+Helps: Runs on a few machines without a queue.
+Needs: ssh keys without a password, and the same versions of Python, torch and Echelon on each host.
 """
 
 from __future__ import annotations
@@ -120,12 +122,12 @@ class Ssh(Cluster):
     """Machines reached by ssh.
 
     Attributes:
-        hosts: as ssh knows them: a+b+c; in quotes where they have an @ or begin with a digit: "me@10.0.0.1"+"10.0.0.2".
-            The first one records the run.
-        folder: on each host, for the code and the run; left out: a disk is common to all.
-        python: the interpreter on the hosts; left out: this one's path, with `folder` python3.
-        code: send the working folder, less what .gitignore names (with `folder`).
-        options: further options of ssh, as they are: "-p 2222 -i key".
+        hosts: names as ssh knows them: a+b+c; in quotes if they contain an @ or start with a digit:
+            "me@10.0.0.1"+"10.0.0.2". The first one records the run.
+        folder: folder on each host for the code and the run; left out: a disk is shared.
+        python: interpreter on the hosts; left out: this one's path, or python3 with `folder`.
+        code: with `folder`: send the working folder, without what .gitignore names.
+        options: other options of ssh, passed on unchanged: "-p 2222 -i key".
     """
 
     hosts: tuple[str, ...]

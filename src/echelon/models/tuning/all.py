@@ -1,7 +1,8 @@
-"""all: every parameter is trained, as the model has it.
+"""all: every parameter is trained, unless the model itself has frozen it.
 
-Helps: where there is data enough to move all of the weights.
-Needs: memory for every parameter's gradient and optimizer state.
+Helps: With enough data to change all of the weights.
+Costs: memory for the gradient and optimizer state of every parameter.
+Needs: nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""bias: biases and the head, a thousandth of a transformer's parameters.
+"""bias: biases and the head are trained, about a thousandth of a transformer's parameters.
 
-Helps: with little data and a transformer that knows its language or images already.
-Needs: --weights, a model with biases, and a rate some ten times that of all.
+Helps: With little data, and a transformer that has been trained on similar text or images.
+Costs: accuracy, if the new data differs much from the old.
+Needs: --weights, a model with biases, and a learning rate about ten times that of all.
 
 Paper: Ben Zaken et al. 2022, BitFit (arXiv:2106.10199).
 """

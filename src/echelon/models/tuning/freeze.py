@@ -1,9 +1,11 @@
-"""freeze: what a pattern of names matches stays as it is: freeze("blocks.[0-3]"), freeze("patch_embed+**.norm1").
+"""freeze: what a pattern matches is not trained: freeze("blocks.[0-3]"), freeze("patch_embed+**.norm1").
 
-A pattern is that of --tensor-plan: `*` is any part of a name between two points, `**` any number of them.
+It takes parameters out of what the other kinds choose. A pattern is that of --tensor-plan: `*` stands for any part of a
+name between two dots, `**` for any number of parts.
 
-Helps: to keep a part that others are tuned around, such as an encoder.
-Needs: a pattern that matches something; `echelon train --dry-run` with one that does not lists what there is.
+Helps: To keep a part, such as an encoder, unchanged while others are tuned.
+Costs: nothing: frozen parameters have no gradient, no optimizer state and no traffic.
+Needs: a pattern that matches something; `echelon train --dry-run` with one that does not lists the names.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class Freeze(TuningKind):
     """Settings of `freeze`.
 
     Attributes:
-        pattern: of modules, with all that is in them, or of parameters.
+        pattern: names of modules, with everything in them, or of parameters; joined by `+`.
     """
 
     trains: ClassVar[str] = "nothing"

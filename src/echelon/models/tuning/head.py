@@ -1,7 +1,8 @@
-"""head: the classifier alone, on features that stay as they are (a linear probe).
+"""head: only the classifier is trained, on the features of a frozen model (a linear probe).
 
-Helps: with very little data, or to look at what features are worth. What is frozen sends no byte.
-Needs: features that are worth something: --weights.
+Helps: With very little data, or to see how good the features are.
+Costs: least of all kinds: frozen parameters have no gradient, no optimizer state and no traffic.
+Needs: --weights with useful features.
 """
 
 from __future__ import annotations

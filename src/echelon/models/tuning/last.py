@@ -1,6 +1,7 @@
-"""last: the last blocks, and all that follows them, the head among it.
+"""last: the last blocks, and everything after them, are trained.
 
-Helps: where the new data looks like the old, and is little.
+Helps: With little data that is similar to the old.
+Costs: backward runs only through these blocks.
 Needs: --weights.
 """
 
@@ -22,7 +23,7 @@ class Last(TuningKind):
     """Settings of `last`.
 
     Attributes:
-        blocks: how many, counted from the end.
+        blocks: number of blocks, counted from the end of the model.
     """
 
     blocks: Annotated[int, Bounds(least=1)] = 1

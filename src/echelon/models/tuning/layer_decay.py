@@ -1,8 +1,10 @@
-"""layer_decay: the learning rate becomes less from the head down, by a factor a layer.
+"""layer_decay: the learning rate gets smaller from layer to layer, from the head down.
 
-A parameter of layer i of n has the rate lr * decay^(n - i); the layers are timm's groups.
+A parameter of layer i of n has the learning rate lr * decay^(n - i). The layers are timm's groups. What is trained is
+as the other kinds say.
 
-Helps: to tune all of a pretrained transformer without spoiling its first layers.
+Helps: To tune all of a pretrained transformer without spoiling its first layers.
+Costs: nothing extra.
 Needs: --weights.
 
 Paper: Clark et al. 2020, ELECTRA (arXiv:2003.10555); Bao et al. 2022, BEiT (arXiv:2106.08254).
@@ -25,7 +27,7 @@ class LayerDecay(TuningKind):
     """Settings of `layer_decay`.
 
     Attributes:
-        decay: factor from one layer to the one below it.
+        decay: factor from a layer to the one below it.
     """
 
     trains: ClassVar[str] = "nothing"

@@ -1,9 +1,10 @@
-"""lora: small adapters beside layers that stay as they are, and the head: lora(r=8), lora(targets="qkv+proj").
+"""lora: small adapters beside frozen layers are trained, and the head: lora(r=8), lora(targets="qkv+proj").
 
-A layer of weight W computes (W + alpha / r * B A) x; A of r rows and B of r columns are trained.
+A layer with the frozen weight W computes (W + alpha / r * B A) x, where A (r rows) and B (r columns) are trained.
 
-Helps: to tune a large model with the memory and the traffic of a small one.
-Needs: --weights, the package peft (echelon[lora]), and a rate some ten times that of all.
+Helps: To tune a large model with the memory and traffic of a small one.
+Costs: two more small matrix products for each adapted layer.
+Needs: --weights, the package peft (echelon[lora]), and a learning rate about ten times that of all.
 
 Paper: Hu et al. 2021, LoRA (arXiv:2106.09685).
 """
@@ -25,7 +26,6 @@ from echelon.models.adapters import add_adapters, can_be_adapted, merged
 from echelon.models.tuning.base import TuningKind
 from echelon.models.weights import head_names
 
-AUTO = "auto"
 _ATTENTION = ("attn", "attention")
 
 
@@ -35,9 +35,9 @@ class Lora(TuningKind):
 
     Attributes:
         r: rank of the adapters.
-        alpha: what they compute counts alpha / r times.
-        targets: names of layers, or patterns of names, joined by +; auto: linear layers of attention, and of a model
-            that has none all linear layers and convolutions but the head.
+        alpha: scale of the adapters, which are multiplied by alpha / r.
+        targets: layers that get adapters: names or patterns of names, joined by +; auto: linear layers of attention (in
+            a model without attention: all linear layers and convolutions except the head).
         package: that makes the adapters.
     """
 
@@ -45,7 +45,7 @@ class Lora(TuningKind):
     trains: ClassVar[str] = "adapters"
     r: Annotated[int, Bounds(least=1)] = 8
     alpha: Annotated[float, Bounds(above=0)] = 16.0
-    targets: str = AUTO
+    targets: str = "auto"
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -68,7 +68,7 @@ class Lora(TuningKind):
 
     def _layers(self, model: nn.Module) -> list[str]:
         possible = [name for name in _own_layers(model) if can_be_adapted(model.get_submodule(name), self.r)]
-        if self.targets != AUTO:
+        if self.targets != "auto":
             return self._named(possible, type(model).__name__)
         head = {name.rpartition(".")[0] for name in head_names(model)}
         possible = [name for name in possible if name not in head]

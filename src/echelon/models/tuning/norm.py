@@ -1,7 +1,8 @@
-"""norm: scales and shifts of normalisation, and the head.
+"""norm: scales and shifts of normalisation layers are trained, and the head.
 
-Helps: with little data that is distributed otherwise than the old.
-Needs: --weights, and a model with normalisation.
+Helps: With little data whose distribution differs from that of the old.
+Costs: accuracy, if more than the distribution differs.
+Needs: --weights, and a model with normalisation layers.
 
 Paper: Frankle et al. 2021, Training BatchNorm and Only BatchNorm (arXiv:2003.00152).
 """

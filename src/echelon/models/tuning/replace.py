@@ -1,9 +1,11 @@
-"""replace: a function of your own gets each module that a pattern matches, and returns what takes its place.
+"""replace: your own function gets each module that a pattern matches, and returns the module that replaces it.
 
-replace("blocks.*.mlp.act", mine:factory): a pattern is that of --tensor-plan: `*` is any part of a name between two
-points, `**` any number of them. What is new is trained; the rest of the model is as head, last and the others say.
+Example: replace("blocks.*.mlp.act", mine:factory). A pattern is that of --tensor-plan: `*` stands for any part of a
+name between two dots, `**` for any number of parts. New modules are trained; the rest of the model is as the other
+kinds say.
 
-Helps: to try another activation, attention or normalisation in a model as it is, with its weights.
+Helps: To try another activation, attention or normalisation in a given model, with its weights.
+Costs: what your modules cost.
 Needs: a function that can be imported: `def factory(old): return MyAttention.like(old)`.
 """
 
@@ -24,7 +26,7 @@ class Replace(TuningKind):
     """Settings of `replace`.
 
     Attributes:
-        pattern: of modules' names; several are joined by `+`.
+        pattern: names of modules; joined by `+`.
         factory: the function, as `module:name`.
     """
 

@@ -1,8 +1,10 @@
-"""unfreeze: from an epoch on, all is trained, or what a pattern of names matches: head+unfreeze(epoch=3).
+"""unfreeze: from an epoch on, everything is trained, or what a pattern matches: head+unfreeze(epoch=3).
 
-Where it begins, optimizer, buckets and codecs begin anew: moments and memories of errors are zero then.
+At that epoch the run saves a checkpoint and continues with a new optimizer, new buckets and new codecs, so momentum and
+error feedback start at zero.
 
-Helps: to let a new head settle before its features move; several steps with a pattern each unfreeze from the head down.
+Helps: To train a new head before the features change. Several unfreeze with a pattern each work down from the head.
+Costs: a checkpoint and a restart of the optimizer; with ps, some seconds to restart the servers.
 Needs: --weights, and something that is frozen before.
 
 Paper: Howard and Ruder 2018, ULMFiT, section 3.3 (arXiv:1801.06146).
@@ -25,8 +27,8 @@ class Unfreeze(TuningKind):
     """Settings of `unfreeze`.
 
     Attributes:
-        epoch: with which it begins, counted from 1.
-        pattern: of modules, with all that is in them, or of parameters; empty: everything.
+        epoch: the first epoch in which more is trained, counted from 1.
+        pattern: names of modules, with everything in them, or of parameters, joined by `+`; empty: everything.
     """
 
     epoch: Annotated[int, Bounds(least=2, hint="epochs count from 1, and what trains from the first is not frozen")]
