@@ -76,20 +76,22 @@ class DataConfig:
         "all",
         "DATA",
     )
-    input: str = setting("", "columns that the model is given, joined by commas; empty: all but the target")
-    target: str = setting("", "column that is to be predicted, or several joined by commas")
+    input: str = setting("", "columns that the model gets, joined by commas; empty: all but the target")
+    target: str = setting("", "column to predict, or several joined by commas")
     columns: str = setting(
         "",
-        "what columns of whole numbers are, where the choice made is wrong: number or category, such as "
+        "correct what Echelon takes columns of whole numbers for, number or category, such as "
         "visits=number,shop=category",
     )
     time: str = setting(
         "",
-        "recommendation without a target: the column that says when, by which the last of each user are held out; "
-        "empty: timestamp, time or date where there is one, else the order of the rows",
+        "recommendation without a target: the column with the time, to hold out the last items of each user; empty: "
+        "timestamp, time or date if there is one, else the order of the rows",
     )
     negatives: int = setting(
-        64, "recommendation without a target: items that a user did not take, drawn beside each one taken", above=1
+        64,
+        "recommendation without a target: how many items that a user did not take are drawn for each one taken",
+        above=1,
     )
     tokeniser: str = setting(
         "auto", "tokeniser of texts: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers"
@@ -97,19 +99,18 @@ class DataConfig:
     context: int = setting(128, "tokens in each window that a long text is cut into", above=1)
     root: str = setting(
         "data",
-        "folder for downloaded torchvision data sets, data from URLs, tokenisers that were trained, and indexes of tar "
-        "shards",
+        "folder for downloaded torchvision data sets, data from URLs, trained tokenisers, and indexes of tar shards",
         "--data-root",
     )
     cache_limit: str = setting(
         "50gb",
-        "size of all data from URLs that is kept below --data-root: of more, the least recently used goes",
+        "limit for data from URLs below --data-root; beyond it, what was used least recently is removed",
         "--data-cache-limit",
     )
     batch_size: int = setting(
         128,
-        "samples per optimizer step over all workers (global batch); auto, or 0: the most that fit the memory that is "
-        "there, with 50 steps or more an epoch",
+        "samples per optimizer step over all workers (global batch); auto, or 0: as many as are forecast to fit in "
+        "memory, with at least 50 steps in an epoch",
         above=0,
         renamed={"auto": "0"},
     )
@@ -121,12 +122,12 @@ class DataConfig:
     )
     transform: str = code_setting(
         "",
-        "module:function of your own on each training input (images: uint8, augmented)",
+        "module:function of yours, applied to each training input (images: uint8, after augmentation)",
         "--transform",
         "Callable[[Any], Any]",
     )
     eval_transform: str = code_setting(
-        "", "module:function likewise, on each evaluation input", "--eval-transform", "Callable[[Any], Any]"
+        "", "module:function of yours, applied to each evaluation input", "--eval-transform", "Callable[[Any], Any]"
     )
     mixup: float = setting(
         0.0, "mixup's alpha, such as 0.2: pairs of samples and their classes are blended; 0: off", above=0
@@ -138,8 +139,8 @@ class DataConfig:
     )
     sample_weights: str = setting(
         "none",
-        "an epoch is N draws with replacement by weight: none, inverse-class, or a file with a weight for each "
-        "training sample (.npy, or a number a line)",
+        "draw the samples of an epoch with replacement, by weight: none, inverse-class, or a file with a weight for "
+        "each training sample (.npy, or one number a line)",
     )
     holdout: float = setting(
         0.2, "share held out for evaluation when the data has no val/ or test/", above=0.01, below=0.9
@@ -152,7 +153,7 @@ class DataConfig:
         "when a sample or a loss is not finite (NaN): stop, or skip that sample or batch",
     )
     on_bad_image: Literal["stop", "skip"] = setting(
-        "stop", "an image that cannot be decoded: stop, or skip and count it"
+        "stop", "when an image cannot be decoded: stop, or skip and count it"
     )
 
 
@@ -178,17 +179,17 @@ class ModelConfig:
     )
     tune: str = calls_setting(
         "what is trained: all, head, last(3), bias, norm, lora(r=8), freeze(PATTERN), unfreeze(epoch=3), "
-        "layer_decay(0.75), replace(PATTERN, module:function), joined by +; what is frozen sends no byte and has no "
+        "layer_decay(0.75), replace(PATTERN, module:function), joined by +; the rest is frozen, is not sent and has no "
         "optimizer state",
         "--tune",
         "all",
     )
     frozen_norm: Literal["eval", "train"] = setting(
-        "eval", "statistics of BatchNorm whose parameters are frozen: eval (they stay), or train"
+        "eval", "statistics of BatchNorm layers with frozen parameters: eval (unchanged), or train (updated)"
     )
     sparse_tables: bool = setting(
         False,
-        "embedding tables have sparse gradients: rows that a batch touches are updated and travel, no others; with "
+        "give embedding tables sparse gradients, so that only rows that a batch uses are updated and sent; with "
         "--optimizer sparse_adam, adagrad or sgd, --momentum 0 and --weight-decay 0",
     )
     sync_batchnorm: bool = setting(False, "BatchNorm statistics over the whole global batch")
@@ -214,8 +215,8 @@ class OptimizerConfig:
     schedule: Literal["cosine", "step", "poly", "constant"] = setting("cosine", "learning-rate schedule")
     lr_find: bool = setting(
         False,
-        "search the learning rate and train nothing: 100 steps at rates that rise from 1e-6 to 10, in a run folder of "
-        "their own, with a curve and a suggestion",
+        "search for a learning rate instead of training: 100 steps at rates that rise from 1e-6 to 10, in a run folder "
+        "of its own, with a curve and a suggestion",
     )
     step_epochs: float = setting(30.0, "epochs between drops by 10 of the step schedule", above=0)
     warmup_epochs: float = setting(0.0, "epochs of linear warm-up", above=0)
@@ -223,7 +224,7 @@ class OptimizerConfig:
     clip_norm: float = setting(0.0, "clip the gradient's norm at this; 0: off", above=0)
     label_smoothing: float = setting(0.0, "label smoothing", above=0, below=1)
     loss: str = calls_setting(
-        "a loss of your own, (outputs, targets) -> one number a sample, their sum or mean: module:name, or a class of "
+        "your own loss, (outputs, targets) -> one number per sample, their sum or mean: module:name, or a class of "
         "torch.nn such as SmoothL1Loss(beta=0.5)",
         "--loss",
     )
@@ -238,14 +239,14 @@ class TrainingConfig:
     max_steps: int = setting(0, "stop after this many optimizer steps; 0: no limit", above=0)
     accumulate: int = setting(
         1,
-        "micro-batches that a worker's part of a batch is cut into; auto, or 0: as few as fit the memory that is there",
+        "micro-batches that a worker's part of a batch is cut into; auto, or 0: as few as are forecast to fit",
         above=0,
         renamed={"auto": "0"},
     )
     on_oom: Literal["fail", "halve"] = setting(
         "fail",
-        "what follows when a worker runs out of memory: fail (an error as any other) or halve (go on from the newest "
-        "checkpoint with twice as many micro-batches; the batch stays as it is)",
+        "when a worker runs out of memory: fail (like any other error) or halve (continue from the newest checkpoint "
+        "with twice as many micro-batches of half the size; the batch stays the same)",
     )
     precision: Literal["fp32", "bf16", "bf16-params", "fp16", "fp8"] = setting(
         "fp32",
@@ -255,29 +256,31 @@ class TrainingConfig:
         "auto", "TensorFloat-32 in fp32 matmuls and convolutions on GPUs; auto: torch's (convolutions alone)"
     )
     recompute: Literal["none", "blocks", "selective"] = setting(
-        "none", "activations computed again in backward to save memory: none, of whole blocks, or all but matmuls"
+        "none",
+        "compute activations again in backward to save memory: none, blocks (all in blocks), selective (not matmuls)",
     )
     ema: float = setting(
         0.0, "decay of an exponential moving average of the weights, used in evaluation; 0: off", above=0, below=1
     )
     metrics: str = calls_setting(
-        "metrics of torchmetrics beside the task's, joined by +: F1Score(average=macro)+module:Class", "--metrics"
+        "metrics of torchmetrics, or your own, beside the task's, joined by +: F1Score(average=macro)+module:Class",
+        "--metrics",
     )
     primary_metric: str = setting(
-        "", "the metric by which checkpoints are compared: top1, loss, f1_score, mine(min); empty: the task's"
+        "", "the metric that chooses the best checkpoint: top1, loss, f1_score, mine(min); empty: the task's"
     )
     eval_every: int = setting(1, "epochs between evaluations; 0: only at the end", above=0)
     worst_samples: int = setting(
-        12, "images of the highest evaluation loss that the report shows; 0: none", above=0, below=48
+        12, "how many images with the highest evaluation loss the report shows; 0: none", above=0, below=48
     )
     early_stop: int = setting(
-        0, "stop after so many evaluations in a row without improvement of the task's primary metric; 0: off", above=0
+        0, "stop after this many evaluations in a row without a better primary metric; 0: off", above=0
     )
-    early_stop_delta: float = setting(0.0, "a change of the primary metric up to this is no improvement", above=0)
+    early_stop_delta: float = setting(0.0, "a gain of the primary metric up to this does not count as better", above=0)
     max_time: str = setting(
         "",
-        "end with an evaluation, a checkpoint and the report within this time of the command, such as 2h; `echelon "
-        "resume` goes on, with as much again; empty: no limit",
+        "finish training, the last evaluation, the checkpoint and the report within this time, such as 2h; `echelon "
+        "resume` continues, with as much time again; empty: no limit",
     )
     seed: int = setting(0, "seed of parameters, order and augmentation", above=0)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU per worker where there are enough")
@@ -294,16 +297,21 @@ class StrategyConfig:
     parallel: str = setting(
         "dp=-1",
         "where parameters and samples live: dp (replicas), fsdp (sharded), tp (tensor), pp (pipeline), such as "
-        "dp=2,tp=2; -1: what is left; options zero1, sequence, schedule=1f1b, microbatches=N; auto: the fastest that "
-        "fits memory",
+        "dp=2,tp=2; -1: all remaining workers; options zero1, sequence, schedule=1f1b, microbatches=N; auto: the "
+        "fastest that fits in memory",
     )
     sync: str = setting("allreduce", "how and when replicas agree, such as local(period=16) or ps(mode=async)")
     compression: str = setting("none", "what travels instead of a tensor, such as int8 or topk(0.01)")
     collective: str = setting(
-        "backend", "along which path it travels; backend: as NCCL or gloo chooses; auto: tried at the start"
+        "backend",
+        "along which path it travels; backend: as NCCL or gloo chooses; auto: the fastest, measured at the start",
     )
-    tensor_plan: str = setting("", "tp: how layers are split, over the model's own hints: PATTERN=STYLE,PATTERN=STYLE")
-    cuts: str = setting("", "pp: the blocks that stages begin with, such as blocks.4,blocks.8; empty: balanced")
+    tensor_plan: str = setting(
+        "", "tp: how layers are split, in place of Echelon's choice: PATTERN=STYLE,PATTERN=STYLE"
+    )
+    cuts: str = setting(
+        "", "pp: the blocks at which stages after the first begin, such as blocks.4,blocks.8; empty: balanced"
+    )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -321,51 +329,54 @@ class LaunchConfig:
     )
     balance: Literal["auto", "off"] = setting(
         "off",
-        "parts of a batch by the workers' measured speed, so that all are done together: auto, or off (equal parts)",
+        "divide a batch by the workers' measured speeds, so that they finish together: auto, or off (equal parts)",
     )
-    nodes: str = setting("1", "machines: a number, or a range such as 1:4 that may change while the run goes")
+    nodes: str = setting("1", "number of machines, or a range such as 1:4 within which machines may come and go")
     rendezvous: str = setting(
         "",
-        "HOST:PORT of the first machine, the same on all machines; they share the run's secret by a common disk, or by "
-        "ECHELON_RUN_SECRET",
+        "HOST:PORT of the first machine, the same on all machines; they get the run's secret from a shared disk or "
+        "from ECHELON_RUN_SECRET",
     )
     trusted_network: bool = setting(
-        False, "machines meet without a secret: whoever reaches their ports can take part, but run no code"
+        False, "let machines meet without a secret: whoever reaches their ports can take part, but cannot run code"
     )
-    link: str = setting("", "shape the links between this machine's workers: 100mbit, or 10mbit,20ms; needs root")
-    max_restarts: int = setting(
-        3, "restarts after a worker died with no new checkpoint in between, before the run is given up", above=0
+    link: str = setting(
+        "", "slow down the links between this machine's workers: 100mbit, or 10mbit,20ms (rate, delay); needs root"
     )
+    max_restarts: int = setting(3, "how many deaths a run survives without a new checkpoint in between", above=0)
     elastic: Literal["auto", "on", "off"] = setting(
         "auto",
-        "what follows when a worker of an all-reduce or averaging run is killed: on (the others go on, and train its "
-        "share of each batch until it is back), off (all start again from the newest checkpoint), or auto (on where "
-        "that is possible and costs little without a death)",
+        "when a worker dies, in runs without a parameter server: on (the others go on, and train its share of each "
+        "batch until it is back), off (all start again from the newest checkpoint), or auto (on where that is possible "
+        "and costs little without a death)",
     )
     timeout: str = setting("2m", "how long any rank waits for another before the run is restarted")
-    machine_patience: str = setting("10m", "how long the machines of a run wait for one that was lost, before they end")
-    log_dir: str = setting(
-        "", "where logs and output of processes go, in a folder of the run's name; default: RUN/logs"
+    machine_patience: str = setting("10m", "how long the machines of a run wait for a lost one before they give up")
+    log_dir: str = setting("", "folder for logs and output of processes, below the run's name; empty: RUN/logs")
+    log_limit: str = setting(
+        "64mb", "limit for each process's log, and for what it prints; the oldest lines are dropped"
     )
-    log_limit: str = setting("64mb", "bytes of each process's log, and of what it prints: of more, the newest stay")
 
 
 @dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     """When the run's state is written."""
 
-    every: str = setting("1m", "between checkpoints: a number of steps (200), or a duration (5m)", "--checkpoint-every")
-    keep: int = setting(2, "newest checkpoints kept, beside the best one", "--keep-checkpoints", above=1)
+    every: str = setting("1m", "time or steps between checkpoints: 5m, or 200", "--checkpoint-every")
+    keep: int = setting(
+        2, "how many of the newest checkpoints are kept, beside the best one", "--keep-checkpoints", above=1
+    )
     io_patience: str = setting(
-        "10m", "how long training goes on while the run's folder cannot be written, such as on a full disk"
+        "10m",
+        "how long training goes on while the run's folder cannot be written, for example because the disk is full",
     )
     mirror: str = setting(
         "",
-        "a folder or URL (s3://BUCKET/NAME, gs://, az://) that each checkpoint, the record and the report are copied "
-        "to while training goes on; echelon resume URL continues from there; empty: none",
+        "folder or URL (s3://BUCKET/NAME, gs://, az://) for copies of each checkpoint, the record and the report, made "
+        "while training goes on; echelon resume URL continues from there; empty: none",
     )
     codec: Literal["none", "zstd"] = setting(
-        "none", "how files of a run are stored at a URL or --mirror: none, or zstd", "--checkpoint-codec"
+        "none", "compression of a run's files at a URL or --mirror: none, or zstd", "--checkpoint-codec"
     )
 
 
@@ -373,15 +384,18 @@ class CheckpointConfig:
 class TrackingConfig:
     """Who is told what happens in a run, beside its record and TensorBoard."""
 
-    loggers: str = setting("", "services that draw the run, joined by +: wandb(project=digits)+mlflow", "--logger")
+    loggers: str = setting(
+        "", "services that show the run's curves, joined by +: wandb(project=digits)+mlflow", "--logger"
+    )
     callbacks: str = calls_setting(
-        "classes of your own that are told what happens in the run: module:Class, module:Class(every=10)+module:Other",
+        "your own classes, whose methods are called while the run goes on: module:Class, "
+        "module:Class(every=10)+module:Other",
         "--callbacks",
     )
     notify: str = setting(
         "",
-        "who is told how the run ends, and that a process died: a webhook's URL, in which $NAME is taken from the "
-        "environment, or a program, which reads JSON from its standard input",
+        "what to call when the run ends or a process dies: a webhook's URL, in which $NAME comes from the environment, "
+        "or a program, which reads JSON from its standard input",
         "--notify",
     )
 
@@ -399,6 +413,6 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     task: str = code_setting(
-        "auto", "what is learnt: auto (by the data), a name of `echelon list tasks`, or module:Class", "--task"
+        "auto", "what to learn: auto (from the data), a name of `echelon list tasks`, or module:Class", "--task"
     )
     run: str = setting("", "the run's folder; left out: runs/DATA-MODEL-NUMBER", "--run")

@@ -20,33 +20,33 @@ class ResumeSettings(TypedDict, total=False):
     on_nan: Literal["stop", "skip"]
     """when a sample or a loss is not finite (NaN): stop, or skip that sample or batch [default: 'stop']"""
     on_bad_image: Literal["stop", "skip"]
-    """an image that cannot be decoded: stop, or skip and count it [default: 'stop']"""
+    """when an image cannot be decoded: stop, or skip and count it [default: 'stop']"""
     epochs: int
     """passes over the training data [default: 10]"""
     max_steps: int
     """stop after this many optimizer steps; 0: no limit [default: 0]"""
     accumulate: int | Literal["auto"]
-    """micro-batches that a worker's part of a batch is cut into; auto, or 0: as few as fit the memory that is there [default: 1]"""
+    """micro-batches that a worker's part of a batch is cut into; auto, or 0: as few as are forecast to fit [default: 1]"""
     on_oom: Literal["fail", "halve"]
-    """what follows when a worker runs out of memory: fail (an error as any other) or halve (go on from the newest checkpoint with twice as many micro-batches; the batch stays as it is) [default: 'fail']"""
+    """when a worker runs out of memory: fail (like any other error) or halve (continue from the newest checkpoint with twice as many micro-batches of half the size; the batch stays the same) [default: 'fail']"""
     recompute: Literal["none", "blocks", "selective"]
-    """activations computed again in backward to save memory: none, of whole blocks, or all but matmuls [default: 'none']"""
+    """compute activations again in backward to save memory: none, blocks (all in blocks), selective (not matmuls) [default: 'none']"""
     eval_every: int
     """epochs between evaluations; 0: only at the end [default: 1]"""
     early_stop: int
-    """stop after so many evaluations in a row without improvement of the task's primary metric; 0: off [default: 0]"""
+    """stop after this many evaluations in a row without a better primary metric; 0: off [default: 0]"""
     early_stop_delta: float
-    """a change of the primary metric up to this is no improvement [default: 0.0]"""
+    """a gain of the primary metric up to this does not count as better [default: 0.0]"""
     max_time: str
-    """end with an evaluation, a checkpoint and the report within this time of the command, such as 2h; `echelon resume` goes on, with as much again; empty: no limit"""
+    """finish training, the last evaluation, the checkpoint and the report within this time, such as 2h; `echelon resume` continues, with as much time again; empty: no limit"""
     profile: int
     """steps of each rank to profile, after 5 others: a trace for Perfetto in the run's folder; 0: none [default: 0]"""
     parallel: str
-    """where parameters and samples live: dp (replicas), fsdp (sharded), tp (tensor), pp (pipeline), such as dp=2,tp=2; -1: what is left; options zero1, sequence, schedule=1f1b, microbatches=N; auto: the fastest that fits memory [default: 'dp=-1']"""
+    """where parameters and samples live: dp (replicas), fsdp (sharded), tp (tensor), pp (pipeline), such as dp=2,tp=2; -1: all remaining workers; options zero1, sequence, schedule=1f1b, microbatches=N; auto: the fastest that fits in memory [default: 'dp=-1']"""
     tensor_plan: str
-    """tp: how layers are split, over the model's own hints: PATTERN=STYLE,PATTERN=STYLE"""
+    """tp: how layers are split, in place of Echelon's choice: PATTERN=STYLE,PATTERN=STYLE"""
     cuts: str
-    """pp: the blocks that stages begin with, such as blocks.4,blocks.8; empty: balanced"""
+    """pp: the blocks at which stages after the first begin, such as blocks.4,blocks.8; empty: balanced"""
     on: str
     """where it runs: local, ssh(hosts=a+b), slurm(nodes=2), a name of your places.yaml, or module:Class of your own [default: 'local']"""
     workers: int
@@ -54,66 +54,66 @@ class ResumeSettings(TypedDict, total=False):
     threads: int
     """compute threads per worker; 0: cores / workers, or OMP_NUM_THREADS if that is less [default: 0]"""
     balance: Literal["auto", "off"]
-    """parts of a batch by the workers' measured speed, so that all are done together: auto, or off (equal parts) [default: 'off']"""
+    """divide a batch by the workers' measured speeds, so that they finish together: auto, or off (equal parts) [default: 'off']"""
     nodes: str
-    """machines: a number, or a range such as 1:4 that may change while the run goes [default: '1']"""
+    """number of machines, or a range such as 1:4 within which machines may come and go [default: '1']"""
     rendezvous: str
-    """HOST:PORT of the first machine, the same on all machines; they share the run's secret by a common disk, or by ECHELON_RUN_SECRET"""
+    """HOST:PORT of the first machine, the same on all machines; they get the run's secret from a shared disk or from ECHELON_RUN_SECRET"""
     trusted_network: bool
-    """machines meet without a secret: whoever reaches their ports can take part, but run no code [default: False]"""
+    """let machines meet without a secret: whoever reaches their ports can take part, but cannot run code [default: False]"""
     link: str
-    """shape the links between this machine's workers: 100mbit, or 10mbit,20ms; needs root"""
+    """slow down the links between this machine's workers: 100mbit, or 10mbit,20ms (rate, delay); needs root"""
     max_restarts: int
-    """restarts after a worker died with no new checkpoint in between, before the run is given up [default: 3]"""
+    """how many deaths a run survives without a new checkpoint in between [default: 3]"""
     elastic: Literal["auto", "on", "off"]
-    """what follows when a worker of an all-reduce or averaging run is killed: on (the others go on, and train its share of each batch until it is back), off (all start again from the newest checkpoint), or auto (on where that is possible and costs little without a death) [default: 'auto']"""
+    """when a worker dies, in runs without a parameter server: on (the others go on, and train its share of each batch until it is back), off (all start again from the newest checkpoint), or auto (on where that is possible and costs little without a death) [default: 'auto']"""
     timeout: str
     """how long any rank waits for another before the run is restarted [default: '2m']"""
     machine_patience: str
-    """how long the machines of a run wait for one that was lost, before they end [default: '10m']"""
+    """how long the machines of a run wait for a lost one before they give up [default: '10m']"""
     log_dir: str
-    """where logs and output of processes go, in a folder of the run's name; default: RUN/logs"""
+    """folder for logs and output of processes, below the run's name; empty: RUN/logs"""
     log_limit: str
-    """bytes of each process's log, and of what it prints: of more, the newest stay [default: '64mb']"""
+    """limit for each process's log, and for what it prints; the oldest lines are dropped [default: '64mb']"""
     checkpoint_every: str
-    """between checkpoints: a number of steps (200), or a duration (5m) [default: '1m']"""
+    """time or steps between checkpoints: 5m, or 200 [default: '1m']"""
     keep_checkpoints: int
-    """newest checkpoints kept, beside the best one [default: 2]"""
+    """how many of the newest checkpoints are kept, beside the best one [default: 2]"""
     io_patience: str
-    """how long training goes on while the run's folder cannot be written, such as on a full disk [default: '10m']"""
+    """how long training goes on while the run's folder cannot be written, for example because the disk is full [default: '10m']"""
     mirror: str
-    """a folder or URL (s3://BUCKET/NAME, gs://, az://) that each checkpoint, the record and the report are copied to while training goes on; echelon resume URL continues from there; empty: none"""
+    """folder or URL (s3://BUCKET/NAME, gs://, az://) for copies of each checkpoint, the record and the report, made while training goes on; echelon resume URL continues from there; empty: none"""
     checkpoint_codec: Literal["none", "zstd"]
-    """how files of a run are stored at a URL or --mirror: none, or zstd [default: 'none']"""
+    """compression of a run's files at a URL or --mirror: none, or zstd [default: 'none']"""
     logger: str
-    """services that draw the run, joined by +: wandb(project=digits)+mlflow"""
+    """services that show the run's curves, joined by +: wandb(project=digits)+mlflow"""
     notify: str
-    """who is told how the run ends, and that a process died: a webhook's URL, in which $NAME is taken from the environment, or a program, which reads JSON from its standard input"""
+    """what to call when the run ends or a process dies: a webhook's URL, in which $NAME comes from the environment, or a program, which reads JSON from its standard input"""
 
 
 class TrainSettings(ResumeSettings, total=False):
     """Keywords of `echelon.train`: settings by the names of the command line's options, with underscores."""
 
     input: str
-    """columns that the model is given, joined by commas; empty: all but the target"""
+    """columns that the model gets, joined by commas; empty: all but the target"""
     target: str
-    """column that is to be predicted, or several joined by commas"""
+    """column to predict, or several joined by commas"""
     columns: str
-    """what columns of whole numbers are, where the choice made is wrong: number or category, such as visits=number,shop=category"""
+    """correct what Echelon takes columns of whole numbers for, number or category, such as visits=number,shop=category"""
     time: str
-    """recommendation without a target: the column that says when, by which the last of each user are held out; empty: timestamp, time or date where there is one, else the order of the rows"""
+    """recommendation without a target: the column with the time, to hold out the last items of each user; empty: timestamp, time or date if there is one, else the order of the rows"""
     negatives: int
-    """recommendation without a target: items that a user did not take, drawn beside each one taken [default: 64]"""
+    """recommendation without a target: how many items that a user did not take are drawn for each one taken [default: 64]"""
     tokeniser: str
     """tokeniser of texts: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers [default: 'auto']"""
     context: int
     """tokens in each window that a long text is cut into [default: 128]"""
     data_root: str
-    """folder for downloaded torchvision data sets, data from URLs, tokenisers that were trained, and indexes of tar shards [default: 'data']"""
+    """folder for downloaded torchvision data sets, data from URLs, trained tokenisers, and indexes of tar shards [default: 'data']"""
     data_cache_limit: str
-    """size of all data from URLs that is kept below --data-root: of more, the least recently used goes [default: '50gb']"""
+    """limit for data from URLs below --data-root; beyond it, what was used least recently is removed [default: '50gb']"""
     batch_size: int | Literal["auto"]
-    """samples per optimizer step over all workers (global batch); auto, or 0: the most that fit the memory that is there, with 50 steps or more an epoch [default: 128]"""
+    """samples per optimizer step over all workers (global batch); auto, or 0: as many as are forecast to fit in memory, with at least 50 steps in an epoch [default: 128]"""
     eval_batch_size: int
     """samples per evaluation step and worker; 0: as in training [default: 0]"""
     image_size: int
@@ -121,15 +121,15 @@ class TrainSettings(ResumeSettings, total=False):
     augment: Literal["auto", "none", "flip_crop", "imagenet"]
     """augmentation: auto (by image size), none, flip_crop (pad and crop), imagenet (random resized crop) [default: 'auto']"""
     transform: str | Callable[[Any], Any]
-    """module:function of your own on each training input (images: uint8, augmented)"""
+    """module:function of yours, applied to each training input (images: uint8, after augmentation)"""
     eval_transform: str | Callable[[Any], Any]
-    """module:function likewise, on each evaluation input"""
+    """module:function of yours, applied to each evaluation input"""
     mixup: float
     """mixup's alpha, such as 0.2: pairs of samples and their classes are blended; 0: off [default: 0.0]"""
     cutmix: float
     """CutMix's alpha, such as 1: a box of another image; with --mixup, a coin decides for each batch; 0: off [default: 0.0]"""
     sample_weights: str
-    """an epoch is N draws with replacement by weight: none, inverse-class, or a file with a weight for each training sample (.npy, or a number a line) [default: 'none']"""
+    """draw the samples of an epoch with replacement, by weight: none, inverse-class, or a file with a weight for each training sample (.npy, or one number a line) [default: 'none']"""
     holdout: float
     """share held out for evaluation when the data has no val/ or test/ [default: 0.2]"""
     weights: str
@@ -137,11 +137,11 @@ class TrainSettings(ResumeSettings, total=False):
     head: Literal["auto", "keep", "new"]
     """with --weights, the model's head: keep (it must fit), new (as initialised), or auto (new where the weights have none of its shape) [default: 'auto']"""
     tune: str
-    """what is trained: all, head, last(3), bias, norm, lora(r=8), freeze(PATTERN), unfreeze(epoch=3), layer_decay(0.75), replace(PATTERN, module:function), joined by +; what is frozen sends no byte and has no optimizer state [default: 'all']"""
+    """what is trained: all, head, last(3), bias, norm, lora(r=8), freeze(PATTERN), unfreeze(epoch=3), layer_decay(0.75), replace(PATTERN, module:function), joined by +; the rest is frozen, is not sent and has no optimizer state [default: 'all']"""
     frozen_norm: Literal["eval", "train"]
-    """statistics of BatchNorm whose parameters are frozen: eval (they stay), or train [default: 'eval']"""
+    """statistics of BatchNorm layers with frozen parameters: eval (unchanged), or train (updated) [default: 'eval']"""
     sparse_tables: bool
-    """embedding tables have sparse gradients: rows that a batch touches are updated and travel, no others; with --optimizer sparse_adam, adagrad or sgd, --momentum 0 and --weight-decay 0 [default: False]"""
+    """give embedding tables sparse gradients, so that only rows that a batch uses are updated and sent; with --optimizer sparse_adam, adagrad or sgd, --momentum 0 and --weight-decay 0 [default: False]"""
     sync_batchnorm: bool
     """BatchNorm statistics over the whole global batch [default: False]"""
     compile: bool
@@ -159,7 +159,7 @@ class TrainSettings(ResumeSettings, total=False):
     schedule: Literal["cosine", "step", "poly", "constant"]
     """learning-rate schedule [default: 'cosine']"""
     lr_find: bool
-    """search the learning rate and train nothing: 100 steps at rates that rise from 1e-6 to 10, in a run folder of their own, with a curve and a suggestion [default: False]"""
+    """search for a learning rate instead of training: 100 steps at rates that rise from 1e-6 to 10, in a run folder of its own, with a curve and a suggestion [default: False]"""
     step_epochs: float
     """epochs between drops by 10 of the step schedule [default: 30.0]"""
     warmup_epochs: float
@@ -179,9 +179,9 @@ class TrainSettings(ResumeSettings, total=False):
     ema: float
     """decay of an exponential moving average of the weights, used in evaluation; 0: off [default: 0.0]"""
     primary_metric: str
-    """the metric by which checkpoints are compared: top1, loss, f1_score, mine(min); empty: the task's"""
+    """the metric that chooses the best checkpoint: top1, loss, f1_score, mine(min); empty: the task's"""
     worst_samples: int
-    """images of the highest evaluation loss that the report shows; 0: none [default: 12]"""
+    """how many images with the highest evaluation loss the report shows; 0: none [default: 12]"""
     seed: int
     """seed of parameters, order and augmentation [default: 0]"""
     device: Literal["auto", "cpu", "cuda"]
@@ -193,4 +193,4 @@ class TrainSettings(ResumeSettings, total=False):
     compression: str
     """what travels instead of a tensor, such as int8 or topk(0.01) [default: 'none']"""
     collective: str
-    """along which path it travels; backend: as NCCL or gloo chooses; auto: tried at the start [default: 'backend']"""
+    """along which path it travels; backend: as NCCL or gloo chooses; auto: the fastest, measured at the start [default: 'backend']"""

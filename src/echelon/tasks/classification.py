@@ -2,8 +2,8 @@
 
 Shapes: B samples, C classes.
 
-Helps: Rows of a table, or anything else, of one class each.
-Needs: class numbers from 0; of a table, a `--target` of strings or whole numbers.
+Helps: Rows of a table, or anything else with one class each.
+Needs: class numbers from 0; for a table, a `--target` of strings or whole numbers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Images, each of one class: cross-entropy with label smoothing and class weights, judged by top-1.
 
-Helps: Images of one class each.
+Helps: Images with one class each.
 Needs: a data set of images and labels.
 """
 

@@ -1,8 +1,8 @@
-"""The next token of a text from those before it: cross-entropy in nats, judged by loss and perplexity.
+"""The next token of a text, predicted from those before it: cross-entropy in nats, judged by loss and perplexity.
 
 Shapes: B samples, T tokens, V size of the vocabulary.
 
-Helps: Language models, of characters or of pieces of words.
+Helps: Language models of characters or of pieces of words.
 Needs: one text (.txt), or token ids with the next ones as targets.
 """
 
@@ -38,7 +38,7 @@ _TEMPERATURE = 0.8
 
 
 class LanguageModelling(TokenTask):
-    """Logits `(B, T, V)` and the next tokens `(B, T)`; targets of -100 count nothing.
+    """Logits `(B, T, V)` and the next tokens `(B, T)`; targets of -100 are not counted.
 
     The loss is the sum over tokens of -log p(token | those before it). With label smoothing s the target is
     (1 - s) on the token and s / V on every one; perplexity is of the plain loss.

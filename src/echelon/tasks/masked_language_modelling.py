@@ -1,8 +1,8 @@
-"""Some tokens of a text from all others: cross-entropy in nats, judged by loss and perplexity of those masked.
+"""Masked tokens of a text, predicted from all others: cross-entropy in nats, judged by loss and perplexity of those.
 
 Shapes: B samples, T tokens, V size of the vocabulary.
 
-Helps: Encoders of texts, to be fine-tuned where labels are few.
+Helps: Text encoders, to be fine-tuned later with few labels.
 Needs: one text (.txt).
 """
 
@@ -39,9 +39,9 @@ _BEFORE = 16  # of these, before the first predicted one
 
 
 class MaskedLanguageModelling(LanguageModelling):
-    """Logits `(B, T, V)` and the tokens `(B, T)`, -100 for those that are not to be predicted.
+    """Logits `(B, T, V)` and the tokens `(B, T)`, -100 where nothing is to be predicted.
 
-    The loss is the sum over tokens that are to be predicted of -log p(token | what is seen of its window).
+    The loss is the sum, over the tokens to be predicted, of -log p(token | the visible tokens of its window).
     """
 
     name = "masked_language_modelling"

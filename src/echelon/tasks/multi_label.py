@@ -2,8 +2,8 @@
 
 Shapes: B samples, L labels.
 
-Helps: Tags: several labels, or none, for a sample.
-Needs: targets `(B, L)` of 0 and 1; of a table, a `--target` of lists, or of labels joined by `|` or `;`.
+Helps: Tags: a sample can have several labels, or none.
+Needs: targets `(B, L)` of 0 and 1; for a table, a `--target` of lists, or of labels joined by `|` or `;`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Pairs, such as of a user and an item, with a rating or a click: which number, or whether, belongs to a pair.
+"""Pairs, such as of a user and an item, with a rating or a click; or which item a user takes next.
 
-Ratings: squared error, judged by RMSE. Clicks (a target of 0 and 1): cross-entropy, judged by the area below the ROC.
-Without a target: which item a user takes next, among all, judged by NDCG and hit rate at 10 of the last one of each.
+With ratings: squared error, judged by RMSE. With clicks (a target of 0 and 1): cross-entropy, judged by the area under
+the ROC. Without a target: the next item among all, judged by NDCG and hit rate at 10 on the last item of each user.
 
-Helps: Ratings and clicks of users and items, or what users took alone.
-Needs: `--input USER,ITEM`, columns of ids, and `--target`, a rating or 0 and 1, or none.
+Helps: Ratings, clicks, or lists of what users took.
+Needs: `--input USER,ITEM`, columns of ids, and a `--target` of ratings or of 0 and 1, or none.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Numbers to predict, one or several a sample: squared error, judged by RMSE, MAE and R2 in the data's own units.
+"""Numbers, one or several per sample: squared error, judged by RMSE, MAE and R2 in the data's own units.
 
-Targets of a table are learnt in units of their standard deviation: the model gives (y - mean) / std, and metrics are of
-its outputs times std plus mean. Targets from Python are learnt as they come. Shapes: B samples, T targets.
+Targets of a table are standardised: the model gives (y - mean) / std, and metrics convert this back. Targets from
+Python are used as they are. Shapes: B samples, T targets.
 
-Helps: Prices, temperatures, ages: a target of numbers.
-Needs: of a table, a `--target` of numbers, or several joined by commas.
+Helps: Prices, temperatures, ages: targets that are numbers.
+Needs: for a table, a `--target` of numbers, or several joined by commas.
 """
 
 from __future__ import annotations

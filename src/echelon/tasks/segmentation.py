@@ -1,9 +1,9 @@
-"""A class for each pixel of an image: cross-entropy a pixel, judged by the mean IoU of the classes.
+"""A class for each pixel of an image: cross-entropy per pixel, judged by the mean IoU of the classes.
 
 Shapes: B samples, H W height and width, C classes.
 
-Helps: Images whose regions are to be told apart: organs, roads, fields.
-Needs: a folder with `images/` and `masks/`, PNG of class numbers of the same names; 255 is ignored.
+Helps: Finding regions in images: organs, roads, fields.
+Needs: a folder with `images/` and `masks/`: PNG files of class numbers with the images' names; 255 is ignored.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _NO_CLASS = (255, 255, 255)
 
 
 class Segmentation(Task):
-    """Logits `(B, C, H, W)` and class numbers `(B, H, W)`; those of 255 or -100 count nothing.
+    """Logits `(B, C, H, W)` and class numbers `(B, H, W)`; pixels of 255 or -100 are not counted.
 
-    The loss is the sum over pixels of w_t * l, where l is the pixel's cross-entropy and w_t the weight of its class;
-    the engine divides it by the pixels of the global batch that count. Of a model that returns a dict, `out` is the
-    logits; the loss of `aux`, an auxiliary head, is added with weight 0.5.
+    The loss is the sum over pixels of w_t * l, where l is the pixel's cross-entropy and w_t the weight of its class.
+    The engine divides it by the counted pixels of the global batch. If a model returns a dict, `out` is the logits, and
+    the loss of `aux`, an auxiliary head, is added with weight 0.5.
 
     Args:
         classes: names of the C classes, where the data names none.

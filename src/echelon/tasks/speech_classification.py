@@ -1,6 +1,6 @@
 """Short sounds, each of one class, such as spoken words: cross-entropy, judged by top-1; worst ones as spectrograms.
 
-Helps: Keywords, and other sounds of one class each.
+Helps: Keywords, and other sounds with one class each.
 Needs: a folder of sound files in one folder per class.
 """
 

@@ -1,11 +1,11 @@
-"""What is said in sounds: connectionist temporal classification, judged by the rates of wrong words and characters.
+"""What is said in a sound: connectionist temporal classification, judged by word and character error rates.
 
 CTC (Graves et al. 2006, "Connectionist Temporal Classification") sums over all alignments of labels to frames. The
 symbols of a frame are the tokens of the vocabulary and the blank, which is the last.
 
 Shapes: B samples, F frames of the model's output, S symbols, L labels of the longest transcript.
 
-Helps: Sounds with transcripts, written without the times of words.
+Helps: Sounds with transcripts that do not say when each word is spoken.
 Needs: a folder of sounds, each with its text beside it (1.wav, 1.txt), or the transcripts of LibriSpeech.
 """
 

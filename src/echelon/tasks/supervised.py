@@ -1,7 +1,7 @@
 """Any targets, with a loss of your own (`--loss`): judged by that loss, or by metrics of your own (`--metrics`).
 
-Helps: Regression and other targets that are no classes.
-Needs: `--loss`; a model whose outputs the loss takes.
+Helps: Targets that no other task knows.
+Needs: `--loss`, and a model whose outputs the loss takes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Shapes: B samples, T tokens, C classes.
 
-Helps: Questions, reviews, messages of one class each.
+Helps: Questions, reviews or messages with one class each.
 Needs: a table with a column of texts (`--input`) and one of classes (`--target`).
 """
 

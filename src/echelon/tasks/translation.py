@@ -1,8 +1,8 @@
-"""A sentence from another: cross-entropy of the target's tokens in nats, judged by chrF of what the model writes.
+"""A sentence from another one: cross-entropy of the target's tokens in nats, judged by chrF of what the model writes.
 
 Shapes: B samples, T target tokens, V size of the vocabulary.
 
-Helps: Translation, and other tasks of one text from another: summaries, questions, corrections.
+Helps: Translation, and other tasks that turn a text into another: summaries, questions, corrections.
 Needs: a folder of parallel text (train.en, train.de), with the languages as `--input` and `--target`.
 """
 
@@ -44,12 +44,12 @@ _PERPLEXITY = Metric("perplexity", "min")
 
 
 class Translation(TokenTask):
-    """Logits `(B, T, V)` and the next target tokens `(B, T)`; targets of -100 are padding, and count nothing.
+    """Logits `(B, T, V)` and the next target tokens `(B, T)`; targets of -100 are padding and not counted.
 
-    The loss is the sum over target tokens, the mark of the end among them, of -log p(token | source, tokens before).
-    With label smoothing s the target is (1 - s) on the token and s / V on every one; the metrics `loss` and
-    `perplexity` are without it. chrF (Popovic 2015) and BLEU are sacrebleu's, of at most 256 sentences that the model
-    writes, each token the most probable one.
+    The loss is the sum over target tokens, the end mark included, of -log p(token | source, tokens before). With label
+    smoothing s the target is (1 - s) on the token and s / V on every one; the metrics `loss` and `perplexity` leave
+    smoothing out. chrF (Popovic 2015) and BLEU are sacrebleu's, over at most 256 sentences that the model writes by
+    greedy decoding.
     """
 
     name = "translation"
