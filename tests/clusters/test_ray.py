@@ -11,7 +11,7 @@ import pytest
 
 from tests.clusters.ray import Ray, missing, ray_cluster
 from tests.clusters.test_slurm import check_same
-from tests.ranks.runs import SMALL, Run, Runs
+from tests.ranks.runs import SMALL, Run, Runs, losses_of
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing() or "there is one"), pytest.mark.timeout(900)]
 SETTINGS = ("train", "digits", *SMALL, "--model", "mlp", "--batch-size", "96", "--timeout", "10m", "--eval-every", "0")
@@ -22,6 +22,16 @@ def cluster() -> Iterator[Ray]:
     short = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")  # room for names of sockets
     with short as folder, ray_cluster(Path(folder)) as cluster:
         yield cluster
+
+
+SLOW = """\
+import time
+
+
+def wait(image):
+    time.sleep(0.0005)  # a run that lasts, and hardly computes
+    return image
+"""
 
 
 def _start(runs: Runs, cluster: Ray, *more: str) -> Run:
@@ -68,6 +78,31 @@ def test_a_node_is_lost_and_another_one_added(tmp_path: Path, cluster: Ray) -> N
         assert there.end(600) == 0, there.text()
         assert len((there.folder / "place" / "starts").read_text().split()) == 2
         _check_here(runs, there, *steps)
+
+
+@pytest.mark.slow
+def test_of_a_range_it_has_as_many_as_there_are(tmp_path: Path, cluster: Ray) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    with Runs(tmp_path) as runs:
+        there = runs.start(
+            *SETTINGS, "--on", f'ray(nodes=1:3, address="{cluster.dashboard}")', "--workers", "1",
+            "--max-steps", "3000", "--epochs", "1000", "--checkpoint-every", "50", "--transform", "slow:wait",
+            "--loaders", "0", "--trust", folder="there",
+        )  # fmt: skip
+        there.wait_for_step(100)
+        cluster.fail_node(sorted(name for name in cluster.nodes if name != "head")[0])
+        there.wait_for(lambda: len(there.records("start")) == 2, "a start on what is left")
+        begun = there.records("start")[-1]
+        there.wait_for_step(300, begun["t"])
+        cluster.add_node("n4")
+        there.wait_for(lambda: len(there.records("start")) == 3, "a start with the new one")
+        assert there.end(600) == 0, there.text()
+        assert [len(start["pids"]) for start in there.records("start")] == [2, 1, 2]
+        joined = there.records("start")[-1]
+        saved = [record for record in there.records("checkpoint") if record["t"] < joined["t"]][-1]
+        before = [record for record in there.records("steps") if record["t"] < joined["t"]][-1]
+        assert saved["step"] == before["step"] and saved["reason"] == "stop"  # nothing is done again
+        assert sorted(losses_of(there.folder)) == list(range(1, 3001))
 
 
 FLOW = """\

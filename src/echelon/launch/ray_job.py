@@ -2,15 +2,18 @@
 
 It holds a placement group, and on each machine of it an actor that runs the node command. When a machine or a node
 command dies, the others are ended and all start again from the newest checkpoint, as soon as Ray gives as many
-machines. SIGTERM, which Ray sends at a stop, is passed on: every node then saves a checkpoint and ends.
+machines; of a range, as many as there are. Machines that come while fewer than the most take part are taken in after a
+checkpoint. SIGTERM, which Ray sends at a stop, is passed on: every node then saves a checkpoint and ends.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -32,6 +35,9 @@ from echelon.launch.process import die_with_parent
 
 _CONFIG_FILE = "config.yaml"
 _LOOK_S = 0.5
+_GIVEN_S = 10.0  # until Ray gives machines that are free; else fewer are asked for, where fewer do
+_COUNTED_AGAIN_S = 60.0  # while the least are waited for
+_NEWCOMERS_S = 5.0  # between looks for machines that have come
 _LAST_WORDS_S = 15.0  # for nodes that lost another one: they have nothing to save
 _FINAL = {0, 1, USER_ERROR_EXIT_CODE}
 
@@ -83,9 +89,9 @@ class _Stop:
 class _Nodes:
     """A start of the run: its machines, and the node commands on them."""
 
-    def __init__(self, cluster: RayCluster) -> None:
-        self._group = placement_group(cluster.bundles, strategy="STRICT_SPREAD")
-        self._cluster = cluster
+    def __init__(self, cluster: RayCluster, count: int) -> None:
+        self._group = placement_group([cluster.bundle] * count, strategy="STRICT_SPREAD")
+        self._cluster, self.count = cluster, count
         self._actors: list[Any] = []
         self._ends: list[Any] = []
 
@@ -100,7 +106,7 @@ class _Nodes:
             RayActorError: a machine is gone again.
         """
         actor = ray.remote(NodeActor)
-        for number in range(self._cluster.nodes):
+        for number in range(self.count):
             at = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
             options = actor.options(
                 num_cpus=self._cluster.cores, num_gpus=self._cluster.gpus, max_concurrency=2, scheduling_strategy=at
@@ -109,7 +115,7 @@ class _Nodes:
         names = ray.get([actor.node.remote() for actor in self._actors])
         address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == names[0])
         for number, (actor, name) in enumerate(zip(self._actors, names, strict=True)):
-            node_rank = NodeRank(number, f"node {name[:8]}", address, start)
+            node_rank = NodeRank(number, f"node {name[:8]}", address, start, self.count)
             self._ends.append(actor.run.remote(submission, node_rank))
 
     def wait(self) -> list[int | None] | None:
@@ -154,23 +160,68 @@ def main(run: Path, folder: Path) -> int:
     job, files, start = ray.get_runtime_context().get_job_id(), PlaceFiles(run), 0
     while not stop.signum:
         files.exit.unlink(missing_ok=True)
-        with closing(_Nodes(cluster)) as nodes:
-            code = _run_once(nodes, submission, f"{job}-{start}", stop)
+        newcomers = _Newcomers(cluster)
+        nodes = _gathered(cluster, stop)
+        if nodes is None:
+            break
+        with closing(nodes):
+            code = _run_once(nodes, submission, f"{job}-{start}", stop, newcomers)
         if code in _FINAL:
             return code
         start += 1
     return 128 + stop.signum
 
 
-def _run_once(nodes: _Nodes, submission: Submission, start: str, stop: _Stop) -> int:
+def _fitting(cluster: RayCluster) -> frozenset[str]:
+    """Return Ray's ids of the machines that are large enough to take part, whoever uses them now."""
+    wanted = cluster.bundle.items()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    fits = [node for node in alive if all(node["Resources"].get(name, 0.0) >= amount for name, amount in wanted)]
+    return frozenset(node["NodeID"] for node in fits)
+
+
+def _gathered(cluster: RayCluster, stop: _Stop) -> _Nodes | None:
+    """Wait for as many machines as there are, between the least and the most; None: the job was asked to end."""
+    least, most = cluster.least_machines, cluster.machines
+    count = min(most, max(least, len(_fitting(cluster))))
+    while not stop.signum:
+        nodes = _Nodes(cluster, count)
+        patience_s = math.inf if least == most else _COUNTED_AGAIN_S if count == least else _GIVEN_S
+        ends_s = time.monotonic() + patience_s
+        while not stop.signum and time.monotonic() < ends_s:
+            if nodes.has_machines():
+                return nodes
+        nodes.close()
+        count = count - 1 if count > least else min(most, max(least, len(_fitting(cluster))))
+    return None
+
+
+class _Newcomers:
+    """Machines that have come since a start began."""
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self._cluster, self._known = cluster, _fitting(cluster)
+        self._seen: frozenset[str] = frozenset()
+        self._looked_s = time.monotonic()
+
+    def are_wanted(self, count: int) -> bool:
+        """Whether some are there that a start of so many machines has room for; asked again and again.
+
+        They have been seen twice: several that come together are taken in together.
+        """
+        if count >= self._cluster.machines or time.monotonic() - self._looked_s < _NEWCOMERS_S:
+            return False
+        self._looked_s, before = time.monotonic(), self._seen
+        self._seen = _fitting(self._cluster) - self._known
+        return bool(self._seen) and self._seen == before
+
+
+def _run_once(nodes: _Nodes, submission: Submission, start: str, stop: _Stop, newcomers: _Newcomers) -> int:
     """Run the node commands once; returns how the run ended by what its machines noted, or -1: they noted nothing."""
     files = PlaceFiles(submission.run)
-    while not nodes.has_machines():
-        if stop.signum:
-            return -1
     try:
         nodes.start(submission, start)
-        codes = _until_one_ends(nodes, stop)
+        codes = _until_one_ends(nodes, stop, newcomers)
     except RayActorError as lost:
         print(f"a machine is lost: {lost}", flush=True)
         return -1
@@ -181,15 +232,18 @@ def _run_once(nodes: _Nodes, submission: Submission, start: str, stop: _Stop) ->
         nodes.signal(signal.SIGTERM)
     nodes.end(STOP_S if all(code == 0 for code in codes) else _LAST_WORDS_S)
     ended = files.ended()
-    print(f"start {start}: exit codes {codes}, noted: {ended}", flush=True)
+    print(f"start {start} on {nodes.count}: exit codes {codes}, noted: {ended}", flush=True)
     return -1 if ended is None else ended[0]
 
 
-def _until_one_ends(nodes: _Nodes, stop: _Stop) -> Sequence[int | None]:
-    """Wait for the first node command that ends, passing a stop on; returns the exit codes of those that have ended."""
+def _until_one_ends(nodes: _Nodes, stop: _Stop, newcomers: _Newcomers) -> Sequence[int | None]:
+    """Wait for the first node command that ends; returns the exit codes of those that have ended.
+
+    A stop is passed on; machines that have come are taken in by one, too, which saves a checkpoint.
+    """
     told = False
     while (codes := nodes.wait()) is None:
-        if stop.signum and not told:
+        if not told and (stop.signum or newcomers.are_wanted(nodes.count)):
             nodes.signal(signal.SIGTERM)
             told = True
     return codes

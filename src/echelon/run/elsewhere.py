@@ -156,7 +156,8 @@ def check_described(config: RunConfig, cluster: Cluster, has_objects: bool = Fal
     if config.launch.link:
         raise UserError("--link shapes links of this machine: it needs --on local")
     if config.launch.workers and config.strategy.parallel != AUTO:
-        check_world(config, config.launch.workers * cluster.machines)
+        for machines in sorted({cluster.least_machines, cluster.machines}):
+            check_world(config, config.launch.workers * machines)
     if splits_model(config) and cluster.machines > 1 and not cluster.shares_disk:
         raise UserError(
             f"--parallel {config.strategy.parallel}: all ranks write parts of a checkpoint of a model that is split: "

@@ -85,9 +85,10 @@ def _run_part(run: Path, config: RunConfig, cluster: Cluster, node_rank: NodeRan
     from echelon.run.resolve import resolve
     from echelon.run.start import start_again
 
-    if cluster.machines > 1:
+    machines = node_rank.machines or cluster.machines
+    if machines > 1:
         deadline_s = resolve(config).timeout_s
-        nodes, rendezvous = str(cluster.machines), _rendezvous(PlaceFiles(run), node_rank, deadline_s)
+        nodes, rendezvous = str(machines), _rendezvous(PlaceFiles(run), node_rank, deadline_s)
         config = replace(config, launch=replace(config.launch, nodes=nodes, rendezvous=rendezvous))
     return start_again(run, config, node_rank=node_rank).exit_code
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from echelon.config import build
 from echelon.core.errors import UserError
 from echelon.launch.places import PLACES, PlaceChoice
 from echelon.launch.places.cluster import ChainedJob, NodeRank, PlaceSilent, Submission
 from echelon.launch.places.ray import RayCluster, rank_variables, read_rank
+from echelon.run.elsewhere import check_described
 
 SUBMISSION = Submission(Path("/home/me/runs/digits 1"), Path("/home/me"), "/opt/python")
 NO_RAY = """
@@ -40,6 +42,16 @@ def test_the_job_is_as_it_was() -> None:
     }
 
 
+def test_a_range_of_machines() -> None:
+    place = _build("ray(nodes=1:4)")
+    assert (place.least_machines, place.machines) == (1, 4)
+    group = json.loads(place.text(SUBMISSION))["placement_group"]
+    assert group == {"strategy": "STRICT_SPREAD", "bundles": [{"CPU": 1}] * 4, "or_fewer_bundles": 1}
+    config = build(None, {"launch.on": "ray(nodes=1:4)", "launch.workers": "1", "strategy.parallel": "dp=4"}).config
+    with pytest.raises(UserError, match="dp=4"):
+        check_described(config, place)
+
+
 def test_steps_of_a_flow_are_jobs() -> None:
     job = ChainedJob("tune", Path("tune.sh"), {3: ["python", "it's"]}, True, (), 2, 1e9, 1)
     (step,) = json.loads(_build("ray").chained_text(job))
@@ -52,6 +64,8 @@ def test_steps_of_a_flow_are_jobs() -> None:
     ("text", "words"),
     [
         ("ray(nodes=0)", "nodes and cores must be at least 1"),
+        ("ray(nodes=0:4)", "nodes and cores must be at least 1"),
+        ("ray(nodes=4:1)", "the smaller number comes first"),
         ("ray(gpus=-1)", "gpus at least 0"),
         ("ray(node=2)", "did you mean nodes?"),
         ("rya", "did you mean ray?"),

@@ -37,12 +37,14 @@ class NodeRank:
         name: tells it apart, also from others on the same host.
         address: of the first machine, as the place knows it.
         start: names this start of the run, the same on all of its machines.
+        machines: of this start, where their number may differ from one to the next; 0: as the place was asked for.
     """
 
     number: int
     name: str
     address: str
     start: str
+    machines: int = 0
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,12 @@ class Cluster(ABC):
     @property
     @abstractmethod
     def machines(self) -> int:
-        """How many machines a run is given."""
+        """How many machines a run is given, at most."""
+
+    @property
+    def least_machines(self) -> int:
+        """How many it needs."""
+        return self.machines
 
     @property
     def stop_s(self) -> float:

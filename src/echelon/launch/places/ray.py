@@ -1,7 +1,8 @@
 """A Ray cluster: a Ray job with a placement group, and one node command on each of its machines.
 
 Ray queues the job and gives it machines; an autoscaling cluster starts new ones for it. If a machine is lost, the job
-starts the node commands again on new machines, from the newest checkpoint.
+starts the node commands again on new machines, or with a range of machines on those that are left, from the newest
+checkpoint.
 
 Helps: Runs on a Ray cluster.
 Needs: echelon[ray], Ray's dashboard, and a disk that all machines share.
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
+from echelon.core.spec import Range
+from echelon.core.units import many
 from echelon.launch.places.cluster import (
     ANSWER_S,
     ChainedJob,
@@ -47,14 +50,14 @@ class RayCluster(Cluster):
     """A Ray cluster.
 
     Attributes:
-        nodes: number of machines.
+        nodes: number of machines, or a range such as 1:4: at each start as many of them as there are.
         gpus: GPUs of each machine.
         cores: CPU cores that Ray reserves for the run on each machine.
         address: address of the dashboard, such as "http://head:8265"; auto: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or the
             cluster on this machine.
     """
 
-    nodes: int = 1
+    nodes: int | Range = 1
     gpus: int = 0
     cores: int = 1
     address: str = "auto"
@@ -67,19 +70,23 @@ class RayCluster(Cluster):
         Raises:
             ValueError: names the setting.
         """
-        if self.nodes < 1 or self.cores < 1 or self.gpus < 0:
+        if self.least_machines < 1 or self.cores < 1 or self.gpus < 0:
             raise ValueError("nodes and cores must be at least 1, gpus at least 0")
 
     @property
     def machines(self) -> int:
-        """How many machines a run is given."""
-        return self.nodes
+        """How many machines a run is given, at most."""
+        return self.nodes.most if isinstance(self.nodes, Range) else self.nodes
 
     @property
-    def bundles(self) -> list[dict[str, float]]:
-        """What the placement group asks for: one bundle a machine."""
-        bundle: dict[str, float] = {"CPU": self.cores, **({"GPU": self.gpus} if self.gpus else {})}
-        return [bundle] * self.nodes
+    def least_machines(self) -> int:
+        """How many it needs."""
+        return self.nodes.least if isinstance(self.nodes, Range) else self.nodes
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What the placement group asks for on each machine."""
+        return {"CPU": self.cores, **({"GPU": self.gpus} if self.gpus else {})}
 
     def check(self, submission: Submission, versions: Mapping[str, str]) -> None:
         """Refuse a machine without Ray, or one from which the cluster is not reached.
@@ -103,7 +110,8 @@ class RayCluster(Cluster):
 
     def text(self, submission: Submission) -> str:
         """Return the job as Ray gets it, and the placement group that it asks for."""
-        group = {"strategy": "STRICT_SPREAD", "bundles": self.bundles}
+        least = {"or_fewer_bundles": self.least_machines} if self.least_machines < self.machines else {}
+        group = {"strategy": "STRICT_SPREAD", "bundles": [self.bundle] * self.machines, **least}
         return json.dumps({"job": self._job(submission), "placement_group": group}, indent=2) + "\n"
 
     def submit(self, submission: Submission) -> str:
@@ -188,7 +196,7 @@ class RayCluster(Cluster):
             return JobState(JobPhase.ENDED, status.lower() if status != "FAILED" else _failure(info.message))
         is_run = JOB_MODULE in info.entrypoint  # a step has no placement group
         if status == "PENDING" or (is_run and self._wants_machines(client, info.job_id)):
-            return JobState(JobPhase.WAITS, f"waiting for {self.nodes} node{'s' * (self.nodes != 1)}")
+            return JobState(JobPhase.WAITS, f"waiting for {many(self.least_machines, 'node')}")
         return JobState(JobPhase.RUNS, "running")
 
     def _wants_machines(self, client: JobSubmissionClient, ray_job: str | None) -> bool:
