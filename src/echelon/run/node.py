@@ -85,11 +85,11 @@ def _run_part(run: Path, config: RunConfig, cluster: Cluster, node_rank: NodeRan
     from echelon.run.resolve import resolve
     from echelon.run.start import start_again
 
-    machines = node_rank.machines or cluster.machines
+    machines, rendezvous = node_rank.machines or cluster.machines, ""
     if machines > 1:
-        deadline_s = resolve(config).timeout_s
-        nodes, rendezvous = str(machines), _rendezvous(PlaceFiles(run), node_rank, deadline_s)
-        config = replace(config, launch=replace(config.launch, nodes=nodes, rendezvous=rendezvous))
+        rendezvous = _rendezvous(PlaceFiles(run), node_rank, resolve(config).timeout_s)
+    # alone, too: an earlier start, of which the folder tells, may have been one of several machines
+    config = replace(config, launch=replace(config.launch, nodes=str(machines), rendezvous=rendezvous))
     return start_again(run, config, node_rank=node_rank).exit_code
 
 
