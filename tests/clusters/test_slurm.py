@@ -133,7 +133,7 @@ def test_a_study_is_an_array_of_which_each_run_is_queued_again(tmp_path: Path, c
             most = max(most, _running(cluster))
             time.sleep(0.2)
         assert again.end() == 0, again.text()
-        assert most <= 2 and "go on since an earlier command" in again.text()
+        assert most <= 2 and "since an earlier command: " in again.text()
         ends = read_ends(study.folder)
         assert len(ends) == 4 and {end.status for end in ends.values()} == {"completed"}, again.text()
         assert [len(read_records(first, kind)) for kind in (Start, End)] == [2, 2]

@@ -92,7 +92,8 @@ def test_random_faults(tmp_path: Path, cluster: SlurmCluster) -> None:
             there.wait_for(lambda step=step: _last_step(there) >= step, f"step {step}", FAULT_S)
             _go_on(cluster, there, fault, chance)
         assert _last_step(there) < STEPS, "the run was over before the faults were"
-        assert there.end(3600) == 0, there.text()
+        there.wait_for(lambda: cluster.hurry(_job(there)) or there.process.poll() is not None, "the end", 3600)
+        assert there.end() == 0, there.text()
         (tmp_path / "slow.py").write_text(SLOW.replace("0.002", "0"))
         here = runs.start(*settings, "--workers", "2", "--trust", folder="here")
         assert here.end() == 0, here.text()

@@ -14,6 +14,7 @@ from echelon.config.validate import Nodes, check_batch
 from echelon.coordinator.config import CONTINUES
 from echelon.core.errors import LEFT, UserError, naming
 from echelon.core.files import allow_open_files, full_disk_in_words
+from echelon.core.model_names import check_model_name
 from echelon.core.stop import StopFlag, Stopped, stop_on_signals
 from echelon.core.tuning import packages_of
 from echelon.launch.link import check_link
@@ -26,11 +27,13 @@ from echelon.launch.supervisor import FirstMachineGone, JobFailed, Refused, Stop
 from echelon.observe.callbacks import check_callbacks, check_methods
 from echelon.observe.environment import command_given_t
 from echelon.observe.loggers.base import own_loggers
+from echelon.optim.names import check_optimizer_name
 from echelon.records.events import CallbackError, MachineLeft, Refusal, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.going import LAUNCH_FILE, read_launch
 from echelon.records.kinds import End, Evaluation, Start
 from echelon.run.closing import close_run
+from echelon.run.data_names import check_data_name
 from echelon.run.deaths import watched
 from echelon.run.defaults import are_told_late
 from echelon.run.elsewhere import Around, followed, left_place, prepared, submitted, submitted_again
@@ -45,7 +48,7 @@ from echelon.run.opening import Opening, describe_untold
 from echelon.run.outcome import SUBMITTED, Outcome, outcome_of
 from echelon.run.rate_search import Search, as_search, check_no_search
 from echelon.run.rescan import take_new_samples
-from echelon.run.resolve import LaunchRequest, launch_request, resolve
+from echelon.run.resolve import LaunchRequest, check_names, launch_request, resolve
 from echelon.tasks.registry import TaskObjects
 from echelon.trainer import folder as folders
 
@@ -113,6 +116,10 @@ def prepare_elsewhere(config: RunConfig) -> Submission:
     Raises:
         UserError: it cannot start as described, or its place takes no whole runs.
     """
+    check_names(config)
+    check_data_name(config.data.source)
+    check_model_name(config.model.name)
+    check_optimizer_name(config.optimizer.name)
     described = as_search(config)
     request = launch_request(at_home(described))
     folders.check_weights(config.model.weights)

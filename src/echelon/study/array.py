@@ -14,6 +14,7 @@ from pathlib import Path
 from echelon.config import build
 from echelon.core.errors import UserError
 from echelon.core.stop import stopped_exit_code
+from echelon.core.units import many
 from echelon.launch.places import PlaceChoice
 from echelon.launch.places.cluster import ArrayCluster, JobPhase, JobState, PlaceFiles, PlaceSilent, RunArray
 from echelon.run.defaults import with_task_defaults
@@ -110,7 +111,7 @@ class QueuedRuns:
                 new.append(QueuedRun(run, folder, refused=str(refused)))
             else:
                 new.append(QueuedRun(run, folder))
-        words = [f"{len(kept)} runs go on since an earlier command"] if kept else []
+        words = [f"since an earlier command: {many(len(kept), 'run')}"] if kept else []
         if submissions:
             script = (path / OUTPUT_FOLDER / "array.sh").absolute()
             script.parent.mkdir(exist_ok=True)
@@ -120,7 +121,9 @@ class QueuedRuns:
                 for each in new:
                     discard(each.folder)
                 raise
-            words.append(f"jobs {jobs[0]} to {jobs[-1]}: {len(jobs)} runs as an array, at most {at_once} at once")
+            words.append(
+                f"jobs {jobs[0]} to {jobs[-1]}: {many(len(jobs), 'run')} as an array, at most {at_once} at once"
+            )
         return cls(cluster, [*kept, *new]), "; ".join(words)
 
     def look(self) -> tuple[list[QueuedRun], list[QueuedRun]]:
