@@ -81,11 +81,11 @@ def test_a_run_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     files.prepare()
     assert cluster is not None and not stop(run, cluster)
     files.add_job("7")
-    cancelled = _slurm_says(tmp_path, monkeypatch, "RUNNING|None|n[1-2]|N/A")
+    cancelled = _slurm_says(tmp_path, monkeypatch, "7|RUNNING|None|n[1-2]|N/A")
     assert overview_of(run).state == "running on n[1-2] (job 7)"
     assert stop(run, cluster) and files.stop.exists()
     assert cancelled.read_text() == "--batch --signal=TERM 7\n"
-    _slurm_says(tmp_path, monkeypatch, "PENDING|Resources||N/A")
+    _slurm_says(tmp_path, monkeypatch, "7|PENDING|Resources||N/A")
     assert overview_of(run).state == "waiting for 2 nodes (Resources) (job 7)"
     assert stop(run, cluster) and cancelled.read_text().endswith("\n7\n")
     _slurm_says(tmp_path, monkeypatch, "COMPLETED|None||N/A")
@@ -139,7 +139,7 @@ def test_a_log_is_followed_until_the_run_has_left_the_queue_for_good(
     run = _run(tmp_path / "a", "slurm(nodes=2)")
     PlaceFiles(run).prepare()
     PlaceFiles(run).add_job("7")
-    _slurm_says(tmp_path, monkeypatch, "RUNNING|None|n1|N/A")
+    _slurm_says(tmp_path, monkeypatch, "7|RUNNING|None|n1|N/A")
     looks = until_over(run, 0.01)
     assert len([next(looks) for _ in range(4)]) == 4
     _slurm_says(tmp_path, monkeypatch, "")

@@ -267,7 +267,7 @@ class Slurm(ArrayCluster):
             if "Invalid job id" not in str(error):
                 raise PlaceSilent(str(error)) from None
             lines = []  # they are over for some time
-        told = dict(line.split("|", 1) for line in lines)
+        told = dict(line.split("|", 1) for line in lines if line)
         over = JobState(JobPhase.ENDED, "no more in the queue")
         return {job: self._state(told[job]) if job in told else over for job in jobs}
 
