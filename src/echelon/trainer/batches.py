@@ -17,7 +17,7 @@ from echelon.observe.phases import CALLBACKS, RECORDING, Phase
 from echelon.records.events import CodecSwitched
 from echelon.records.kinds import EARLY_STOP, MAX_TIME, EntropyCoding
 from echelon.trainer.balance import Deal
-from echelon.trainer.commit import Commit, KeptBuffers
+from echelon.trainer.commit import Commit, KeptDraws
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.loop import TrainingRun, evaluate_agreed, regroupable
 from echelon.trainer.progress import record_pipeline
@@ -66,7 +66,8 @@ class EpochOrder:
         self._run, self._cursor, self._stop = run, cursor, stop
         self._slow = SlowSteps(run.progress.record)
         self._due, self.saved_s = False, time.monotonic()
-        self._kept = KeptBuffers(run.parts.local_model) if run.survives else None
+        self._kept = KeptDraws(run.parts.local_model) if run.survives else None
+        self._regroups = regroupable(run) if run.survives else None  # asked once: a protocol's check takes long
         self._trained = False
         self.reason = EARLY_STOP if self._is_stagnant else ""  # so it was saved
         self._time = TimeLimit(run.settings.ends_s if run.world.leads else math.inf, len(run.eval_loader))
@@ -113,7 +114,7 @@ class EpochOrder:
         if is_new:
             window.add(result)
         self.note(between=False)
-        if self._run.survives:
+        if self._regroups is not None:
             self.history.append((cursor.step, result))
         stops = window.stops(bool(self._stop) or self._time.is_up(time.monotonic()))
         if is_new:
@@ -156,7 +157,7 @@ class EpochOrder:
 
     def note(self, between: bool) -> None:
         """Note what is done, where other ranks may have to be told of it (see `Commit`)."""
-        if self._run.survives and regroupable(self._run).at_agreement:
+        if self._regroups is not None and self._regroups.at_agreement:
             self.commit = Commit.of(self._run, self._cursor, self.reason, between, self._kept)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,20 +20,50 @@ from echelon.torch_compat import foreach_copy_
 from echelon.trainer.loop import TrainingRun
 from echelon.trainer.state import Cursor, RunParts
 
+_MT19937_BYTES = 624 * 4 + 4  # of words, and of the place among them
 
-class KeptBuffers:
-    """A copy of a model's buffers that is made anew in place: there is one at a time, and to copy takes little."""
+
+class _NumpyDraws:
+    """The state of numpy's generator, read again only when it has moved: to read it takes longer than all the rest.
+
+    Whether it has moved is seen in its memory. The second number of a normal pair is kept elsewhere: while there is
+    one, the state is read every time.
+    """
+
+    def __init__(self) -> None:
+        self._generator: object = None
+        self._memory = b""
+        self._state: Mapping[str, Any] = {}
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the state, as `numpy.random.get_state(legacy=False)` does."""
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if not isinstance(generator, np.random.MT19937):
+            return np.random.get_state(legacy=False)
+        memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+        if generator is not self._generator or memory != self._memory or self._state["has_gauss"]:
+            self._generator, self._memory, self._state = generator, memory, np.random.get_state(legacy=False)
+        return self._state
+
+
+class KeptDraws:
+    """What is copied before each step, so that this takes little: buffers in place, one copy at a time."""
 
     def __init__(self, model: nn.Module) -> None:
         self._live = list(model.buffers())
         self._copies = [buffer.clone() for buffer in self._live]
+        self._numpy = _NumpyDraws()
 
     @torch.no_grad()
-    def copied(self) -> list[Tensor]:
-        """Copy them, over the last copy."""
+    def buffers(self) -> list[Tensor]:
+        """Copy the buffers, over the last copy."""
         if self._live:
             foreach_copy_(self._copies, self._live)
         return self._copies
+
+    def of_numpy(self) -> Mapping[str, Any]:
+        """Return the state of numpy's generator."""
+        return self._numpy.state()
 
 
 @dataclass(frozen=True)
@@ -49,17 +80,16 @@ class Draws:
     replica: StateView
 
     @classmethod
-    def of(cls, run: TrainingRun, kept: KeptBuffers | None = None) -> Draws:
+    def of(cls, run: TrainingRun, kept: KeptDraws | None = None) -> Draws:
         """Copy them.
 
         Args:
-            kept: whose copy of the buffers is used; left out: another one is made.
+            kept: whose copies are used; left out: others are made.
         """
-        copies = (kept or KeptBuffers(run.parts.local_model)).copied()
-        numpy: Mapping[str, object] = np.random.get_state(legacy=False)
+        kept = kept or KeptDraws(run.parts.local_model)
         sync = run.parts.sync
         replica = {} if sync.steps_together else copy_state({**replica_state(run.parts), "sync": sync.state_dict()})
-        return cls(torch.get_rng_state(), random.getstate(), numpy, copies, replica)
+        return cls(torch.get_rng_state(), random.getstate(), kept.of_numpy(), kept.buffers(), replica)
 
     @torch.no_grad()
     def restore(self, run: TrainingRun) -> None:
@@ -125,9 +155,7 @@ class Commit:
     draws: Draws | None = None
 
     @classmethod
-    def of(
-        cls, run: TrainingRun, cursor: Cursor, reason: str, between: bool, kept: KeptBuffers | None = None
-    ) -> Commit:
+    def of(cls, run: TrainingRun, cursor: Cursor, reason: str, between: bool, kept: KeptDraws | None = None) -> Commit:
         """Note how far a rank is now; `kept`: see `Draws.of`."""
         saver = run.saver
         best, best_loss = BestResult.numbers(saver.best)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.trainer.commit import Draws, KeptBuffers
+from echelon.trainer.commit import Draws, KeptDraws
 
 
 def _run(model: nn.Module) -> Any:
@@ -21,7 +22,7 @@ def _run(model: nn.Module) -> Any:
 @pytest.mark.parametrize("in_place", [True, False])
 def test_generators_and_buffers_go_back_to_the_newest_copy(in_place: bool) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout())
-    run, kept = _run(model), KeptBuffers(model) if in_place else None
+    run, kept = _run(model), KeptDraws(model) if in_place else None
     for _ in range(2):  # the second copy is written over the first one
         model(torch.randn(4, 3))
         draws = Draws.of(run, kept)
@@ -35,4 +36,36 @@ def test_generators_and_buffers_go_back_to_the_newest_copy(in_place: bool) -> No
 
 
 def test_a_model_without_buffers_has_nothing_to_copy() -> None:
-    assert KeptBuffers(nn.Linear(2, 2)).copied() == []
+    assert KeptDraws(nn.Linear(2, 2)).buffers() == []
+
+
+@pytest.fixture
+def own_numpy() -> Iterator[None]:
+    bits, state = np.random.get_bit_generator(), np.random.get_state()  # type: ignore[attr-defined]
+    yield
+    np.random.set_bit_generator(bits)  # type: ignore[attr-defined]
+    np.random.set_state(state)
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        [np.random.rand, np.random.rand],
+        [np.random.randn, np.random.randn, np.random.randn, np.random.rand],  # every second normal is a kept one
+        [lambda: None, lambda: np.random.seed(3), lambda: None],
+        [lambda: np.random.set_bit_generator(np.random.PCG64(1)), np.random.rand],  # type: ignore[attr-defined]
+        [lambda: np.random.set_bit_generator(np.random.MT19937(1)), np.random.rand],  # type: ignore[attr-defined]
+        [lambda: np.random.bytes(4 * 624 * 3), lambda: None],  # it moves by whole rounds
+    ],
+    ids=["uniform", "normal", "seeded", "another kind", "another one", "rounds"],
+)
+def test_the_state_of_numpy_is_read_again_when_it_has_moved(drawn: list[Callable[[], object]], own_numpy: None) -> None:
+    np.random.seed(5)
+    kept, run = KeptDraws(nn.Linear(2, 2)), _run(nn.Linear(2, 2))
+    for draw in drawn:
+        draw()
+        draws = Draws.of(run, kept)
+        following = np.random.randn(), np.random.rand()
+        draws.restore(run)
+        assert following == (np.random.randn(), np.random.rand())
+        draws.restore(run)
