@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -675,9 +676,11 @@ def _brought(run: str | Path) -> Path:
 
 def _with_overrides(path: Path, overrides: Mapping[str, SettingValue]) -> Resolved:
     folders.check_is_run(path)
-    for name in overrides:
-        if not name.startswith(RESUMABLE):
+    stays = [name for name in overrides if not name.startswith(RESUMABLE)]
+    present = _read(path).config if stays else None
+    for name in stays:
+        if overrides[name] != attrgetter(name)(present):
             raise UserError(
                 f"{name} cannot change when a run is resumed: start a new run, with --weights from this one"
             )
-    return _read(path, overrides)
+    return _read(path, {name: value for name, value in overrides.items() if name not in stays})

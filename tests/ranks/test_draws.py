@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 import echelon
 from echelon.core.errors import UserError
@@ -36,6 +38,29 @@ def test_a_resumed_run_draws_and_mixes_as_one_that_was_never_stopped(tmp_path: P
         echelon.resume(tmp_path / "cut", {"training.epochs": 4})
     further = echelon.resume(tmp_path / "whole", {"training.epochs": 4}, transform=mirrored)
     assert further.status == "completed" and len(losses_of(tmp_path / "whole")) == 20
+
+
+class Shaken(nn.Module):
+    """Draws normal numbers of numpy and of Python, of which each makes two at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)  # the same start in each run
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        shaken = np.random.randn() + random.gauss(0, 1) if self.training else 0.0
+        return self.linear(images.flatten(1)) + shaken * self.linear.bias
+
+
+def test_a_resume_draws_the_second_normal_of_a_pair(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"workers": 1, "threads": 1, "device": "cpu", "batch_size": 300, "epochs": 3}
+    echelon.train(Shaken(), "digits", run=tmp_path / "whole", **settings)
+    echelon.train(Shaken(), "digits", run=tmp_path / "cut", max_steps=7, **settings)
+    echelon.resume(
+        tmp_path / "cut", {"training.max_steps": 0}, model=Shaken(), data="digits"
+    )  # the same data: no change
+    assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
 
 
 def mirrored(image: Tensor) -> Tensor:

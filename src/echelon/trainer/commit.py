@@ -80,16 +80,16 @@ class Draws:
     replica: StateView
 
     @classmethod
-    def of(cls, run: TrainingRun, kept: KeptDraws | None = None) -> Draws:
+    def of(cls, run: TrainingRun, copies: KeptDraws | None = None) -> Draws:
         """Copy them.
 
         Args:
-            kept: whose copies are used; left out: others are made.
+            copies: what they are copied to; left out: to others.
         """
-        kept = kept or KeptDraws(run.parts.local_model)
+        copies = copies or KeptDraws(run.parts.local_model)
         sync = run.parts.sync
         replica = {} if sync.steps_together else copy_state({**replica_state(run.parts), "sync": sync.state_dict()})
-        return cls(torch.get_rng_state(), random.getstate(), kept.of_numpy(), kept.buffers(), replica)
+        return cls(torch.get_rng_state(), random.getstate(), copies.of_numpy(), copies.buffers(), replica)
 
     @torch.no_grad()
     def restore(self, run: TrainingRun) -> None:
@@ -155,13 +155,15 @@ class Commit:
     draws: Draws | None = None
 
     @classmethod
-    def of(cls, run: TrainingRun, cursor: Cursor, reason: str, between: bool, kept: KeptDraws | None = None) -> Commit:
-        """Note how far a rank is now; `kept`: see `Draws.of`."""
+    def of(
+        cls, run: TrainingRun, cursor: Cursor, reason: str, between: bool, copies: KeptDraws | None = None
+    ) -> Commit:
+        """Note how far a rank is now; `copies`: see `Draws.of`."""
         saver = run.saver
         best, best_loss = BestResult.numbers(saver.best)
         return cls(
             cursor.step, between, cursor.epoch, cursor.batch, saver.stagnation, saver.owes_evaluation, reason,
-            best, best_loss, Draws.of(run, kept) if between else None,
+            best, best_loss, Draws.of(run, copies) if between else None,
         )  # fmt: skip
 
     @property

@@ -210,18 +210,29 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
+def _restore_drawn_here(state: StateView) -> None:
+    """Put back the generators of Python and numpy; checkpoints of earlier versions lack the second normal of a pair."""
+    python, numpy = state.get("python_normal", []), state.get("numpy_normal", [])
+    random.setstate((3, tuple(state["python"]), python[0] if python else None))
+    keys, position = state["numpy"].numpy().astype(np.uint32), state["numpy_position"]
+    np.random.set_state(("MT19937", keys, position, len(numpy), numpy[0] if numpy else 0.0))
+
+
 def rank_state(run_parts: RunParts, world: World) -> StateView:
     """Return the state of this rank alone: random generators, buffers (BatchNorm), what `sync` keeps.
 
     Parameters, optimizer and scaler too, where they are each replica's own. Tensors are those that training goes on
     with: they are to be copied before it does, and before the model holds what the replicas agree on.
     """
-    _, keys, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    _, keys, position, has_normal, normal = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    _, python, python_normal = random.getstate()
     state: dict[str, object] = {
         "torch": torch.get_rng_state(),
-        "python": list(random.getstate()[1]),
+        "python": list(python),
+        "python_normal": [] if python_normal is None else [python_normal],  # the second one of a pair, not drawn yet
         "numpy": torch.from_numpy(keys.astype(np.int64)),
         "numpy_position": int(position),
+        "numpy_normal": [float(normal)] if has_normal else [],
         "sync": run_parts.sync.state_dict(),
         "buffers": {n: b for n, b in run_parts.local_model.named_buffers() if n not in run_parts.frozen},
     }
@@ -333,8 +344,7 @@ def load_rank_state(
         return
     state = ranks[world.rank]
     torch.set_rng_state(state["torch"])
-    random.setstate((3, tuple(state["python"]), None))
-    np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), state["numpy_position"], 0, 0.0))
+    _restore_drawn_here(state)
     if world.device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], world.device)
     with torch.no_grad():
