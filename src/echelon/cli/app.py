@@ -16,7 +16,7 @@ from echelon.core.errors import unknown
 COMMANDS = {
     "train": ("echelon.cli.train:command", "Train a model on data with any number of workers."),
     "resume": ("echelon.cli.train:resume_command", "Continue a run from its newest checkpoint."),
-    "finetune": ("echelon.cli.train:finetune_command", "Train on from the best weights of a run."),
+    "finetune": ("echelon.cli.train:finetune_command", "Train a new run from the best weights of another one."),
     "evaluate": ("echelon.cli.runs:evaluate_command", "Evaluate a checkpoint of a run."),
     "export": ("echelon.cli.runs:export_command", "Write a run's best model for other programs, and check it."),
     "predict": ("echelon.cli.use:predict_command", "Apply a run's model to new samples."),
@@ -25,10 +25,10 @@ COMMANDS = {
         "echelon.cli.compare:command",
         "Compare ways of training on your own work.",
     ),
-    "flow": ("echelon.cli.flow:command", "Run steps that follow each other, and again only what changed."),
+    "flow": ("echelon.cli.flow:command", "Run a flow of steps, and repeat only what changed."),
     "plan": ("echelon.cli.plan:command", "Predict time, memory and cost on machines that you do not have."),
-    "watch": ("echelon.cli.watch:command", "Watch a run or a study while it goes."),
-    "runs": ("echelon.cli.places:runs_command", "Show how all runs stand, wherever they are."),
+    "watch": ("echelon.cli.watch:command", "Watch a run or a study while it runs."),
+    "runs": ("echelon.cli.places:runs_command", "Show the state of all runs, wherever they are."),
     "logs": ("echelon.cli.places:logs_command", "Print the log of a run's process."),
     "stop": ("echelon.cli.places:stop_command", "Stop a run after a checkpoint, wherever it is."),
     "nodes": ("echelon.cli.nodes:command", "Show who takes part in a run, and let workers join or leave it."),
@@ -37,7 +37,7 @@ COMMANDS = {
     "verify": ("echelon.cli.upkeep:verify_command", "Compare every byte of a run with its hash."),
     "clean": ("echelon.cli.upkeep:clean_command", "Show what space a run takes, and free some of it."),
     "list": ("echelon.cli.catalogue:list_command", "List what can be chosen: models, codecs, ..."),
-    "explain": ("echelon.cli.catalogue:explain_command", "Explain a choice, and when it helps."),
+    "explain": ("echelon.cli.catalogue:explain_command", "Explain a choice: what it does, helps with and costs."),
     "completion": ("echelon.cli.completion:completion_command", "Print a shell's completion: bash, zsh, fish."),
 }
 ABOUT = """Echelon trains PyTorch models on many processes and machines, and shows what each way of doing so costs.
@@ -45,11 +45,11 @@ ABOUT = """Echelon trains PyTorch models on many processes and machines, and sho
 Examples:
   echelon train digits                            a first run, and its report
   echelon train DATA --model resnet20 --epochs 5  a folder per class of images
-  echelon train DATA --sync "local(8)" --dry-run  what would start, no more
+  echelon train DATA --sync "local(8)" --dry-run  show what would start
   echelon compare DATA --try "compression=none" --try "compression=sign"
   echelon plan runs/NAME --at "workers=64, link=1gbit, memory=24GB, price=2.5"
   echelon resume runs/NAME                        go on from the last checkpoint
-  echelon explain topk                            what a choice does, and when"""
+  echelon explain topk                            what a choice does and costs"""
 
 EXIT_CODES = (
     "Exit codes: 0 completed; 1 failed; 2 refused, before the first step; 128 + signal when a signal stopped it, after "
