@@ -96,7 +96,7 @@ def test_random_faults(tmp_path: Path, cluster: SlurmCluster) -> None:
         assert there.end() == 0, there.text()
         (tmp_path / "slow.py").write_text(SLOW.replace("0.002", "0"))
         here = runs.start(*settings, "--workers", "2", "--trust", folder="here")
-        assert here.end() == 0, here.text()
+        assert here.end(1800) == 0, here.text()
         assert losses_of(there.folder) == losses_of(here.folder)
         _report(there, faults)
 
