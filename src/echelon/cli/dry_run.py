@@ -59,7 +59,7 @@ def show(resolved: Resolved, all_settings: bool = False) -> None:
     for name, origin in resolved.origins.items():
         value, chosen = str(reduce(getattr, name.split("."), settings)), became.get(name)
         if chosen is not None and chosen != value:
-            table.add_row(name, chosen, f"{origin}: {value}")
+            table.add_row(name, chosen, f"chosen for {value} ({origin})")
         elif origin != "default" or all_settings:
             table.add_row(name, value, origin, style=None if origin != "default" else "dim")
     console.print(table)

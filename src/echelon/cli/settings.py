@@ -18,7 +18,7 @@ from echelon.config.schema import traits_of
 from echelon.core.tuning import TUNINGS
 from echelon.sync.registry import STRATEGIES
 
-TRUST = "import code (module:function) that a description's file names and you have not used before"
+TRUST = "import code (module:function) that a file of settings names and that you have not used before"
 
 BASICS = (  # what most commands need: shown first
     "task", "model.name", "training.epochs", "data.batch_size", "optimizer.name", "optimizer.lr", "launch.workers",

@@ -176,8 +176,8 @@ def _choosing() -> list[inspect.Parameter]:
             False, "--auto", help="choose layout, sync and codec by memory and short trial runs on these workers "
             "and links, and say why; for one of them alone: --parallel auto, --sync auto, --compression auto")),
         parameter("tolerance", float, typer.Option(
-            0.3, "--tolerance", min=0.0, metavar="NUMBER", help="with --auto: points of accuracy that a way may cost, "
-            "as measured elsewhere [default: 0.3]")),
+            0.3, "--tolerance", min=0.0, metavar="NUMBER", help="with --auto: points of accuracy that a choice may "
+            "cost, by Echelon's own measurements on other work [default: 0.3]")),
     ]  # fmt: skip
 
 
@@ -224,7 +224,7 @@ def _ways_to_start() -> list[inspect.Parameter]:
 
 
 def _detach_parameter() -> inspect.Parameter:
-    words = "leave the run to its place (--on) once that has taken it"
+    words = "return as soon as the place (--on) has accepted the run, which goes on there"
     return parameter("detach", bool, typer.Option(False, "--detach", help=words))
 
 

@@ -127,6 +127,9 @@ def _place(tree: SettingTree, name: str, value: SettingValue) -> None:
     tree[leaf] = value
 
 
+_IN_PLAIN_WORDS = {"Input should be": "it must be", "a valid integer": "a whole number", "a valid ": "a "}  # pydantic's
+
+
 def _checked(value: SettingValue, known: tuple[Field[Any], Any], where: str) -> SettingValue:
     item, kind = known
     if isinstance(value, str):
@@ -134,7 +137,9 @@ def _checked(value: SettingValue, known: tuple[Field[Any], Any], where: str) -> 
     try:
         checked: SettingValue = TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"].partition(", unable")[0].replace("Input should be", "it must be")
+        reason = error.errors()[0]["msg"].partition(", unable")[0]
+        for theirs, ours in _IN_PLAIN_WORDS.items():
+            reason = reason.replace(theirs, ours)
         hint = nearest(str(value), [str(a) for a in getattr(kind, "__args__", ())])
         raise UserError(f"{where} is {shown(repr(value))}: {hint}{reason[0].lower()}{reason[1:]}") from None
     if not isinstance(checked, int | float):

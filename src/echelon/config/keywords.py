@@ -72,6 +72,12 @@ class Keyword:
         return f"Literal[{values}]" if values else str(self.kind.__name__)
 
     @property
+    def shown_kind(self) -> Any:
+        """Its type in a signature: as text where it takes more than its kind, such as a word or a function."""
+        traits = traits_of(self.field)
+        return self.type if traits.callables or traits.renamed else self.kind
+
+    @property
     def help(self) -> str:
         """What the setting is, and its default."""
         default = "" if self.field.default == "" else f" [default: {self.field.default!r}]"
@@ -128,7 +134,7 @@ def takes_settings(settings: Iterable[Keyword], *objects: str) -> Callable[[Func
         fixed = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in objects]
         options += [
-            inspect.Parameter(k.name, inspect.Parameter.KEYWORD_ONLY, default=k.field.default, annotation=k.kind)
+            inspect.Parameter(k.name, inspect.Parameter.KEYWORD_ONLY, default=k.field.default, annotation=k.shown_kind)
             for k in listed
         ]
         function.__signature__ = signature.replace(parameters=[*fixed, *options])  # type: ignore[attr-defined]

@@ -218,7 +218,7 @@ class OptimizerConfig:
         "search for a learning rate instead of training: 100 steps at rates that rise from 1e-6 to 10, in a run folder "
         "of its own, with a curve and a suggestion",
     )
-    step_epochs: float = setting(30.0, "epochs between drops by 10 of the step schedule", above=0)
+    step_epochs: float = setting(30.0, "step schedule: epochs from one drop to a tenth to the next", above=0)
     warmup_epochs: float = setting(0.0, "epochs of linear warm-up", above=0)
     scale_lr: int = setting(0, "multiply lr by batch_size / this (linear scaling); 0: off", above=0)
     clip_norm: float = setting(0.0, "clip the gradient's norm at this; 0: off", above=0)
@@ -253,7 +253,7 @@ class TrainingConfig:
         "fp32, bf16 (autocast), bf16-params (float32 masters), fp16 (autocast, scaled losses) or fp8 (torchao, a GPU)",
     )
     tf32: Literal["auto", "on", "off"] = setting(
-        "auto", "TensorFloat-32 in fp32 matmuls and convolutions on GPUs; auto: torch's (convolutions alone)"
+        "auto", "TensorFloat-32 in fp32 matmuls and convolutions on GPUs; auto: as torch does (in convolutions only)"
     )
     recompute: Literal["none", "blocks", "selective"] = setting(
         "none",
@@ -348,7 +348,7 @@ class LaunchConfig:
         "auto",
         "when a worker dies, in runs without a parameter server: on (the others go on, and train its share of each "
         "batch until it is back), off (all start again from the newest checkpoint), or auto (on where that is possible "
-        "and costs little without a death)",
+        "and costs little while no worker dies)",
     )
     timeout: str = setting("2m", "how long any rank waits for another before the run is restarted")
     machine_patience: str = setting("10m", "how long the machines of a run wait for a lost one before they give up")

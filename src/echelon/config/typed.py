@@ -66,7 +66,7 @@ class ResumeSettings(TypedDict, total=False):
     max_restarts: int
     """how many deaths a run survives without a new checkpoint in between [default: 3]"""
     elastic: Literal["auto", "on", "off"]
-    """when a worker dies, in runs without a parameter server: on (the others go on, and train its share of each batch until it is back), off (all start again from the newest checkpoint), or auto (on where that is possible and costs little without a death) [default: 'auto']"""
+    """when a worker dies, in runs without a parameter server: on (the others go on, and train its share of each batch until it is back), off (all start again from the newest checkpoint), or auto (on where that is possible and costs little while no worker dies) [default: 'auto']"""
     timeout: str
     """how long any rank waits for another before the run is restarted [default: '2m']"""
     machine_patience: str
@@ -161,7 +161,7 @@ class TrainSettings(ResumeSettings, total=False):
     lr_find: bool
     """search for a learning rate instead of training: 100 steps at rates that rise from 1e-6 to 10, in a run folder of its own, with a curve and a suggestion [default: False]"""
     step_epochs: float
-    """epochs between drops by 10 of the step schedule [default: 30.0]"""
+    """step schedule: epochs from one drop to a tenth to the next [default: 30.0]"""
     warmup_epochs: float
     """epochs of linear warm-up [default: 0.0]"""
     scale_lr: int
@@ -175,7 +175,7 @@ class TrainSettings(ResumeSettings, total=False):
     precision: Literal["fp32", "bf16", "bf16-params", "fp16", "fp8"]
     """fp32, bf16 (autocast), bf16-params (float32 masters), fp16 (autocast, scaled losses) or fp8 (torchao, a GPU) [default: 'fp32']"""
     tf32: Literal["auto", "on", "off"]
-    """TensorFloat-32 in fp32 matmuls and convolutions on GPUs; auto: torch's (convolutions alone) [default: 'auto']"""
+    """TensorFloat-32 in fp32 matmuls and convolutions on GPUs; auto: as torch does (in convolutions only) [default: 'auto']"""
     ema: float
     """decay of an exponential moving average of the weights, used in evaluation; 0: off [default: 0.0]"""
     primary_metric: str

@@ -65,7 +65,7 @@ class Agreement:
     def __str__(self) -> str:
         name = self.metric.label or self.metric.name
         metric = "" if self.exported.metric is None else f", {name} {self.exported.metric:.4f}"
-        equal = f"outputs differ by at most {self.difference:.0e}" if self.difference else "outputs are the same"
+        equal = f"outputs differ by at most {self.difference:.0e}" if self.difference else "outputs are the model's own"
         return f"evaluated again on {self.samples:,} samples: loss {self.exported.loss:.4f}{metric}; {equal}"
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.config import ModelConfig, RunConfig
 from echelon.core.hints import name_for_side
 from echelon.core.model_names import BUILTIN_FOLDER
+from echelon.records.events import StartedOver
 from echelon.records.file import newest
-from echelon.records.kinds import Start
+from echelon.records.kinds import Checkpoint, Start
 from echelon.run.data_names import declared_kinds, holds_folders_of_a_kind, kind_by_name
 from echelon.tasks.registry import AUTO, TASKS
 
@@ -32,10 +33,12 @@ class Foretold:
     Attributes:
         model: what `auto` becomes; as described where only the opened data tells.
         parameters: that are trained; None: known once the model is built.
+        done_steps: of a run that is continued: the step of its last checkpoint.
     """
 
     model: str
     parameters: int | None = None
+    done_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,10 @@ def trained_scalars(module: nn.Module | None) -> int | None:
 
 def told_by_record(path: Path, config: RunConfig) -> Foretold:
     """Return what the record of a run that is continued says of its model."""
-    begun = next(newest(path, Start), None)
-    return Foretold(begun.model or config.model.name, begun.parameters) if begun else foretell(config)
+    begun, last = next(newest(path, Start), None), next(newest(path, Checkpoint, StartedOver), None)
+    done = last.step if isinstance(last, Checkpoint) else 0
+    told = Foretold(begun.model or config.model.name, begun.parameters) if begun else foretell(config)
+    return replace(told, done_steps=done)
 
 
 def _shape(config: RunConfig) -> _ImageShape | None:

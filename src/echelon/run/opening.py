@@ -18,6 +18,7 @@ from echelon.run.foretold import Foretold, auto_in_words
 from echelon.tasks.registry import AUTO
 
 _START = "start: "
+_UNTOLD = " (parameters: once torch is imported and it is built)"
 
 NoteOf = Callable[[str, int], Note | None]  # of a process, by its name and process id
 
@@ -61,7 +62,8 @@ class Opening:
     def _say_where(self, folder: Path) -> None:
         if self._plan.node_rank is not None:
             return  # on a place, whoever submitted it was told
-        where = f"{'continues in' if self._resumes else 'run folder'} {folder}"
+        done = f" after step {self._told.done_steps:,}" if self._told.done_steps else ""
+        where = f"continues in {folder}{done}" if self._resumes else f"run folder {folder}"
         stops = f"Ctrl-C stops it after a checkpoint, `echelon resume {folder}` continues it"
         self._screen.say(f"{where}; {'Ctrl-C ends it' if self._config.optimizer.lr_find else stops}")
 
@@ -105,7 +107,9 @@ def describe(config: RunConfig, plan: LaunchPlan, told: Foretold) -> str:
     length = f"{config.training.epochs} epochs" if config.training.epochs > 1 else "1 epoch"
     if config.optimizer.lr_find:
         length = f"{STEPS} steps to find a learning rate,"
-    size = f" of {told.parameters:,} parameters" if told.parameters else ""
+    if config.training.max_steps:
+        length += f" (at most {many(config.training.max_steps, 'step')})"
+    size = f" of {told.parameters:,} parameters" if told.parameters else _UNTOLD
     return (
         f"{config.data.source}, model {told.model}{size}; {_ways(config, plan.workers, plan.nodes.most)}; "
         f"{length} of batches of {config.data.batch_size}"

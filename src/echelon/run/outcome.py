@@ -125,11 +125,19 @@ class Outcome:
             "steps": str(known.get("steps", "")),
             "workers": str(known.get("workers", "")),
             "samples/s": f"{known['samples_per_s']:,.0f}" if "samples_per_s" in known else None,
-            "sent a step in all": format_bytes(known["wire_bytes_per_step"])
+            "sent a step, all ranks": format_bytes(known["wire_bytes_per_step"])
             if "wire_bytes_per_step" in known
             else None,
+            f"best {metric}": self._better(metric, value),
         }
         return [(name, text) for name, text in texts.items() if text]
+
+    def _better(self, metric: str, last: float | None) -> str:
+        """Return the best result, whose weights `model` returns, where the last is another; else nothing."""
+        best, step = self.summary.get(f"best_{metric}"), self.summary.get("best_step")
+        if best is None or last is None or self.summary.get("tested") or f"{best:.4g}" == f"{last:.4g}":
+            return ""
+        return f"{best:.4g} at step {step}, of which model() has the weights"
 
 
 class RunFailed(Exception):

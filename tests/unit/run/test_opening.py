@@ -33,7 +33,19 @@ def test_model_parameters_and_folder_are_said_first(capsys: pytest.CaptureFixtur
     assert said[1].startswith("run folder runs/mine; Ctrl-C stops it") and len(said) == 2
     with _opening(Foretold("auto")):
         pass
-    assert "".join(capsys.readouterr()).startswith("digits, model auto; ")
+    assert "".join(capsys.readouterr()).startswith(
+        "digits, model auto (parameters: once torch is imported and it is built); "
+    )
+
+
+def test_most_steps_and_where_a_run_goes_on_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    short = replace(NAMED, training=replace(NAMED.training, max_steps=3))
+    plan = plan_of(launch_request(short), Path(short.run))
+    with Opening(short, plan, Foretold("mlp", 650, done_steps=1_040), resumes=True):
+        pass
+    said = "".join(capsys.readouterr()).splitlines()
+    assert "; 10 epochs (at most 3 steps) of batches of 128" in said[0], said
+    assert said[1].startswith("continues in runs/mine after step 1,040; Ctrl-C stops it"), said
 
 
 @pytest.mark.parametrize("begins", [False, True])

@@ -51,6 +51,9 @@ def test_an_outcome_is_one_short_line_and_a_table() -> None:
     assert repr(outcome) == "Outcome(completed, top1 0.9877, seconds 12.3, epochs 3, runs/a<b)"
     table = outcome._repr_html_()
     assert "<td>0.9877</td>" in table and "runs/a&lt;b/report.html" in table
+    assert "best" not in table
+    better = Outcome("completed", Path("x"), {**summary, "best_top1": 0.99, "best_step": 16})._repr_html_()
+    assert "<th>best top1</th><td>0.99 at step 16, of which model() has the weights</td>" in better
     assert repr(Outcome("failed", Path("runs/x"), {})) == "Outcome(failed, runs/x)"
 
 

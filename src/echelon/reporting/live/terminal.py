@@ -102,13 +102,13 @@ def _numbers(s: RunView) -> _Items:
 def _shown(s: RunView) -> list[tuple[str, str]]:
     best = f" (best {s.best:.4f})" if s.best is not None and s.best != s.value else ""
     found = {
-        "train loss": _format(s.loss, ".4f") + " (last 10 s)" * (s.loss is not None),
+        "train loss": _format(s.loss, ".4f") + " (last 10 s at most)" * (s.loss is not None),
         f"train {s.score_label}": _format(s.train_score, ".3f"),
         f"evaluation {s.metric}": _format(s.value, ".4f") + best,
         "samples/s": _format(s.samples_per_s, ",.0f"),
         "step": format_seconds(s.step_s) if s.step_s is not None else "",
         "communication": _format(s.communication, ".0%") + " of step time" * (s.communication is not None),
-        "sent a step in all": format_bytes(s.wire_bytes_per_step) if s.wire_bytes_per_step is not None else "",
+        "sent a step, all ranks": format_bytes(s.wire_bytes_per_step) if s.wire_bytes_per_step is not None else "",
     }
     return [(name, value) for name, value in found.items() if value]
 

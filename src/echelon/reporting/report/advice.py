@@ -221,7 +221,7 @@ def _about_the_run(record: RunRecord, timing: Timing | None, told: RunFacts) -> 
             found += [Advice(text, _gain(spared), "run")] if spared >= least / 2 else []
     starting = (told.startup_s or 0.0) / told.seconds if told.seconds > 0 else 0.0
     if 0.25 <= starting < 1 and timing is not None:
-        text = f"{starting:.0%} of this short run is its start, which a longer run pays only once; without it"
+        text = f"{starting:.0%} of this short run is its start, which a longer run pays only once; not counting it"
         found.append(Advice(text, _gain(starting), "command"))
     return found
 

@@ -306,8 +306,8 @@ def timing_notes(timing: Timing | None) -> list[str]:
     seconds = timing.steps * timing.step_s
     if timing.steps < 50 or timing.windows < _ENOUGH_WINDOWS or seconds < _ENOUGH_S:
         notes.append(
-            f"There is little evidence: the timings come from {timing.steps} step{'s' * (timing.steps != 1)}, "
-            f"{format_seconds(seconds)} in all, in {timing.windows} "
-            f"window{'s' * (timing.windows != 1)} of {RECORD_FILE}."
+            f"These timings are rough: they come from {timing.steps} step{'s' * (timing.steps != 1)}, "
+            f"{format_seconds(seconds)} in all, measured in {timing.windows} "
+            f"part{'s' * (timing.windows != 1)} (`steps` lines of {RECORD_FILE})."
         )
     return notes

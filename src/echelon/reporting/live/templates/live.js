@@ -192,9 +192,9 @@
       ["Step", number(s.step), s.total_steps ? `of ${number(s.total_steps)} (${percent(s.done)}), epoch ${s.epoch} of ${s.epochs}` : ""],
       ["Time", seconds(s.elapsed_s), s.eta_s === null ? "" : `about ${seconds(s.eta_s)} left`],
       [`Evaluation ${s.metric}`, number(s.value, 4), s.best !== null && s.best !== s.value ? `best ${number(s.best, 4)}` : ""],
-      ["Train loss", number(s.loss, 4), `of the last 10 s${s.train_score === null ? "" : `; train ${s.score_label} ${number(s.train_score, 3)}`}`],
+      ["Train loss", number(s.loss, 4), `of the last 10 s at most${s.train_score === null ? "" : `; train ${s.score_label} ${number(s.train_score, 3)}`}`],
       ["Samples/s", number(s.samples_per_s), s.step_s === null ? "" : `a step takes ${seconds(s.step_s)}`],
-      ["Communication", percent(s.communication), `of step time${s.wire_bytes_per_step === null ? "" : `; ${bytes(s.wire_bytes_per_step)} sent a step in all`}`],
+      ["Communication", percent(s.communication), `of step time${s.wire_bytes_per_step === null ? "" : `; ${bytes(s.wire_bytes_per_step)} sent a step by all ranks`}`],
       ["Checkpoints", number(s.checkpoints), s.attempts > 1 ? `begun ${s.attempts} times` : ""],
     ]);
     const colors = ["r0", "r1", "r2", "r3", "r4", "r5", "r6", "r7"];
