@@ -86,7 +86,7 @@ def test_a_dry_run_shows_origins_and_starts_nothing(tmp_path: Path) -> None:
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
     assert "run.yaml, line 1" in lines["optimizer.lr"]
     assert "command line" in lines["launch.workers"]
-    assert "small_cnn" in lines["model.name"] and "default: auto" in lines["model.name"]
+    assert "small_cnn" in lines["model.name"] and "chosen for auto (default)" in lines["model.name"]
     assert "optimizer.momentum" not in lines and "run folder runs/digits-small_cnn-1" in done.stdout
     assert "would start 2 workers" in done.stdout
     assert "predicted memory per rank" in done.stdout and "while a checkpoint is written, its copy" in done.stdout

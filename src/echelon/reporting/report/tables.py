@@ -294,7 +294,7 @@ def communication_words(summary: Summary) -> list[str]:
     seconds = summary.phases.get(Phase.COMMUNICATE, 0.0)
     waited = f", {format_seconds(c.waited_s)} of it waiting for slower ranks" if c.waited_s > 0 else ""
     hidden = f" Another {format_seconds(c.hidden_s)} is hidden behind backward." if c.hidden_s > 0 else ""
-    hidden = hidden or (" Nothing more is hidden behind backward." if c.timed else "")
+    hidden = hidden or (" No more of it overlaps with backward." if c.timed else "")
     return [
         f"Communication takes {phase_share(seconds, step_s):.0%} of step time, the mean of the ranks: "
         f"{format_seconds(seconds)} of a step of {format_seconds(step_s)}{waited}.{hidden}"
