@@ -208,7 +208,9 @@ class OptimizerConfig:
         "Callable[..., Any]",
     )
     lr: float = setting(
-        0.1, "learning rate; left out with --weights: a tenth of it (lora: 0.3, a new head alone: all)", above=0
+        0.1,
+        "learning rate; default with --weights: a tenth of it (lora: 0.3 of it; a new head alone: all of it)",
+        above=0,
     )
     momentum: float = setting(0.9, "momentum (SGD family)", above=0, below=1)
     weight_decay: float = setting(5e-4, "weight decay; none on biases and normalisation", above=0)

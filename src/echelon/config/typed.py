@@ -151,7 +151,7 @@ class TrainSettings(ResumeSettings, total=False):
     optimizer: str | Callable[..., Any]
     """timm optimizer: sgd (Nesterov), momentum, adamw, lars, lamb, ...; or module:Class(name=value) of your own [default: 'sgd']"""
     lr: float
-    """learning rate; left out with --weights: a tenth of it (lora: 0.3, a new head alone: all) [default: 0.1]"""
+    """learning rate; default with --weights: a tenth of it (lora: 0.3 of it; a new head alone: all of it) [default: 0.1]"""
     momentum: float
     """momentum (SGD family) [default: 0.9]"""
     weight_decay: float

@@ -154,7 +154,8 @@ def _rates(base: str, costs: dict[str, StepCost], chosen: str | None = None) -> 
     said = []
     for rate, name in known[:_MOST_RATES]:
         where = "on a link of any rate" if rate == float("inf") else f"on links below about {_rate(rate)}"
-        said.append(f"By measured bytes and step times, a step of {name} is shorter than one of {base} {where}.")
+        by = "By mean bytes and step times (an estimate without an interval)"
+        said.append(f"{by}, a step of {name} is shorter than one of {base} {where}.")
     return tuple(said)
 
 

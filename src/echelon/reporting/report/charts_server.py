@@ -20,7 +20,7 @@ from echelon.reporting.report.tables import Table
 T = TypeVar("T")
 
 _SERIES = ("forward", "communicate", "update", "data", "backward", "eval", "other", "ink")
-_CAUSES = {"parameters": ("for parameters", "communicate"), "task": ("for a task", "data")}
+_CAUSES = {"parameters": ("for parameters", "communicate"), "task": ("for work", "data")}
 _MOST_LINES = 8
 _MOST_POINTS = 400
 
@@ -123,7 +123,7 @@ def _staleness(loads: dict[str, ServerTotals]) -> Chart | None:
         "hovertemplate": "%{x} updates old: %{y:.1f}%<extra></extra>",
     }
     layout = {
-        "xaxis": count_axis("updates that a gradient is old", ages[-1]),
+        "xaxis": count_axis("age of a gradient in updates", ages[-1]),
         "yaxis": axis("% of the gradients", rangemode="tozero"),
         "bargap": 0.15,
     }
@@ -143,10 +143,11 @@ def _clocks(record: RunRecord) -> Chart | None:
     told = [w for w in windows if w.clocks]
     ahead = max(max(w.clocks.values()) - min(w.clocks.values()) for w in told)
     what = "Batches that each worker has finished"
-    if any(sum(w.clocks.values()) > w.step for w in told):  # as earlier runs recorded it
-        what = "How far each worker is in batches; one that paused goes on where the slowest of the others is"
-    said = f"{what}, as counted {len(told)} times; the largest distance between two was then {ahead:.0f}."
-    said += " One that evaluates finishes none."
+    # as earlier runs recorded it; a batch of each worker may be finished whose step is in the next window
+    if any(sum(w.clocks.values()) > w.step + len(w.clocks) for w in told):
+        what = "How far each worker is, in batches; after a pause it goes on where the slowest other one is"
+    said = f"{what}. Two workers were at most {ahead:.0f} batches apart, at {len(told)} counts."
+    said += " A worker that evaluates finishes no batch meanwhile."
     most = max(clock for points in lines.values() for _, clock in points)
     layout = {"xaxis": _training_time(lines), "yaxis": count_axis("batches", most, rangemode="tozero")}
     return Chart("clocks", "Each worker's clock", said, said, _lines(lines), layout, 260)
@@ -187,7 +188,7 @@ def _bytes(loads: dict[str, ServerTotals], windows: Sequence[WorkerWindow]) -> C
         trace["hovertext"] = [format_bytes(n_bytes) for n_bytes in trace["x"]]
         trace["hovertemplate"] = "%{hovertext}<extra>%{y}</extra>"
     up, down = (sum(d.get(n, 0.0) for n in names if n.startswith("worker")) for d in (sent, received))
-    said = f"Workers sent {format_bytes(up)} and received {format_bytes(down)}, as each told last."
+    said = f"Workers sent {format_bytes(up)} and received {format_bytes(down)}, by each worker's last message."
     layout = {**_row_layout(names, byte_axis("", [*sent.values(), *received.values()])), "barmode": "group"}
     return Chart("directions", "Bytes by direction", said, said, traces, layout, max(240, 120 + 34 * len(names)))
 

@@ -278,7 +278,7 @@ def test_missing_folder_is_a_user_error(tmp_path: Path) -> None:
 
 def test_few_steps_are_thin_evidence(tmp_path: Path) -> None:
     _, words = rewrite(tmp_path, tell(SHORT)[:3])
-    assert "the timings come from 20 steps, " in words and " measured in 2 parts" in words
+    assert "These timings are rough: they come from 20 steps, " in words and " measured in 2 parts" in words
 
 
 def test_loss_that_becomes_nan_is_told_with_its_step(tmp_path: Path) -> None:
