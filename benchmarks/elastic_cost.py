@@ -1,5 +1,7 @@
 """What it costs without a death that survivors of one could go on: processor time of a step, `--elastic on` over `off`.
 
+The difference of two runs is small beside what differs between any two: what a step does for it is timed alone, too.
+
 python -m benchmarks.elastic_cost [--rounds 8] [--steps 400]
 """
 
@@ -13,15 +15,23 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import mean, stdev
+from timeit import repeat
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks._common import command_line, environment_line, interleave, update_section
+from echelon.core.task import Stagnation
+from echelon.core.terms import TermFolder
+from echelon.trainer.commit import Commit, KeptDraws
+from echelon.trainer.membership import Membership
+from echelon.trainer.state import Cursor
 
 WARM = 50  # steps that are not counted
 NOTES = "ECHELON_COST_NOTES"
-MODELS = {"small_cnn": "no buffers", "timm/test_efficientnet": "BatchNorm"}
+MODELS = {"small_cnn": ("no buffers", 0), "timm/test_efficientnet": ("BatchNorm", 20)}  # how many of it, about
 T_95 = {5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 11: 2.20, 15: 2.13}  # Student's, two-sided, by degrees of freedom
 
 
@@ -68,6 +78,23 @@ def cpu_s(model: str, elastic: str, steps: int, folder: Path) -> float:
     return sum(counted)
 
 
+def work_us(model: nn.Module) -> float:
+    """Return the processor microseconds of what a member does for it in a step, besides the step; the least of 5."""
+    sync = SimpleNamespace(steps_together=True)
+    saver = SimpleNamespace(best=None, stagnation=Stagnation(), owes_evaluation=False)
+    run: Any = SimpleNamespace(parts=SimpleNamespace(local_model=model, sync=sync), saver=saver)
+    copies, cursor = KeptDraws(model), Cursor(0, 0, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        membership = Membership(TermFolder(Path(folder)), "rank0.0", 10.0)
+
+        def one_step() -> None:
+            Commit.of(run, cursor, "", between=True, copies=copies)
+            assert not (membership.is_over() or membership.may_leave())
+            Commit.of(run, cursor, "", between=False)
+
+        return 1e6 * min(repeat(one_step, number=1000, repeat=5, timer=time.process_time)) / 1000
+
+
 def main() -> None:
     """Measure, print and write the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -75,7 +102,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help=f"a multiple of {WARM}")
     options = parser.parse_args()
     lines = []
-    for model, kind in MODELS.items():
+    for model, (kind, norms) in MODELS.items():
         found: dict[str, list[float]] = {"on": [], "off": []}
         for _, elastic in interleave(["on", "off"], options.rounds):
             with tempfile.TemporaryDirectory() as folder:
@@ -83,9 +110,11 @@ def main() -> None:
         ratios = [on / off for on, off in zip(found["on"], found["off"], strict=True)]
         half = T_95[len(ratios) - 1] * stdev(ratios) / len(ratios) ** 0.5
         off_ms = 1000 * mean(found["off"])
+        work = work_us(nn.Sequential(*[nn.BatchNorm2d(64) for _ in range(norms)]))
         lines.append(
             f"- `{model}` ({kind}), {off_ms:.1f} ms of processor time a step for two workers: {mean(ratios):.4f} "
-            f"({mean(ratios) - half:.4f} to {mean(ratios) + half:.4f}) of it without"
+            f"({mean(ratios) - half:.4f} to {mean(ratios) + half:.4f}) of it without; "
+            f"its own work alone: {work:.0f} us a step and worker"
         )
         print(lines[-1], flush=True)
     update_section(

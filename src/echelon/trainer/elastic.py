@@ -85,7 +85,7 @@ class _WhileMember:
             TermOver: others have come.
         """
         for batch in self._batches:
-            if self._membership.must_leave() or (self._batches.agreed and self._membership.is_over()):
+            if self._membership.is_over() and (self._batches.agreed or self._membership.must_leave()):
                 raise TermOver("others have come, or gone")
             if self._membership.may_leave() and self._batches.agreed and not self._run.saver.is_writing():
                 self._leaves = True
