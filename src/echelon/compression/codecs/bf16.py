@@ -19,8 +19,8 @@ from echelon.compression.casts import Cast
 class Bf16(Cast):
     """Round every element to bfloat16 (7 bits of fraction), to the nearest even.
 
-    Linear: the backend sums messages as they are, in bfloat16. The rounding error is at most 2^-8 of an element, so
-    there is no error feedback. 16 bits per element.
+    Linear: the backend sums messages as they are, in bfloat16. Rounding to the nearest is biased, but by at most
+    2^-8 of an element, so there is no error feedback. 16 bits per element.
 
     Paper: Kalamkar et al. 2019, "A Study of BFLOAT16 for Deep Learning Training", arXiv:1905.12322.
     """

@@ -19,8 +19,8 @@ from echelon.compression.casts import Cast
 class Fp16(Cast):
     """Round every element to float16 (10 bits of fraction), to the nearest even.
 
-    Linear: the backend sums messages as they are, in float16. The rounding error is at most 2^-11 of an element (2^-25
-    below 6e-5), so there is no error feedback. 16 bits per element.
+    Linear: the backend sums messages as they are, in float16. Rounding to the nearest is biased, but by at most
+    2^-11 of an element (2^-25 below 6e-5), so there is no error feedback. 16 bits per element.
 
     Paper: Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740.
     """
