@@ -30,9 +30,7 @@ from echelon.records.appended import AppendedFile, Compaction
 from echelon.records.decode import decode, number
 from echelon.records.events import EVENTS, DiskFails, DiskWorks, Event
 from echelon.records.kinds import PipelineAction, Record, Resources, Start, Steps
-from echelon.records.merged import MergedSteps
 from echelon.records.segments import FAN, RECORD_FILE, SEGMENT_BYTES, OpenFile, level_for, open_record
-from echelon.records.thin import thinned
 
 KINDS: dict[str, type[Record]] = {
     record.kind: record
@@ -293,6 +291,8 @@ class RecordReader(LineReader):
         if self._detail is Detail.SAMPLED:
             return self.read_lines(file.file, file.first, to_end, every=2 * size // SEGMENT_BYTES)
         windows = FAN ** level_for(size)
+        from echelon.records.thin import thinned  # numpy, which a command does without until its run has begun
+
         return thinned(self.read_lines(file.file, file.first, to_end), windows, windows, restart_steps(self._folder))
 
 
@@ -347,6 +347,8 @@ def _record_of(values: Mapping[str, Any]) -> Record | None:
     if record_type is Start:
         values = {"version": 0, **values}
     if record_type is Steps and "tally" in values:
+        from echelon.records.merged import MergedSteps
+
         record_type = MergedSteps
     return decode(record_type, values).checked()
 
