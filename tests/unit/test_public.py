@@ -18,8 +18,9 @@ def test_train_is_the_function_also_after_its_package_was_imported() -> None:
         echelon.train(data="digits", sync="nonsense")
 
 
-def test_what_all_commands_import_is_without_torch() -> None:
-    code = "import sys, echelon.api, echelon.cli.app; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("slow", ["torch", "numpy"])
+def test_what_a_command_imports_before_its_first_line_is_without(slow: str) -> None:
+    code = f"import sys, echelon.api, echelon.cli.app, echelon.run.start; sys.exit('{slow}' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
