@@ -36,7 +36,9 @@ from echelon.trainer.folder import SECRET_FOLDER
 from echelon.trainer.inputs import model_input
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.process import leave, log_to, one_line, place_of
-from echelon.trainer.start_weights import best_weights, rebuild, without_tuning
+from echelon.trainer.saving import state_of
+from echelon.trainer.start_weights import rebuild, without_tuning
+from echelon.trainer.state import averaged
 from echelon.trainer.world import join_world
 
 
@@ -94,7 +96,7 @@ def evaluate_part(
         if world.leads:
             for note in source.notes:
                 say(note)
-            _load(model, folder, config, checkpoint)
+            step = _load(model, folder, config, checkpoint)
         if world.size > 1:
             _share(model)
         settings = LoaderConfig.of(config.data, config.training.seed, world.device, objects.transforms)
@@ -106,8 +108,10 @@ def evaluate_part(
                 with screen.bar(f"evaluation of {loader.total:,} samples, batch", len(loader)) as bar:
                     autocast = PRECISIONS[config.training.precision].autocast
                     report = evaluate(model, loader, task, world, bar.advance, autocast)
-                took = f"{report.samples:,} samples evaluated in {format_seconds(report.seconds)}"
-                screen.say(f"echelon: {took}")  # in the place of the launcher's bar, which may still be there
+                if world.leads:
+                    took = f"{report.samples:,} samples evaluated in {format_seconds(report.seconds)}"
+                    # in the place of the launcher's bar, which may still be there
+                    screen.say(f"echelon: {took}, with the checkpoint of step {step}")
         finally:
             loader.close()
         if world.leads and kept is not None and kept.name != source.info.name and source.test is None:
@@ -150,13 +154,15 @@ def left_out(source: Source) -> str:
     )
 
 
-def _load(model: nn.Module, folder: Path, config: RunConfig, checkpoint: str) -> None:
-    weights = best_weights(folder, checkpoint)
+def _load(model: nn.Module, folder: Path, config: RunConfig, checkpoint: str) -> int:
+    """Give a model the weights of a run's checkpoint; returns the checkpoint's step."""
+    state = state_of(folder, checkpoint)
     try:
-        model.load_state_dict(without_tuning(weights, model, config.model))
+        model.load_state_dict(without_tuning(averaged(state), model, config.model))
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise UserError(f"data {config.data.source} does not fit the run's model ({reason})") from error
+    return int(state["cursor"]["step"])
 
 
 @torch.no_grad()
