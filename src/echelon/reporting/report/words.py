@@ -143,7 +143,7 @@ def _bound(s: Summary) -> list[str]:
     else:
         names = {
             "input": "Loading data",
-            "compute": "Computing",
+            "compute": "Computing (forward, backward and update)",
             "communication": "Waiting for servers" if s.served else "Communication",
         }
         words = [f"{names.get(s.bound.kind, 'What is in no phase')} bounds this run: {share} of a step of {step}."]
