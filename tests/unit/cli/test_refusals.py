@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.cli import _run as _run_command
+from tests.machine import slowness
 
 LONGEST_S = 0.5  # of the processor's time, for the same reason on a busy machine
 REFUSED = [
@@ -95,4 +96,4 @@ def _is_refused(folder: Path, arguments: list[str], *words: str) -> None:
 
 def test_a_misspelt_choice_is_refused_in_half_a_second(tmp_path: Path) -> None:
     """The least of a few: what else the machine does makes the same work take longer."""
-    assert min(_run(tmp_path, "train", "digits", "--sync", "allreduc")[1] for _ in range(5)) < LONGEST_S
+    assert min(_run(tmp_path, "train", "digits", "--sync", "allreduc")[1] for _ in range(5)) < LONGEST_S * slowness()
