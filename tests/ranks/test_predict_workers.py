@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +13,7 @@ import echelon
 from echelon.core.errors import UserError
 from echelon.inference.predict import MaskOutput
 from tests.ranks.runs import Runs
+from tests.web_server import web_server
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -34,20 +32,11 @@ def test_rows_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
         echelon.predict(outcome.folder, ["nothing"], workers=2, device="cpu")
 
 
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[str]:
     pytest.importorskip("aiohttp", reason="aiohttp is not installed")
-    (tmp_path / "web").mkdir()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(tmp_path / "web")))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with web_server(tmp_path / "web") as url:
+        yield url
 
 
 def test_samples_and_data_at_urls_give_what_files_give(tmp_path: Path, web: str) -> None:

@@ -210,7 +210,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
-def _restore_drawn_here(state: StateView) -> None:
+def _restore_host_generators(state: StateView) -> None:
     """Put back the generators of Python and numpy; checkpoints of earlier versions lack the second normal of a pair."""
     python, numpy = state.get("python_normal", []), state.get("numpy_normal", [])
     random.setstate((3, tuple(state["python"]), python[0] if python else None))
@@ -344,7 +344,7 @@ def load_rank_state(
         return
     state = ranks[world.rank]
     torch.set_rng_state(state["torch"])
-    _restore_drawn_here(state)
+    _restore_host_generators(state)
     if world.device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], world.device)
     with torch.no_grad():

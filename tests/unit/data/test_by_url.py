@@ -6,12 +6,10 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -26,6 +24,7 @@ from echelon.storage.base import StoreAway
 from echelon.storage.remote import RemoteStore
 from echelon.storage.url import open_store
 from tests.unit.data.images import make_folder, make_shards
+from tests.web_server import web_server
 
 TABLE = "a,b,y\n" + "".join(f"{i},{i * i % 7},{i % 3}\n" for i in range(60))
 
@@ -260,20 +259,11 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
         check_source("s3://bucket/t.csv")
 
 
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[str]:
     pytest.importorskip("aiohttp", reason="aiohttp is not installed")
-    (tmp_path / "web").mkdir()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(tmp_path / "web")))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with web_server(tmp_path / "web") as url:
+        yield url
 
 
 def test_shards_of_a_web_server_are_named_by_a_range(tmp_path: Path, web: str, monkeypatch: pytest.MonkeyPatch) -> None:
