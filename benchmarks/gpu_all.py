@@ -6,7 +6,8 @@
 
 Each group is a process of its own with its own limit; what it has found when that ends stands in the table. Groups:
 versions and what the driver allows; every codec beside the CPU; the feed beside the CPU, under torch's sanitizer too;
-two NCCL ranks, on one GPU where the driver allows it; runs in each precision; timings alone.
+2, 3 and 8 NCCL ranks, on one GPU where the driver allows it; runs in each precision, alone; runs of two ranks in every
+layout, beside a CPU's; timings alone.
 """
 
 from __future__ import annotations
