@@ -36,6 +36,7 @@ from tests.ranks.spawn import Rank
 INPUT = ModelInput(4, 1, 8)
 INFO = DataInfo("blobs", ("a", "b", "c", "d"), 1, 8, 64, 16, (16, 16, 16, 16))
 TEXT = TextSize(vocabulary=16, context=6)
+TABLE_ROWS, LOOKED_UP = 30, 5
 SIZES = (8, 8, 7, 3)
 """Samples of the global batches, over and over: uneven parts, and a tail that leaves ranks without any."""
 
@@ -52,12 +53,29 @@ def _untied_gpt() -> nn.Module:
     return SmallGPT(TextSize(16, 6, tied=False), Size(depth=2, width=16, heads=4, hidden=32))
 
 
+class Tables(nn.Module):
+    """Ids (N, LOOKED_UP) -> (N, 4): two lookups in a table, one with padding; bags of another one; and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(TABLE_ROWS, 6, padding_idx=2, sparse=True)
+        self.items = nn.EmbeddingBag(TABLE_ROWS + 8, 6, sparse=True, padding_idx=4)
+        self.kinds = nn.Embedding(3, 6, sparse=True)  # fewer rows than some worlds have ranks
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        users = self.users(ids[:, 0]) + self.users(ids[:, 1:3]).sum(1)
+        out: Tensor = self.layer(users * self.items(ids) + self.kinds(ids[:, 0] % 3))
+        return out
+
+
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "vit": _vit,
     "gpt": _gpt,
     "untied_gpt": _untied_gpt,
     "resnet": lambda: resnet20.build(INPUT),
     "mlp": lambda: mlp.build(INPUT),
+    "tables": Tables,
 }
 
 
@@ -87,6 +105,9 @@ class Trial:
         if self.model.endswith("gpt"):
             tokens = torch.randint(0, TEXT.vocabulary, (size, TEXT.context), generator=generator)
             return tokens, tokens.roll(-1, 1)
+        if self.model == "tables":
+            ids = torch.randint(0, TABLE_ROWS, (size, LOOKED_UP), generator=generator)
+            return ids, torch.randint(0, 4, (size,), generator=generator)
         images = torch.randn(size, 1, 8, 8, generator=generator, dtype=torch.float64)
         return images, torch.randint(0, 4, (size,), generator=generator)
 

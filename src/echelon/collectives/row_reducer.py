@@ -65,7 +65,12 @@ class RowReducer:
     """
 
     def __init__(
-        self, tables: Mapping[str, nn.Parameter], group: dist.ProcessGroup, codec: Codec | None = None, seed: int = 0
+        self,
+        tables: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        codec: Codec | None = None,
+        seed: int = 0,
+        keeps_empty: bool = False,
     ) -> None:
         """Prepare.
 
@@ -73,7 +78,9 @@ class RowReducer:
             tables: weights by name, in the same order on all ranks.
             codec: encodes the values of rows (`Codec.takes_rows`); None: they travel as they are.
             seed: of its draws.
+            keeps_empty: a table that no rank has touched has a gradient of no rows afterwards.
         """
+        self._keeps_empty = keeps_empty
         self.wire, self.steps = WireCount(), 0
         self._tables, self._group, self._codec, self._seed = dict(tables), group, codec, seed
 
@@ -98,8 +105,8 @@ class RowReducer:
             self._unpacked(message, counts, k) for k, (message, counts) in enumerate(zip(messages, told, strict=True))
         ]
         for table, *pieces in zip(self._tables.values(), *by_rank, strict=True):
-            total = _summed(pieces)
-            table.grad = total.written(table.shape) if len(total.indices) else None
+            total = summed(pieces)
+            table.grad = total.written(table.shape) if len(total.indices) or self._keeps_empty else None
         self.steps += 1
         self.wire.steps += 1
 
@@ -112,9 +119,9 @@ class RowReducer:
 
     def _packed(self, name: str, rows: Rows, encodes: bool) -> Tensor:
         """Return rows as bytes: indices, then values."""
-        indices = _as_bytes(rows.indices.to(_index_dtype(self._tables[name])))
+        indices = as_bytes(rows.indices.to(index_dtype(len(self._tables[name]))))
         if not encodes or not rows.values.numel():
-            return torch.cat([indices, _as_bytes(rows.values)])
+            return torch.cat([indices, as_bytes(rows.values)])
         assert self._codec is not None
         payload = self._codec.compress(rows.values, self._state(name, self._group.rank()))
         return torch.cat([indices, self._codec.to_bytes(payload)])
@@ -147,7 +154,7 @@ class RowReducer:
             coded = self._codec.n_bytes(numel)
             assert coded is not None
             n_bytes = coded
-        return rows * _index_dtype(table).itemsize, n_bytes
+        return rows * index_dtype(len(table)).itemsize, n_bytes
 
     def _exchange(self, message: Tensor, sizes: list[int]) -> list[Tensor]:
         """Send this rank's bytes to all others; returns everyone's, its own among them."""
@@ -169,7 +176,7 @@ class RowReducer:
             shape, encodes = (count, *table.shape[1:]), bool(counts[-1])
             for_indices, for_values = self._sizes(table, count, encodes)
             middle, end = start + for_indices, start + for_indices + for_values
-            indices = message[start:middle].clone().view(_index_dtype(table)).long()
+            indices = message[start:middle].clone().view(index_dtype(len(table))).long()
             coded = message[middle:end].clone()  # aligned
             if encodes and count:
                 assert self._codec is not None
@@ -181,16 +188,18 @@ class RowReducer:
         return found
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor as a vector of bytes."""
     # A copy: the strides of what has one element may be any, and `contiguous` leaves them.
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def _index_dtype(table: Tensor) -> torch.dtype:
-    return torch.int32 if len(table) <= _INT32_ROWS else torch.int64
+def index_dtype(rows: int) -> torch.dtype:
+    """Return the type in which row numbers of a table with so many travel."""
+    return torch.int32 if rows <= _INT32_ROWS else torch.int64
 
 
-def _summed(pieces: list[Rows]) -> Rows:
+def summed(pieces: list[Rows]) -> Rows:
     """Add rows up, piece by piece: indices are unique within one, so that the order of sums is theirs."""
     indices, places = torch.unique(torch.cat([piece.indices for piece in pieces]), return_inverse=True)
     total = pieces[0].values.new_zeros((len(indices), *pieces[0].values.shape[1:]))

@@ -299,8 +299,8 @@ class StrategyConfig:
     parallel: str = setting(
         "dp=-1",
         "where parameters and samples live: dp (replicas), fsdp (sharded), tp (tensor), pp (pipeline), such as "
-        "dp=2,tp=2; -1: all remaining workers; options zero1, sequence, schedule=1f1b, microbatches=N; auto: the "
-        "fastest that fits in memory",
+        "dp=2,tp=2; -1: all remaining workers; options zero1, table=N, sequence, schedule=1f1b, microbatches=N; "
+        "auto: the fastest that fits in memory",
     )
     sync: str = setting("allreduce", "how and when replicas agree, such as local(period=16) or ps(mode=async)")
     compression: str = setting("none", "what travels instead of a tensor, such as int8 or topk(0.01)")

@@ -42,7 +42,7 @@ class ResumeSettings(TypedDict, total=False):
     profile: int
     """steps of each rank to profile, after 5 others: a trace for Perfetto in the run's folder; 0: none [default: 0]"""
     parallel: str
-    """where parameters and samples live: dp (replicas), fsdp (sharded), tp (tensor), pp (pipeline), such as dp=2,tp=2; -1: all remaining workers; options zero1, sequence, schedule=1f1b, microbatches=N; auto: the fastest that fits in memory [default: 'dp=-1']"""
+    """where parameters and samples live: dp (replicas), fsdp (sharded), tp (tensor), pp (pipeline), such as dp=2,tp=2; -1: all remaining workers; options zero1, table=N, sequence, schedule=1f1b, microbatches=N; auto: the fastest that fits in memory [default: 'dp=-1']"""
     tensor_plan: str
     """tp: how layers are split, in place of Echelon's choice: PATTERN=STYLE,PATTERN=STYLE"""
     cuts: str

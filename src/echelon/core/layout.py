@@ -13,7 +13,7 @@ from echelon.core.errors import UserError, nearest
 AUTO = "auto"  # in place of a layout: it is to be chosen before the run starts
 FILL = -1  # a size that takes what is left of the world
 SWITCHES = ("zero1", "sequence")
-OPTIONS = (*SWITCHES, "schedule", "microbatches")
+OPTIONS = (*SWITCHES, "table", "schedule", "microbatches")
 DEFAULT_SCHEDULE = "1f1b"
 ABOUT_AXES = {
     Axis.DP: """data parallelism: replicas, each with the whole model and its own part of every batch
@@ -55,6 +55,15 @@ Written as dp=4,zero1. After the update, replicas send each other the new parame
 Helps: Optimizers whose state does not fit, such as Adam with two values per parameter.
 Costs: traffic: updated parameters are sent as well as gradients.
 Needs: --sync allreduce.""",
+    "table": """with dp: sparse tables are cut by rows over N of the replicas, which have all else in common
+
+Written as dp=4,table=4: the same four workers. Each keeps, updates and saves a quarter of the rows of every table. It
+fetches the rows that its part of a batch looks up from the workers that have them, and sends their gradients back
+(model-parallel tables, data-parallel layers: Naumov et al. 2019, arXiv:1906.00091). N divides dp.
+
+Helps: Tables, with the optimizer's state of their rows, that do not fit on one worker.
+Costs: rows are fetched in the forward pass; with dp alone they are there.
+Needs: sparse tables (--sparse-tables), and --sync allreduce.""",
     "sequence": """with tp: activations of transformers are also split by tokens, between the blocks' matrices
 
 Written as tp=2,sequence. Layers such as normalisation then compute a part of the tokens on each rank.
@@ -88,6 +97,7 @@ class Layout:
         sizes: ranks per axis; -1: what is left. An axis that is left out has 1, but `dp`, which takes what is left.
         zero1: each replica updates a part of the parameters and keeps the optimizer state of that part alone.
         sequence: sequence parallelism beside tensor parallelism (transformers).
+        table: replicas over which sparse tables are cut by rows; 1: each has whole tables.
         schedule: of the pipeline.
         microbatches: of the pipeline; 0: as many as it has ranks.
     """
@@ -95,6 +105,7 @@ class Layout:
     sizes: Mapping[Axis, int] = field(default_factory=dict)
     zero1: bool = False
     sequence: bool = False
+    table: int = 1
     schedule: str = DEFAULT_SCHEDULE
     microbatches: int = 0
 
@@ -147,7 +158,8 @@ class Layout:
         """Return the layout with every size known, for a number of ranks.
 
         Raises:
-            UserError: the product of the sizes is not the world, or what is left of it is no whole number.
+            UserError: the product of the sizes is not the world, what is left of it is no whole number, or `table` does
+                not divide the replicas.
         """
         if self.ranks is not None:
             if self.ranks != world_size:
@@ -157,7 +169,7 @@ class Layout:
                     f"--parallel {self}: {self.ranks} ranks, but there are {world_size} workers; "
                     f"write {fill}--workers {self.ranks}"
                 )
-            return self
+            return self._checked()
         rest, odd = divmod(world_size, self.fixed)
         if odd or not rest:
             raise UserError(
@@ -165,11 +177,20 @@ class Layout:
                 f"use --workers {self.fixed * max(1, rest)}, or other sizes"
             )
         open_axis = next((axis for axis, size in self.sizes.items() if size == FILL), Axis.DP)
-        return replace(self, sizes={**self.sizes, open_axis: rest})
+        return replace(self, sizes={**self.sizes, open_axis: rest})._checked()
+
+    def _checked(self) -> Layout:
+        if self.dp % self.table:
+            raise UserError(
+                f"--parallel {self}: {self.table} does not divide {self.dp} replicas, over which tables are cut: use a "
+                f"table=N that does, or dp={self.table * max(1, self.dp // self.table)}"
+            )
+        return self
 
     def __str__(self) -> str:
         parts = [f"{axis}={size}" for axis, size in self.sizes.items()]
         parts += [switch for switch in SWITCHES if getattr(self, switch)]
+        parts += [f"table={self.table}"] if self.table > 1 else []
         parts += [f"schedule={self.schedule}"] if self.schedule != DEFAULT_SCHEDULE else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches else []
         return ",".join(parts)
@@ -209,7 +230,8 @@ def parse_layout(text: str) -> Layout:
         zero1=_switch(text, "zero1", options.get("zero1", "false")),
         sequence=_switch(text, "sequence", options.get("sequence", "false")),
         schedule=options.get("schedule", DEFAULT_SCHEDULE),
-        microbatches=_microbatches(text, options["microbatches"]) if "microbatches" in options else 0,
+        table=_count(text, "table", options.get("table", "1")),
+        microbatches=_count(text, "microbatches", options["microbatches"]) if "microbatches" in options else 0,
     )
     _check_options(text, layout, options)
     return layout
@@ -227,9 +249,9 @@ def _switch(text: str, name: str, value: str) -> bool:
     return value == "true"
 
 
-def _microbatches(text: str, value: str) -> int:
+def _count(text: str, name: str, value: str) -> int:
     if not value.isdigit() or not int(value):
-        raise UserError(f"--parallel {text!r}: write microbatches=N with N at least 1")
+        raise UserError(f"--parallel {text!r}: write {name}=N with N at least 1")
     return int(value)
 
 
@@ -241,4 +263,8 @@ def _check_options(text: str, layout: Layout, options: Mapping[str, str]) -> Non
         raise UserError(
             f"--parallel {text!r}: zero1 divides the optimizer state of whole replicas; "
             "fsdp=N divides it too, so leave zero1 out, or write dp=N,zero1"
+        )
+    if layout.table > 1 and (layout.splits or layout.zero1):
+        raise UserError(
+            f"--parallel {text!r}: table=N cuts tables over whole replicas: leave out fsdp, tp, pp and zero1, or table"
         )

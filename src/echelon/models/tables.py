@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,17 @@ from torch import Tensor, nn
 from echelon.core.errors import UserError
 
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
+
+
+@runtime_checkable
+class SendsRows(Protocol):
+    """A table whose gradients go to the ranks that have its rows inside of backward.
+
+    Attributes:
+        touches_rows: False: what is looked up now is of a blank sample, and touches none.
+    """
+
+    touches_rows: bool
 
 
 def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -82,12 +94,19 @@ def _reason(module: nn.Module) -> str:
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Let a backward pass inside the block touch no row of a table: that of a blank sample is none."""
-    hooks = [table.register_hook(_no_rows) for table in sparse_tables(model).values()]
+    sending = [module for module in model.modules() if isinstance(module, SendsRows)]
+    elsewhere = {id(parameter) for module in sending for parameter in module.parameters()}
+    own = [table for table in sparse_tables(model).values() if id(table) not in elsewhere]
+    hooks = [table.register_hook(_no_rows) for table in own]
+    for module in sending:
+        module.touches_rows = False
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+        for module in sending:
+            module.touches_rows = True
 
 
 def _no_rows(gradient: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ class Placement:
         replica_group: the ranks that hold the same piece of the model in other replicas: `sync` acts among them.
         model_group: the ranks of this replica (pp x fsdp x tp).
         data_group: the ranks with other samples and the same piece of tp and pp (dp x fsdp).
+        table_group: where tables are cut, the ranks that together have their rows; no other work goes through it.
+        same_rows_group: those that have the same rows, one of each such group; None: no other rank has them.
     """
 
     layout: Layout
@@ -41,6 +43,8 @@ class Placement:
     replica_group: Group | None
     model_group: Group | None
     data_group: Group | None
+    table_group: Group | None = None
+    same_rows_group: Group | None = None
 
     @property
     def data_rank(self) -> int:
@@ -104,7 +108,24 @@ def place(layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Pl
         replica_group=by_axis.get(Axis.DP),
         model_group=group(Axis.PP, Axis.FSDP, Axis.TP),
         data_group=group(Axis.DP, Axis.FSDP),
+        table_group=_own_group(_table_ranks(rank, layout), timeout),
+        same_rows_group=_own_group(range(rank % layout.table, layout.dp, layout.table), timeout, layout.table > 1),
     )
+
+
+def _table_ranks(rank: int, layout: Layout) -> range:
+    """Return the ranks that cut tables among them: neighbours, whose links are the fastest."""
+    first = rank - rank % layout.table
+    return range(first, first + layout.table)
+
+
+def _own_group(ranks: range, timeout: timedelta, wanted: bool = True) -> Group | None:
+    """Make a group that nothing else uses, for rows travel inside of forward and backward; None of one rank."""
+    if len(ranks) == 1 or not wanted:
+        return None
+    made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    assert isinstance(made, Group)
+    return made
 
 
 def alone() -> Placement:

@@ -21,6 +21,7 @@ from echelon.core.axes import Axis
 from echelon.core.shards import Region, Spans, chunk
 from echelon.parallel.base import Placement
 from echelon.parallel.reach import ReachedMarks, ReachedShards
+from echelon.parallel.tables import CutTables
 from echelon.parallel.zero import DividedUpdate
 from echelon.torch_compat import foreach_mul_, foreach_norm, is_persistent, local_tensor
 
@@ -46,19 +47,26 @@ class LocalShards(nn.Module):
     Attributes:
         regions: where each parameter and persistent buffer lies, by name.
         divided: where replicas divide the updates, which ones are this rank's.
+        cut: tables that replicas have some rows of each; None: none is cut.
     """
 
     divided: DividedUpdate | None = None
 
     def __init__(
-        self, modules: Sequence[nn.Module], placement: Placement, reached: Sequence[ReachedShards] = ()
+        self,
+        modules: Sequence[nn.Module],
+        placement: Placement,
+        reached: Sequence[ReachedShards] = (),
+        cut: CutTables | None = None,
     ) -> None:
         """Take the local tensors.
 
         Args:
             reached: of each module that is sharded, which parameters backward passes reach.
+            cut: the modules' tables that are cut already.
         """
         super().__init__()
+        self.cut = cut
         self._reached, self._marks = reached, ReachedMarks.along(placement.axis(Axis.FSDP)) if reached else None
         self._trained: list[tuple[str, nn.Parameter]] = []
         self.regions: dict[str, LocalShard] = {}
@@ -81,9 +89,16 @@ class LocalShards(nn.Module):
             if piece is not parameter:
                 self._sources.append((piece, parameter))
         if made[id(parameter)].numel() or not parameter.numel():
-            self.regions[name] = _local_shard(parameter, self.placement)
+            self.regions[name] = self._cut_rows(name) or _local_shard(parameter, self.placement)
             owner, leaf = self._owner(name)
             owner.register_parameter(leaf, made[id(parameter)])
+
+    def _cut_rows(self, name: str) -> LocalShard | None:
+        """Return the rows that this rank has of a table that is cut; the first group of ranks writes its rows."""
+        if self.cut is None or name not in self.cut.regions:
+            return None
+        region, layout = self.cut.regions[name], self.placement.layout
+        return LocalShard(region.shape, region.spans, writes=self.placement.coordinates[Axis.DP] < layout.table)
 
     def _add_buffers(self, prefix: str, owner: nn.Module) -> None:
         for name, buffer in owner.named_buffers(recurse=False):
@@ -193,7 +208,7 @@ def gradient_norm(parameters: Mapping[str, nn.Parameter], pieces: LocalShards) -
     """
     by_copies: dict[int, list[Tensor]] = {}
     for name, parameter in parameters.items():
-        if parameter.grad is not None:
+        if parameter.grad is not None and not parameter.grad.is_sparse:
             by_copies.setdefault(pieces.regions[name].copies, []).append(parameter.grad)
     device = next(iter(pieces.parameters())).device
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -202,6 +217,8 @@ def gradient_norm(parameters: Mapping[str, nn.Parameter], pieces: LocalShards) -
         total += norms.square().sum() / copies
     if pieces.placement.model_group is not None:
         torch.distributed.all_reduce(total, group=pieces.placement.model_group)
+    if pieces.cut is not None:
+        total += pieces.cut.squared_norm({name: p.grad for name, p in parameters.items()}, device)
     return total.sqrt()
 
 
@@ -209,8 +226,12 @@ def gradient_norm(parameters: Mapping[str, nn.Parameter], pieces: LocalShards) -
 def clip_by_norm(pieces: LocalShards, clip_norm: float) -> None:
     """Scale the gradients so that their norm over the replica is at most `clip_norm`, as `clip_grad_norm_` does."""
     parameters = {name: p for name, p in pieces.named_parameters() if p.requires_grad}
+    for parameter in parameters.values():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
     scale = (clip_norm / (gradient_norm(parameters, pieces) + 1e-6)).clamp(max=1.0)
-    gradients = [p.grad for p in parameters.values() if p.grad is not None]
+    kept = [p.grad for p in parameters.values() if p.grad is not None]
+    gradients = [gradient.values() if gradient.is_sparse else gradient for gradient in kept]
     if gradients:
         foreach_mul_(gradients, scale.to(gradients[0].dtype))
 

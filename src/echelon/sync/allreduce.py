@@ -64,7 +64,7 @@ class AllReduceSettings(SyncSettings):
 
 
 STRATEGY = AllReduceSettings
-_ROW_STEPS = "rows.steps"  # in the state: on what the draws of a codec of rows depend
+_ROW_STEPS, _LOOKUPS = "rows.steps", "rows.lookups"  # in the state: on what the draws of a codec of rows depend
 
 
 class AllReduce:
@@ -84,6 +84,7 @@ class AllReduce:
         self._ddp: DistributedDataParallel | None = None
         self._tables = sparse_tables(context.model)
         self._rows: RowReducer | None = None
+        self._exchange = context.cut_rows.exchange if context.cut_rows else None
         self._sent_before: dict[str, int] = {}  # in groups of before
         self._kept: StepMemories | None = None  # of the codec in the group that was left
         self._common: StateView = {}  # of the codec, from a rank that is further
@@ -203,7 +204,8 @@ class AllReduce:
 
     def bytes_sent(self) -> Mapping[str, int]:
         """Return the bytes sent by this rank, by group of parameters."""
-        own = [self._sent_before, *(part.wire.by_group for part in (self._hook, self._rows) if part)]
+        parts = (self._hook, self._rows, self._exchange)
+        own = [self._sent_before, *(part.wire.by_group for part in parts if part)]
         return {group: sum(each.get(group, 0) for each in own) for counts in own for group in counts}
 
     @property
@@ -281,11 +283,12 @@ class AllReduce:
 
     def state_dict(self) -> StateTree:
         """Return the hook's state: error-feedback memories and step counters."""
-        steps = {_ROW_STEPS: self._rows.steps} if self._rows else {}
+        counted = ((_ROW_STEPS, self._rows), (_LOOKUPS, self._exchange))
+        steps = {key: part.steps for key, part in counted if part}
         if self._hook:
             return {**self._hook.state_dict(), **steps}
-        if self._rows:
-            return steps
+        if steps:
+            return dict(steps)
         return {f"sent.error/{name}/0": total for name, total in self._left_out.items()}
 
     def alike(self, state: StateView) -> list[Tensor]:
@@ -324,10 +327,12 @@ class AllReduce:
         return merge(plain, {name: parameter.numel() for name, parameter in self._context.model.named_parameters()})
 
     def _without_row_steps(self, state: StateView) -> StateTree:
-        """Take over how many reductions of rows there were; returns the other entries."""
+        """Take over how many reductions and lookups of rows there were; returns the other entries."""
         if self._rows and _ROW_STEPS in state:
             self._rows.steps = int(state[_ROW_STEPS])
-        return {key: value for key, value in state.items() if key != _ROW_STEPS}
+        if self._exchange and _LOOKUPS in state:
+            self._exchange.steps = int(state[_LOOKUPS])
+        return {key: value for key, value in state.items() if key not in (_ROW_STEPS, _LOOKUPS)}
 
     def _give_momentum_back(self, velocity: Mapping[str, Tensor]) -> None:
         if not self._context.optimizer.param_groups[0].get("momentum"):
@@ -365,16 +370,22 @@ class AllReduce:
             self._hook.close()
 
 
-def _row_reducer(context: SyncContext, tables: Mapping[str, nn.Parameter]) -> RowReducer:
-    """Build what reduces the rows of tables; raises UserError in a loop of somebody else's."""
+def _row_reducer(context: SyncContext, tables: Mapping[str, nn.Parameter]) -> RowReducer | None:
+    """Build what reduces the rows of tables; None: no other rank has the same.
+
+    Raises:
+        UserError: it is for a loop of somebody else's.
+    """
     if context.averages_gradients:
         raise UserError(
             f"{next(iter(tables))} makes sparse gradients, which are summed at the step here, after a loop of your own "
             "may have clipped them: use sync local(8), or build it with sparse=False"
         )
-    assert context.group is not None
-    codec = context.compression.codec
-    return RowReducer(tables, context.group, codec if codec.takes_rows else None, context.seed)
+    cut_rows, codec = context.cut_rows, context.compression.codec
+    group = context.group if cut_rows is None else cut_rows.group
+    if group is None:
+        return None
+    return RowReducer(tables, group, codec if codec.takes_rows else None, context.seed, cut_rows is not None)
 
 
 def _wrapped(context: SyncContext, tables: Collection[str]) -> DistributedDataParallel:

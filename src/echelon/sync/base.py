@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.collectives.base import Path
+from echelon.collectives.row_exchange import RowExchange
 from echelon.collectives.times import ReduceTimes
 from echelon.compression import Compression
 from echelon.compression.rungs import Switch
@@ -25,6 +26,19 @@ AGREED_FROM = ("buffers", "ema", "model", "sync")
 
 class StepAbandoned(RuntimeError):
     """A step's batch is not needed any more: the run ended while a replica waited in the middle of it."""
+
+
+@dataclass(frozen=True)
+class CutRows:
+    """Rows of tables that are cut over replicas: their gradients are summed where they lie.
+
+    Attributes:
+        exchange: brings gradients to the ranks that have the rows, inside of backward.
+        group: the ranks that have the same rows, among whom they are to be summed yet; None: no other rank has them.
+    """
+
+    exchange: RowExchange
+    group: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,7 @@ class SyncContext:
         noted: hears what an adaptive codec changes.
         steps: of the run, by which what begins and ends it is settled; 0: not known, as in somebody else's loop.
         survives: the replicas go on when some of them die.
+        cut_rows: sparse tables are cut by rows over the replicas: between whom these travel; None: all have all rows.
     """
 
     model: nn.Module
@@ -66,6 +81,7 @@ class SyncContext:
     steps: int = 0
     noted: Callable[[Switch], None] = lambda switch: None
     survives: bool = False
+    cut_rows: CutRows | None = None
 
 
 class StepSync(Protocol):

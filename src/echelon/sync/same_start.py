@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,11 @@ from echelon.core.errors import UserError
 _DIGEST_BYTES = 32
 
 
-def equalise(model: nn.Module, group: dist.ProcessGroup | None) -> int:
+def equalise(model: nn.Module, group: dist.ProcessGroup | None, apart: Collection[str] = ()) -> int:
     """Give every replica the first one's parameters and buffers, where some replica has others.
+
+    Args:
+        apart: names of those of which each replica has a part of its own.
 
     Returns:
         the bytes that this rank sent: none where all are alike, but for a checksum.
@@ -25,6 +29,7 @@ def equalise(model: nn.Module, group: dist.ProcessGroup | None) -> int:
     if group is None or dist.get_world_size(group) == 1:
         return 0
     tensors = [(name, t.detach()) for name, t in (*model.named_parameters(), *model.named_buffers())]
+    tensors = [(name, tensor) for name, tensor in tensors if name not in apart]
     if not tensors:
         return 0
     forms = "".join(f"{name} {tuple(tensor.shape)} {tensor.dtype};" for name, tensor in tensors)

@@ -93,7 +93,7 @@ def _against_elastic(run: ResolvedRun, ranks: int) -> str:
         (run.compression.encodes and not run.sync.sums_in_backward, f"--compression {given.compression}"),
         (run.compression.codec.control() is not None, f"--compression {given.compression}"),
         (given.collective != "backend", f"--collective {given.collective}"),
-        (layout.splits or layout.zero1, f"--parallel {given.parallel}"),
+        (layout.splits or layout.zero1 or layout.table > 1, f"--parallel {given.parallel}"),
         (config.model.sync_batchnorm, "--sync-batchnorm"),
         (config.model.compile, "--compile"),
         (not run.tuning.changes_nothing, f"--tune {run.tuning.text}"),

@@ -120,7 +120,7 @@ def _begin_stream(metrics: Metrics, loader: EvalLoader, world: World) -> Streame
     group = world.data_group
     if group is None or dist.get_backend(group) != "gloo" or not isinstance(metrics, StreamedMetrics):
         return None
-    if world.placement is not None and world.placement.group(Axis.FSDP) is not None:
+    if _forward_group(world) is not None:
         return None
     metrics.stream(RowMessages(group, loader.batch_size, -(-loader.most // loader.batch_size)), loader.total)
     return metrics
@@ -152,9 +152,16 @@ def _without_gradients(world: World) -> torch.inference_mode | torch.no_grad:
     return torch.no_grad() if world.placement and world.placement.layout.splits else torch.inference_mode()
 
 
+def _forward_group(world: World) -> dist.ProcessGroup | None:
+    """Return the ranks that one forward pass works together with: they gather layers, or have each other's rows."""
+    if world.placement is None:
+        return None
+    return world.placement.table_group or world.placement.group(Axis.FSDP)
+
+
 def batches_of_all(loader: EvalLoader, world: World) -> Iterator[tuple[Nest, Nest | None]]:
     """Yield inputs and targets; where forward is collective, blank inputs too, so that all have as many batches."""
-    group = world.placement.group(Axis.FSDP) if world.placement else None
+    group = _forward_group(world)
     if group is None:
         yield from ((batch.inputs, batch.targets) for batch in loader if nest.rows(batch.targets))
         return

@@ -8,6 +8,7 @@ from echelon.core.layout import Layout
 from echelon.optim.traits import Reach
 from echelon.parallel.pipeline.settings import schedule_kind
 from echelon.trainer.resolved import ResolvedRun
+from echelon.trainer.tables import check_cut
 
 
 def check_layout(run: ResolvedRun, ranks: int) -> None:
@@ -24,6 +25,8 @@ def check_layout(run: ResolvedRun, ranks: int) -> None:
         _check_split(run, layout)
     if layout.zero1:
         _check_zero(run)
+    if layout.table > 1:
+        check_cut(run, layout)
     if layout.pp > 1:
         schedule_kind(layout.schedule)
 

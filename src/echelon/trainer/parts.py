@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.collectives.row_exchange import RowExchange
 from echelon.compression.rungs import Switch
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
@@ -28,8 +29,9 @@ from echelon.parallel.local_shards import LocalShards
 from echelon.parallel.precision import cast_parameters
 from echelon.parallel.split import SplitModel, SplitOptions, recompute_model, split_model
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
+from echelon.parallel.tables import cut_tables, own_rows
 from echelon.parallel.zero import DividedUpdate
-from echelon.sync.base import Sync, SyncContext
+from echelon.sync.base import CutRows, Sync, SyncContext
 from echelon.sync.same_start import equalise
 from echelon.tasks import nest
 from echelon.tasks.base import Task
@@ -102,6 +104,7 @@ class _Built:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     steps: int
+    cut_rows: CutRows | None = None
     switches: list[Switch] = field(default_factory=list)
 
 
@@ -111,7 +114,7 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
     Raises:
         UserError: the model cannot be built, or not be split like this.
     """
-    config, split = run.config, None
+    config, split, cut_rows = run.config, None, _cut_rows(run, world)
     if _is_split(world):
         split = build_split(run, work, world, world.data_size)
         model = split.module
@@ -119,7 +122,11 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
         model = build_computing(config, work, world)
         check_complex(model, run, world.size)
         check_sparse_model(model, run, world.size)
-        split = _divided(model, world) if _is_divided(world) else None
+        if cut_rows is not None:
+            split = _with_cut_tables(model, cut_rows, world)
+        elif _is_divided(world):
+            split = _divided(model, world)
+    tables = sparse_tables(model)
     local_model = split.pieces if split else model
     is_idle = split is not None and split.pipeline is not None and not split.pieces.trainable()
     if is_idle:
@@ -131,16 +138,18 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
             config.data.batch_size,
             run.optimizer.factory,
             work.tuned.rates,
-            sparse_tables(local_model),
+            tables,
         )
-        fuse_update(optimizer, local_model)
+        if not tables:
+            fuse_update(optimizer, local_model)
     if split and split.pieces.divided:
         split.pieces.divided.keep_own(optimizer)
     scaler = build_scaler(config.training.precision, world.device, _overflows_together(world))
-    built = _Built(run, world, clock, local_model, optimizer, scaler, work.steps)
-    start_bytes = equalise(local_model, world.replica_group)
+    built = _Built(run, world, clock, local_model, optimizer, scaler, work.steps, cut_rows)
+    cut = split.pieces.cut if split else None
+    start_bytes = equalise(local_model, world.replica_group, cut.spans if cut else ())
     ema = EMA(local_model, config.training.ema, work.tuned.frozen) if config.training.ema else None
-    if split and not split.pieces.divided:
+    if split and _is_split(world):
         sync: Sync = SplitSync(model, split.pieces, lambda: _sync(built, local_model), clock)
     else:
         compiled = cast(nn.Module, torch.compile(model)) if config.model.compile else model
@@ -351,11 +360,16 @@ def _is_divided(world: World) -> bool:
     return world.placement is not None and world.placement.layout.zero1 and world.placement.replica_group is not None
 
 
+def _cuts_tables(world: World) -> bool:
+    return world.placement is not None and world.placement.table_group is not None
+
+
 def _overflows_together(world: World) -> dist.ProcessGroup | None:
-    """Return the ranks that step on parts of one update: a replica's, or all that divide the optimizer."""
+    """Return the ranks that step on parts of one update: a replica's, or all that divide the optimizer or tables."""
     if world.placement is None:
         return None
-    return world.placement.replica_group if _is_divided(world) else world.placement.model_group
+    divides = _is_divided(world) or _cuts_tables(world)
+    return world.placement.replica_group if divides else world.placement.model_group
 
 
 def _divided(model: nn.Module, world: World) -> SplitModel:
@@ -363,6 +377,21 @@ def _divided(model: nn.Module, world: World) -> SplitModel:
     pieces = LocalShards([model], world.placement)
     pieces.divided = DividedUpdate(pieces.trainable(), world.placement.replica_group)
     return SplitModel(model, pieces)
+
+
+def _cut_rows(run: ResolvedRun, world: World) -> CutRows | None:
+    """Build what moves rows of tables that are cut over replicas; None: none is."""
+    placement, codec = world.placement, run.compression.codec
+    if placement is None or placement.table_group is None:
+        return None
+    exchange = RowExchange(placement.table_group, codec if codec.takes_rows else None, run.config.training.seed)
+    return CutRows(exchange, placement.same_rows_group)
+
+
+def _with_cut_tables(model: nn.Module, rows: CutRows, world: World) -> SplitModel:
+    assert world.placement is not None and world.placement.table_group is not None
+    cut = cut_tables(model, sparse_tables(model), world.placement.table_group, rows.exchange, own_rows)
+    return SplitModel(model, LocalShards([model], world.placement, cut=cut))
 
 
 def _split(
@@ -438,6 +467,7 @@ def _sync(built: _Built, model: nn.Module, has_unused: bool = False) -> Sync:
         steps=built.steps,
         noted=built.switches.append,
         survives=run.config.launch.elastic == "on",
+        cut_rows=built.cut_rows,
     )
     return run.sync.build(context)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from echelon.core.errors import UserError
+from echelon.core.layout import Layout
 from echelon.models.tables import check_tables, sparse_tables
 from echelon.optim.traits import ON_ROWS, is_sgd
 from echelon.sync.ps import server_settings
@@ -33,7 +34,13 @@ def check_sparse_model(model: nn.Module, run: ResolvedRun, ranks: int) -> None:
     """
     name = type(model).__name__
     check_tables(model, f"model {name}")
-    if tables := sparse_tables(model):
+    tables, cut = sparse_tables(model), run.layout_for(ranks).table
+    if cut > 1 and not tables:
+        raise UserError(
+            f"--parallel {run.described.strategy.parallel}: model {name} has no sparse tables that are trained and "
+            f"could be cut: add {_FLAG}, or leave out table={cut}"
+        )
+    if tables:
         asked = run.config.model.sparse_tables
         label = _FLAG if asked else f"model {name}: {next(iter(tables))} makes sparse gradients, which"
         _check_choices(run, ranks, label, f"leave out {_FLAG}" if asked else DENSE)
@@ -64,6 +71,27 @@ def _check_choices(run: ResolvedRun, ranks: int, label: str, instead: str) -> No
             raise UserError(f"{label} with {flag} does not work yet: leave out {flag.split()[0]}, or {instead}")
     if run.sync.uses_servers:
         _check_servers(run, label, instead)
+
+
+def check_cut(run: ResolvedRun, layout: Layout) -> None:
+    """Refuse what does not go together with tables that are cut over replicas.
+
+    Raises:
+        UserError: names both settings and the fix.
+    """
+    given, training = run.described.strategy, run.config.training
+    label, instead = f"--parallel {given.parallel}", f"leave out table={layout.table}"
+    if not run.sync.sums_in_backward:
+        raise UserError(
+            f"{label} with --sync {given.sync}: a row is on one replica, whose updates need all gradients: use "
+            f"--sync allreduce, or {instead}"
+        )
+    for flag, stands in (
+        (f"--precision {training.precision}", PRECISIONS[training.precision].parameters is not None),
+        (f"--tune {run.tuning.text}", not run.tuning.changes_nothing),
+    ):
+        if stands:
+            raise UserError(f"{label} with {flag} does not work yet: leave out {flag.split()[0]}, or {instead}")
 
 
 def _check_servers(run: ResolvedRun, label: str, instead: str) -> None:

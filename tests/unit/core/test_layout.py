@@ -20,6 +20,12 @@ def test_dp_takes_what_is_left_where_it_is_not_given() -> None:
     assert parse_layout(str(layout)) == layout
 
 
+def test_tables_are_cut_over_the_replicas_themselves() -> None:
+    layout = parse_layout("dp=4,table=2").resolve(4)
+    assert (layout.dp, layout.table, layout.model_size, str(layout)) == (4, 2, 1, "dp=4,table=2")
+    assert parse_layout("table=2").resolve(6).dp == 6
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -36,6 +42,9 @@ def test_dp_takes_what_is_left_where_it_is_not_given() -> None:
         ("dp=2,sequence", "sequence belongs to tp=N"),
         ("dp=2,fsdp=2,zero1", "leave zero1 out"),
         ("dp=2,zero1=yes", "alone"),
+        ("dp=2,table", "table=N with N at least 1"),
+        ("dp=2,table=2,zero1", "leave out fsdp, tp, pp and zero1, or table"),
+        ("dp=2,tp=2,table=2", "leave out fsdp, tp, pp and zero1, or table"),
     ],
 )
 def test_an_impossible_layout_is_refused(text: str, words: str) -> None:
@@ -50,6 +59,8 @@ def test_an_impossible_layout_is_refused(text: str, words: str) -> None:
         ("dp=-1,tp=2", 3, "2 ranks do not divide 3 workers"),
         ("tp=4", 2, "4 ranks do not divide 2 workers; use --workers 4"),
         ("dp=1,fsdp=2", 4, "2 ranks, but there are 4"),
+        ("dp=4,table=3", 4, "3 does not divide 4 replicas, over which tables are cut"),
+        ("table=4", 2, "4 does not divide 2 replicas"),
     ],
 )
 def test_a_layout_that_is_not_the_world_is_refused(text: str, world: int, words: str) -> None:

@@ -12,6 +12,7 @@ from echelon.core.errors import UserError
 from echelon.models.tables import check_tables, make_sparse
 from echelon.run.resolve import resolve
 from echelon.trainer.compatibility import check_strategies
+from echelon.trainer.tables import check_sparse_model
 
 ROWS_ALONE = {"optimizer.name": "sparse_adam", "optimizer.weight_decay": 0.0, "model.sparse_tables": True}
 
@@ -50,6 +51,8 @@ def test_choices_that_touch_other_rows_are_refused(settings: dict[str, Any], wor
         {"strategy.compression": "topk(0.01)"},
         {"strategy.sync": "local(8)"},
         {"strategy.sync": "ps(servers=2)"},
+        {"strategy.parallel": "dp=2,table=2"},
+        {"strategy.parallel": "dp=2,table=2", "strategy.compression": "int8", "optimizer.clip_norm": 1.0},
     ],
 )
 def test_the_others_are_not(settings: dict[str, Any]) -> None:
@@ -80,6 +83,12 @@ class Tied(nn.Module):
 def test_tables_whose_gradients_cannot_be_rows_are_refused(model: nn.Module, words: str) -> None:
     with pytest.raises(UserError, match=words):
         check_tables(model, "model M")
+
+
+def test_tables_are_cut_where_there_are_some() -> None:
+    run = resolve(build(None, {"strategy.parallel": "dp=2,table=2"}).config)
+    with pytest.raises(UserError, match="no sparse tables that are trained and could be cut: add --sparse-tables"):
+        check_sparse_model(nn.Embedding(9, 4), run, 2)
 
 
 def test_a_model_without_tables_is_refused() -> None:
