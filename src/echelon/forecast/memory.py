@@ -105,7 +105,7 @@ def rehearse_layout(run: ResolvedRun, info: DataInfo, ranks: int, model: nn.Modu
     samples = max(1, config.data.batch_size // run.batch_parts(layout))
     stages, notes = _stages(run, layout, model, example, samples // config.training.accumulate)
     cuts = tuple(stage.steps[0].name for stage in stages[1:])
-    alone = replace(layout, sizes={**layout.sizes, Axis.DP: 1}, zero1=False)
+    alone = replace(layout, sizes={**layout.sizes, Axis.DP: 1}, zero1=False, table=1)
     try:
         peaks = tuple(rehearse(run, info, model, Role(alone, rank, cuts), samples) for rank in range(layout.pp))
     except NEEDS_VALUES as error:

@@ -24,7 +24,7 @@ from echelon.collectives.paths.backend import Backend
 from echelon.compression import registry as codecs
 from echelon.core.layout import Layout
 from echelon.data.base import Batch, DataInfo
-from echelon.models.tables import make_dense
+from echelon.models.tables import make_dense, shrink_tables
 from echelon.observe.phases import HostClock
 from echelon.optim.choice import OptimizerChoice
 from echelon.parallel.base import alone, place
@@ -189,12 +189,15 @@ def rehearse(run: ResolvedRun, info: DataInfo, model: nn.Module, role: Role, sam
         model: the whole one, on any device; it stays as it is.
         samples: of this rank, in one optimizer step.
     """
+    cut_over, all_tables = run.layout.table, run.config.model.sparse_tables
     run = _alone(run, role)
     config = run.config
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     counter = Counter()
     with _world(role) as world, torch.random.fork_rng(), real_meshes(), mode:
         copied = without_data(model, world.device)
+        if cut_over > 1:
+            shrink_tables(copied, cut_over, all_tables)
         make_dense(copied)
         work = Work(info, run.task.fitted(info), copied, tuning=run.tuning.last)
         clock = HostClock()
@@ -264,7 +267,7 @@ def _alone(run: ResolvedRun, role: Role) -> ResolvedRun:
     plain = codecs.read("none")
     return replace(
         run, config=config, optimizer=choice, sync=AllReduceSettings(), compression=plain, path=Backend(),
-        cuts=role.cuts,
+        cuts=role.cuts, layout=replace(run.layout, table=1),
     )  # fmt: skip
 
 

@@ -58,6 +58,18 @@ def make_dense(model: nn.Module) -> None:
             module.sparse = False
 
 
+def shrink_tables(model: nn.Module, parts: int, all_tables: bool) -> None:
+    """Leave each table the rows of the largest of some equal parts, to see how much memory one takes.
+
+    Args:
+        all_tables: not only those that make sparse gradients.
+    """
+    for module in model.modules():
+        if isinstance(module, _KINDS) and (all_tables or module.sparse):
+            rows = -(-len(module.weight) // parts)
+            module.weight = nn.Parameter(module.weight.detach()[:rows].clone(), module.weight.requires_grad)
+
+
 def check_tables(model: nn.Module, label: str) -> None:
     """Refuse sparse gradients of what is no table, and of tables whose gradients cannot be rows.
 

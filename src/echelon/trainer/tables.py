@@ -34,7 +34,7 @@ def check_sparse_model(model: nn.Module, run: ResolvedRun, ranks: int) -> None:
     """
     name = type(model).__name__
     check_tables(model, f"model {name}")
-    tables, cut = sparse_tables(model), run.layout_for(ranks).table
+    tables, cut = sparse_tables(model), run.layout.table
     if cut > 1 and not tables:
         raise UserError(
             f"--parallel {run.described.strategy.parallel}: model {name} has no sparse tables that are trained and "

@@ -16,6 +16,7 @@ from echelon.forecast.memory import Memory, forecast
 from echelon.models import Hints, ModelInput
 from echelon.models.builtin.small_vit import Size, SmallViT
 from echelon.run.resolve import resolve
+from echelon.tasks.nest import TensorSpec
 
 INFO = DataInfo("any", tuple("abcdefghij"), 3, 32, 64, 16, (8,) * 10)
 SIZE = Size(depth=3, width=128, heads=4, hidden=512)
@@ -31,6 +32,20 @@ def predict(
     found = forecast(resolve(build(None, given).config), info, ranks, whole)
     assert not dist.is_initialized() and not found.unknown
     return found.memory
+
+
+def test_a_cut_table_takes_a_part_of_its_memory_and_of_its_moments() -> None:
+    def tables() -> nn.Module:
+        """Return a table and a layer."""
+        return nn.Sequential(nn.Embedding(1000, 64, sparse=True), nn.Flatten(), nn.Linear(64 * 4, 10))
+
+    info = replace(INFO, several=TensorSpec((4,), "int64", count=1000))
+    given: dict[str, Any] = {"info": info, "optimizer__name": "sparse_adam", "optimizer__weight_decay": 0.0}
+    with torch.device("meta"):
+        models = tables(), tables()
+    (whole,), (cut,) = predict("dp=4", 4, models[0], **given), predict("dp=4,table=4", 4, models[1], **given)
+    rows = 750 * 64 * 4
+    assert (whole.parameters - cut.parameters, whole.optimizer - cut.optimizer) == (rows, 2 * rows)
 
 
 def test_one_process_has_what_its_tensors_take() -> None:
