@@ -24,11 +24,17 @@ from echelon.storage.archive import Archive, ForeignWriter, Version, honours_con
 from echelon.storage.url import open_store
 from tests.clusters.committer import PARTS, begin, commit_one
 from tests.clusters.stores import ObjectStore, binary, rclone, seaweedfs
+from tests.ranks.runs import Runs
 from tests.unit.data.images import make_folder, make_shards
 
 pytest.importorskip("s3fs", reason="s3fs is not installed: uv sync --group clusters")
 
 ENGINES = {"seaweedfs": (seaweedfs, "weed"), "rclone": (rclone, "rclone")}
+ONE_IS_ENOUGH = pytest.mark.parametrize(  # for what does not depend on the store
+    "engine",
+    [pytest.param("seaweedfs", marks=pytest.mark.long), pytest.param("rclone", marks=pytest.mark.slow)],
+    indirect=True,
+)
 KILLS = 25
 PATIENCE_S = 60.0
 
@@ -189,10 +195,8 @@ def echelon(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.long
+@ONE_IS_ENOUGH
 def test_a_run_at_a_url_goes_on_bit_for_bit_on_another_machine(engine: ObjectStore, url: str, tmp_path: Path) -> None:
-    if not is_seaweedfs(engine):
-        pytest.skip("one store is enough for what does not depend on it")
     from echelon.run.home import bring
 
     whole = echelon(tmp_path / "one", *RUN, "--run", "here")
@@ -207,7 +211,7 @@ def test_a_run_at_a_url_goes_on_bit_for_bit_on_another_machine(engine: ObjectSto
     assert "not-a-secret" not in "".join(p.read_text(errors="replace") for p in brought.rglob("*") if p.is_file())
 
 
-@pytest.mark.long
+@ONE_IS_ENOUGH
 def test_data_at_a_url_gives_the_bits_of_the_folder_and_is_brought_once(
     engine: ObjectStore, url: str, tmp_path: Path
 ) -> None:
@@ -232,7 +236,7 @@ def test_data_at_a_url_gives_the_bits_of_the_folder_and_is_brought_once(
     assert not any(b"not-a-secret" in each.read_bytes() for each in everything)
 
 
-@pytest.mark.long
+@ONE_IS_ENOUGH
 def test_a_table_at_a_url_and_a_store_that_is_away_for_a_while(engine: ObjectStore, url: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,b,y\n" + "".join(f"{i},{i * i % 7},{i % 3}\n" for i in range(300)))
     open_store(url).put("t.csv", tmp_path / "t.csv")
@@ -240,10 +244,10 @@ def test_a_table_at_a_url_and_a_store_that_is_away_for_a_while(engine: ObjectSto
     here = echelon(tmp_path / "here", "train", str(tmp_path / "t.csv"), *small, "--run", "run")
     assert here.returncode == 0, here.stderr
     engine.kill()
-    back = threading.Timer(15.0, engine.start)
-    back.start()
-    there = echelon(tmp_path / "there", "train", f"{url}/t.csv", *small, "--run", "run")
-    back.join()
-    assert there.returncode == 0, there.stderr
-    assert "it is tried again" in there.stderr
+    with Runs(tmp_path) as runs:
+        command = ("train", f"{url}/t.csv", *small, "--run", "there/run")
+        there = runs.start(*command, environment={"XDG_CACHE_HOME": str(tmp_path / "cache")})
+        there.wait_for(lambda: "it is tried again" in there.errors(), "that it is tried again")
+        engine.start()
+        assert there.end() == 0, there.text()
     assert is_same(tmp_path / "here" / "run", tmp_path / "there" / "run")

@@ -21,7 +21,8 @@ from echelon.run.resolve import launch_request
 from echelon.tasks.base import Writing
 from tests.ranks.task_data import MAKERS, Settings
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
+ALIKE = {"multi_label", "masked_language_modelling"}  # to classification and text_classification: a CI makes do with it
 
 
 def segmentation(folder: Path) -> Settings:
@@ -82,7 +83,10 @@ def _trained(task: str, folder: Path) -> tuple[Path, Settings]:
     return run, settings
 
 
-@pytest.mark.parametrize("task", sorted(ALL))
+@pytest.mark.parametrize(
+    "task",
+    [pytest.param(task, marks=getattr(pytest.mark, "slow" if task in ALIKE else "long")) for task in sorted(ALL)],
+)
 def test_a_run_is_exported_and_predicts_raw_samples(task: str, tmp_path: Path) -> None:
     run, settings = _trained(task, tmp_path)
     samples = RAW[task](settings)
@@ -105,6 +109,7 @@ def test_a_run_is_exported_and_predicts_raw_samples(task: str, tmp_path: Path) -
             assert [row.plain() for row in again] == [row.plain() for row in rows]
 
 
+@pytest.mark.long
 def test_an_export_that_is_another_function_is_refused_and_not_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +134,7 @@ def test_an_export_that_is_another_function_is_refused_and_not_left(
     assert not list(tmp_path.glob("*.onnx")) and not list(tmp_path.glob(".*.onnx"))
 
 
+@pytest.mark.long
 def test_mistakes_are_refused_in_one_line(tmp_path: Path) -> None:
     run, _ = _trained("regression", tmp_path)
     for samples, words in (

@@ -87,8 +87,8 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("place", "sync"),
     [
-        *(pytest.param(place, "allreduce", marks=pytest.mark.long) for place in PROCESS_PLACES),
         pytest.param(OWN, "ps(mode=sync)", marks=pytest.mark.long),  # has more processes than replicas have
+        *(pytest.param(place, "allreduce", marks=pytest.mark.slow) for place in PROCESS_PLACES),
         *(pytest.param(place, "ps(mode=sync)", marks=pytest.mark.slow) for place in PROCESS_PLACES),
         pytest.param(OWN, "allreduce", marks=pytest.mark.slow),
     ],

@@ -173,11 +173,9 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow  # above in float64, and replicas in the long test before this one
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(layout, marks=getattr(pytest.mark, "long" if layout == "pp=2" else "slow")) for layout in LAYOUTS],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_trains_and_resumes_in_every_layout(runs: Runs, layout: str) -> None:
     task = ("--task", "toys.regression:Weighted") if layout == "ps sync" else ()
     alone = train(runs, "alone", "--epochs", "2", "--workers", "1", *task)

@@ -17,7 +17,7 @@ from echelon.observe.callbacks import CheckpointInfo, EndInfo, EvaluationInfo, R
 from echelon.observe.loggers.base import LoggedRun, LoggerSettings, Point
 from tests.ranks.runs import SMALL, Runs
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 MINE = """
 import os
@@ -90,6 +90,7 @@ class LinesOfRun(LoggedRun):
             file.write(f"{status}\n")
 
 
+@pytest.mark.long
 def test_loss_metrics_and_a_logger_are_objects_at_the_start_and_the_resume(tmp_path: Path) -> None:
     run, service = tmp_path / "run", tmp_path / "service"
     service.mkdir()
@@ -111,6 +112,7 @@ def test_loss_metrics_and_a_logger_are_objects_at_the_start_and_the_resume(tmp_p
     assert [line.partition(" ")[0] for line in evaluated] == ["6", "12"] and lines.count("completed") == 2
 
 
+@pytest.mark.long
 def test_objects_hear_in_this_process_and_its_log_is_kept_short(tmp_path: Path) -> None:
     hears, run = Hears(), tmp_path / "run"
     small: dict[str, Any] = {"epochs": 2, "batch_size": 256, "workers": 1, "device": "cpu", "threads": 1}
@@ -124,7 +126,9 @@ def test_objects_hear_in_this_process_and_its_log_is_kept_short(tmp_path: Path) 
     assert {info.step for info in saved} == {6, 12} and all(info.n_bytes > 0 for info in saved)
 
 
-@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=async)"])
+@pytest.mark.parametrize(
+    "sync", [pytest.param("allreduce", marks=pytest.mark.slow), pytest.param("ps(mode=async)", marks=pytest.mark.long)]
+)
 def test_named_callbacks_hear_on_the_leading_rank(tmp_path: Path, sync: str) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     with Runs(tmp_path) as runs:
@@ -139,7 +143,9 @@ def test_named_callbacks_hear_on_the_leading_rank(tmp_path: Path, sync: str) -> 
     assert any(text.startswith("checkpoint 12") for text in said)
 
 
-@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=async)"])
+@pytest.mark.parametrize(
+    "sync", [pytest.param("allreduce", marks=pytest.mark.long), pytest.param("ps(mode=async)", marks=pytest.mark.slow)]
+)
 def test_a_callback_that_raises_ends_the_run_and_is_named(tmp_path: Path, sync: str) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     with Runs(tmp_path) as runs:

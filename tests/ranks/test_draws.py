@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.core.errors import UserError
-from tests.ranks.runs import SMALL, Runs, losses_of
+from tests.ranks.run_many import run_many
+from tests.ranks.runs import SMALL, losses_of
 
 DRAWS = ("--mixup", "0.4", "--cutmix", "1", "--sample-weights", "inverse-class", "--batch-size", "98")
 
@@ -69,14 +70,12 @@ def mirrored(image: Tensor) -> Tensor:
 
 @pytest.mark.long
 def test_losses_do_not_depend_on_the_layout(tmp_path: Path) -> None:
-    with Runs(tmp_path) as runs:
-        losses = {}
-        for name, layout in {"alone": "dp=1", "pp": "pp=2", "ps": "dp=2"}.items():
-            sync = ("--sync", "ps(mode=sync)") if name == "ps" else ()
-            run = runs.start("train", "digits", "--model", "mlp", *DRAWS, *SMALL, "--parallel", layout, *sync,
-                             "--max-steps", "8", "--lr", "0.05", "--optimizer", "momentum", folder=name)  # fmt: skip
-            assert run.end() == 0, run.text()
-            losses[name] = run.losses()
-        for name, others in losses.items():
-            assert list(others) == list(range(1, 9))
-            np.testing.assert_allclose(list(others.values()), list(losses["alone"].values()), rtol=2e-3, err_msg=name)
+    steps = ("--max-steps", "8", "--lr", "0.05", "--optimizer", "momentum")
+    layouts = {"alone": ("dp=1",), "pp": ("pp=2",), "ps": ("dp=2", "--sync", "ps(mode=sync)")}
+    train = ["train", "digits", "--model", "mlp", *DRAWS, *SMALL, *steps]
+    results = run_many(tmp_path, [[*train, "--run", name, "--parallel", *how] for name, how in layouts.items()])
+    assert [result.code for result in results] == [0, 0, 0], results
+    losses = {name: losses_of(tmp_path / name) for name in layouts}
+    for name, others in losses.items():
+        assert list(others) == list(range(1, 9))
+        np.testing.assert_allclose(list(others.values()), list(losses["alone"].values()), rtol=2e-3, err_msg=name)

@@ -24,7 +24,7 @@ HEADERS_BYTES = 66  # Ethernet, IPv4 and TCP with timestamps
     "compression",
     [
         pytest.param("topk(0.01)", marks=pytest.mark.long),
-        pytest.param("powersgd(2)", marks=pytest.mark.long),
+        pytest.param("powersgd(2)", marks=pytest.mark.slow),
         pytest.param("int8", marks=pytest.mark.slow),
     ],
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.machine import slowness
+from tests.ranks.run_many import run_many
 from tests.ranks.runs import LEAVE_S, MARK, POLL_S, marked_processes
 
 LONGEST_S = 0.5  # of the processor's time, user and system, where no torch is needed; the least of a few
@@ -145,16 +146,18 @@ class Refusal:
     cpu_s: float
 
 
-def _command(folder: Path, arguments: list[str], light: bool) -> Refusal:
-    """Give a command in a new folder; `light`: where torch and its like cannot be imported."""
+def _with_files(folder: Path) -> None:
     folder.mkdir()
     for name, text in FILES.items():
         (folder / name).write_text(text)
+
+
+def _command(folder: Path, arguments: list[str]) -> Refusal:
+    """Give a command in a new folder, where torch and its like cannot be imported."""
+    _with_files(folder)
     mark = f"{os.getpid()}-{folder}"
     environment = {**os.environ, MARK: mark, "XDG_STATE_HOME": str(folder.parent / "state")}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # beside mine.py
-    if light:
-        environment["PYTHONPATH"] = str(folder.parent / "absent")
+    environment["PYTHONPATH"] = str(folder.parent / "absent")
     with (folder.parent / f"{folder.name}.err").open("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "echelon", *arguments], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
@@ -175,27 +178,47 @@ def _command(folder: Path, arguments: list[str], light: bool) -> Refusal:
     return Refusal(process.returncode, lines, files, left, used.ru_utime + used.ru_stime)
 
 
+def _in_one_process(folder: Path, commands: list[list[str]]) -> list[Refusal]:
+    """Give commands in a new folder one after the other, so that torch is imported once; they have its files in common.
+
+    `run_many` fails where a process is left.
+    """
+    _with_files(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # beside mine.py
+        results = run_many(folder, commands) if commands else []
+    own = ("command", "results", "state")  # of `run_many`
+    files = {path.name for path in folder.iterdir() if not path.name.startswith(own)}
+    return [Refusal(result.code, result.err.splitlines(), files, [], 0.0) for result in results]
+
+
 @pytest.fixture(scope="module")
 def refusals(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Refusal]:
-    """Give the commands of all tests that are to run here, several at a time; returns what each did, by its words."""
-    chosen = [item.callspec.params for item in request.session.items if getattr(item, "module", None) is request.module]
+    """Give the commands of all tests that are to run here; returns what each did, by its words.
+
+    Those that need no torch are processes of their own, several at a time.
+    """
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    chosen = [item.callspec.params["arguments"] for item in items]
+    light = [arguments for arguments in chosen if arguments in LIGHT]
     folder = tmp_path_factory.mktemp("mistakes")
     for name in HEAVY:
         (folder / "absent" / name).mkdir(parents=True)
         (folder / "absent" / name / "__init__.py").write_text(f"raise ImportError('{name} takes long to import')")
 
     def give(number: int, attempt: int = 0) -> Refusal:
-        arguments = chosen[number]["arguments"]
-        return _command(folder / f"{number}-{attempt}", arguments, light=arguments in LIGHT)
+        return _command(folder / f"{number}-{attempt}", light[number])
 
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        made = list(pool.map(give, range(len(chosen))))
-    for number, each in enumerate(chosen):  # alone, where it had to share the cores before
+        made = list(pool.map(give, range(len(light))))
+    for number in range(len(light)):  # alone, where it had to share the cores before
         for attempt in range(1, TRIES):
-            if each["arguments"] not in LIGHT or made[number].cpu_s < LONGEST_S * slowness():
+            if made[number].cpu_s < LONGEST_S * slowness():
                 break
             made[number] = give(number, attempt)
-    return {" ".join(each["arguments"]): refusal for each, refusal in zip(chosen, made, strict=True)}
+    heavy = [arguments for arguments in chosen if arguments not in LIGHT]
+    refused = [*zip(light, made, strict=True), *zip(heavy, _in_one_process(folder / "heavy", heavy), strict=True)]
+    return {" ".join(arguments): refusal for arguments, refusal in refused}
 
 
 def _check(refusal: Refusal, words: str) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.runs import SMALL, Runs
+from tests.ranks.run_many import run_many
+from tests.ranks.runs import SMALL, Runs, losses_of
 from tests.unit.optim import own_optimizers
 
 pytestmark = pytest.mark.timeout(400)
@@ -36,16 +37,16 @@ except UserError as refusal:
 @pytest.mark.long
 def test_replicas_go_on_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(inspect.getsource(own_optimizers))
-    with Runs(tmp_path) as runs:
-        whole = runs.start(*TRAIN, "--epochs", "2", folder="whole")
-        assert whole.end() == 0, whole.text()
-        first = runs.start(*TRAIN, "--epochs", "1", folder="parts")
-        assert first.end() == 0, first.text()
-        second = runs.start("resume", str(first.folder), "--epochs", "2")
-        assert second.end() == 0, second.text()
-    losses = whole.losses()
-    assert first.losses() == losses and losses[max(losses)] < losses[1]
-    assert f"name: {NAME}" in (whole.folder / "config.yaml").read_text()
+    commands = [
+        [*TRAIN, "--epochs", "2", "--run", "whole"],
+        [*TRAIN, "--epochs", "1", "--run", "parts"],
+        ["resume", "parts", "--epochs", "2"],
+    ]
+    results = run_many(tmp_path, commands)
+    assert [result.code for result in results] == [0, 0, 0], results
+    losses = losses_of(tmp_path / "whole")
+    assert losses_of(tmp_path / "parts") == losses and losses[max(losses)] < losses[1]
+    assert f"name: {NAME}" in (tmp_path / "whole" / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize(

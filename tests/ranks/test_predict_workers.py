@@ -12,7 +12,7 @@ from PIL import Image
 import echelon
 from echelon.core.errors import UserError
 from echelon.inference.predict import MaskOutput
-from tests.ranks.runs import Runs
+from tests.ranks.run_many import run_many
 from tests.web_server import web_server
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
@@ -43,18 +43,18 @@ def test_samples_and_data_at_urls_give_what_files_give(tmp_path: Path, web: str)
     rows = [f"{i},{i * i % 7},{'xy'[i % 2]}" for i in range(60)]
     for name, lines in {"train": rows[:40], "other": rows[40:]}.items():
         (tmp_path / "web" / f"{name}.csv").write_text("\n".join(["a,b,y", *lines]) + "\n")
-    with Runs(tmp_path) as runs:
-        train = runs.start(
-            "train", f"{web}/train.csv", "--target", "y", "--max-steps", "5", "--workers", "1", "--batch-size", "8",
-            "--device", "cpu", "--data-root", str(tmp_path / "root"), folder="run",
-        )  # fmt: skip
-        assert train.end() == 0, train.text()
-        said = []
-        for where in (f"{web}/other.csv", str(tmp_path / "web" / "other.csv")):
-            for words in (("predict", "run", where, "--json", "--workers", "2"), ("evaluate", "run", "--data", where)):
-                command = runs.start(*words)
-                assert command.end() == 0, command.text()
-                said.append(command.output.read_text())
+    train = [
+        "train", f"{web}/train.csv", "--target", "y", "--max-steps", "5", "--workers", "1", "--batch-size", "8",
+        "--device", "cpu", "--data-root", tmp_path / "root", "--run", "run",
+    ]  # fmt: skip
+    used = [
+        command
+        for where in (f"{web}/other.csv", tmp_path / "web" / "other.csv")
+        for command in (["predict", "run", where, "--json", "--workers", "2"], ["evaluate", "run", "--data", where])
+    ]
+    results = run_many(tmp_path, [train, *used])
+    assert [result.code for result in results] == [0] * 5, results
+    said = [result.out for result in results[1:]]
     assert said[:2] == said[2:] and said[0].count("\n") == 20
     assert len(list((tmp_path / "root" / "urls").glob("other.csv-*/held.json"))) == 1
 

@@ -42,8 +42,9 @@ def test_a_run_leaves_a_trace_of_its_steps_after_the_first_ones(tmp_path: Path, 
         assert steps_of(events) == steps and {e["name"] for e in events} >= PHASES
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=sync)"])
+@pytest.mark.parametrize(
+    "sync", [pytest.param("allreduce", marks=pytest.mark.long), pytest.param("ps(mode=sync)", marks=pytest.mark.slow)]
+)
 def test_ranks_are_told_apart_in_one_trace(tmp_path: Path, sync: str) -> None:
     with Runs(tmp_path) as runs:
         run = runs.start("train", "digits", "--workers", "2", "--sync", sync, "--max-steps", "24", "--profile", "4",

@@ -13,7 +13,7 @@ import pytest
 
 from tests.ranks.runs import Runs
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 CLASSES = """
 import echelon, torch
@@ -49,14 +49,6 @@ print("ended", outcome.status, outcome.summary["metrics"]["top1"] > 0.7, outcome
 ENDED = "ended completed True runs/Dots-Net-1/report.html"
 
 
-def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(CLASSES + TRAIN.format(workers=2))
-    with Runs(tmp_path) as runs:
-        run = runs.start(program=[sys.executable, "script.py"])
-        assert run.end() == 0, run.text()
-        assert run.text().count("the script runs") == 1 and ENDED in run.text(), run.text()
-
-
 OUTCOME = """
 model, history = outcome.model(), outcome.history
 assert type(model) is Net and not model.training and model is not my_module
@@ -72,14 +64,25 @@ print("all of it holds")
 """
 
 
-@pytest.mark.parametrize("settings", ['sync="ps(mode=async)"', 'parallel="fsdp=2"'])
-def test_what_came_of_a_run_of_ones_own_model_and_its_resume(tmp_path: Path, settings: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param('parallel="fsdp=2"', marks=pytest.mark.long),
+        # `tests/ranks/test_own_optimizer.py` gives servers a script's objects, at the start and the resume.
+        pytest.param('sync="ps(mode=async)"', marks=pytest.mark.slow),
+    ],
+)
+def test_a_script_without_a_guard_has_what_came_of_a_run_of_its_own_model_and_its_resume(
+    tmp_path: Path, settings: str
+) -> None:
     (tmp_path / "script.py").write_text(CLASSES + TRAIN.format(workers=f"2, {settings}") + OUTCOME)
     with Runs(tmp_path) as runs:
         run = runs.start(program=[sys.executable, "script.py"])
         assert run.end() == 0 and ENDED in run.text() and "all of it holds" in run.text(), run.text() + run.errors()
+        assert run.text().count("the script runs") == 1, run.text()
 
 
+@pytest.mark.long
 def test_a_repl_trains(tmp_path: Path) -> None:
     typed = "".join(f"{line}\n" for line in _as_typed(CLASSES + TRAIN.format(workers=2)))
     done = _run([sys.executable, "-i"], tmp_path, typed)
@@ -105,7 +108,7 @@ def _run(command: list[str], folder: Path, typed: str | None = None) -> subproce
     )
 
 
-@pytest.mark.parametrize("workers", [2, 1])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)])
 def test_a_notebook_cell_trains(tmp_path: Path, workers: int) -> None:
     cells = [_cell("0", CLASSES), _cell("1", TRAIN.format(workers=workers))]
     spec = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -146,6 +149,7 @@ after += logging.getLogger().handlers[:], torch.get_rng_state().tolist()
 """
 
 
+@pytest.mark.long
 def test_one_worker_trains_in_the_process_itself_and_leaves_it_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         CLASSES + HERE + "assert outcome.status == 'completed'\n"
@@ -159,6 +163,7 @@ def test_one_worker_trains_in_the_process_itself_and_leaves_it_as_it_was(tmp_pat
         assert "no restarts" in run.errors()
 
 
+@pytest.mark.long
 def test_what_own_code_raises_in_the_process_itself_ends_the_run_and_is_seen(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         CLASSES + "class Broken(Net):\n    def forward(self, x):\n        raise ValueError('too deep')\n"

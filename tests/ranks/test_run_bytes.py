@@ -18,8 +18,12 @@ WAYS = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [  # `local` has the groups of `powersgd`, and one more
+        pytest.param(way, marks=pytest.mark.slow if way == "powersgd" else pytest.mark.long) for way in WAYS
+    ],
+)
 def test_groups_add_up_to_all_bytes(tmp_path: Path, way: str) -> None:
     settings, groups = WAYS[way]
     with Runs(tmp_path) as runs:

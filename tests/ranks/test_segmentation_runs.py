@@ -41,9 +41,8 @@ def test_shapes_are_found_and_a_stopped_run_goes_on_as_it_would_have(tmp_path: P
     assert "pictures wide" in page and "of the pixels" in page
 
 
-@pytest.mark.parametrize(
-    "sync", [pytest.param("local(2)", marks=pytest.mark.slow), pytest.param("ps(mode=async)", marks=pytest.mark.long)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["local(2)", "ps(mode=async)"])
 def test_workers_that_step_alone_learn_it_too(tmp_path: Path, sync: str) -> None:
     make_shapes(tmp_path / "shapes", count=40)
     with Runs(tmp_path) as runs:

@@ -21,7 +21,7 @@ from tests.ranks.runs import SMALL, Run, Runs
 pytestmark = pytest.mark.timeout(400)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LONG_TEST, SLOW_TEST = pytest.mark.long, pytest.mark.slow
-OF_SERVERS = (SLOW_TEST, LONG_TEST, SLOW_TEST, LONG_TEST)
+OF_SERVERS = (SLOW_TEST, LONG_TEST, SLOW_TEST, SLOW_TEST)
 LONG = ("--workers", "2", "--model", "mlp", "--epochs", "100000", "--eval-every", "0", "--checkpoint-every", "100000")
 
 
@@ -74,7 +74,7 @@ def test_every_signal_saves_first(tmp_path: Path, sync: str, send: Callable[[Run
             (("--sync", "easgd(4)"), SLOW_TEST),
             (("--sync", "ps(mode=sync)"), SLOW_TEST),
             (("--sync", "ps(mode=ssp, staleness=2)"), SLOW_TEST),
-            (("--parallel", "fsdp=2"), LONG_TEST),
+            (("--parallel", "fsdp=2"), SLOW_TEST),
             (("--parallel", "pp=2"), LONG_TEST),
             (("--workers", "1"), LONG_TEST),
         )
@@ -88,8 +88,9 @@ def test_every_way_of_training_saves_first(tmp_path: Path, setting: tuple[str, s
         run.check_stopped(signal.SIGHUP)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=async)"])
+@pytest.mark.parametrize(
+    "sync", [pytest.param("allreduce", marks=LONG_TEST), pytest.param("ps(mode=async)", marks=SLOW_TEST)]
+)
 def test_a_signal_before_the_first_step_ends_it_with_a_report(tmp_path: Path, sync: str) -> None:
     with Runs(tmp_path) as runs:
         run = runs.train("digits", *LONG, "--sync", sync, folder="run")
@@ -104,10 +105,10 @@ def test_a_signal_before_the_first_step_ends_it_with_a_report(tmp_path: Path, sy
 @pytest.mark.long
 def test_signals_that_were_ignored_stay_ignored(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
-        prefix = ("sh", "-c", """trap '' INT QUIT; exec "$@" """, "sh")
+        prefix = ("sh", "-c", """trap '' INT QUIT HUP; exec "$@" """, "sh")
         run = runs.start("train", "digits", *SMALL, *LONG, folder="run", prefix=prefix)
         run.wait_for_step(5)
-        for signum in (signal.SIGINT, signal.SIGQUIT):
+        for signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
             before = last_step(run)
             _to_group(run, signum)
             run.wait_for_step(before + 200)

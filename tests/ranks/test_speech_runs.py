@@ -38,7 +38,7 @@ def test_tones_are_recognised_after_a_stop_and_a_resume(tmp_path: Path) -> None:
     assert found["wer"] == pytest.approx(min(each["metrics"]["wer"] for each in again.records("evaluation")))
 
 
-@pytest.mark.long
+@pytest.mark.slow  # `tests/laws/test_tasks.py` trains it in each layout
 def test_a_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:
     data = make_transcribed(tmp_path / "spoken", ("train", "val"), 32)
     with Runs(tmp_path) as runs:

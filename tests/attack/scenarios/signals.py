@@ -144,7 +144,12 @@ SCENARIOS = (
         _each_signal,
         short=False,  # tests/ranks/test_signals.py tries each, with every way of training
     ),
-    Scenario("nohup", "A signal that was ignored when the run began stays ignored", _nohup),
+    Scenario(
+        "nohup",
+        "A signal that was ignored when the run began stays ignored",
+        _nohup,
+        short=False,  # tests/ranks/test_signals.py has a shell ignore this signal and two more
+    ),
     Scenario(
         "ten-thousand-steps",
         "After 10,000 steps a signal ends a run within 5 s",

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +16,10 @@ import yaml
 from PIL import Image
 
 from tests.attack.scenario import Scenario
+from tests.ranks.run_many import Result, run_many
 from tests.ranks.runs import SMALL, Runs
 
 MANY = 10
-AT_ONCE = 2  # commands, where their time is not taken
 MOST_BYTES = 300_000_000
 TINY = (*SMALL, "--workers", "1", "--batch-size", "100", "--model", "mlp")
 MINE = """
@@ -54,7 +53,7 @@ def _echelon(folder: Path, *arguments: str, most_bytes: int | None = None) -> _D
     return _Done(done.returncode, done.stdout, done.stderr, seconds)
 
 
-def _assert_one_line(done: _Done, *words: str) -> None:
+def _assert_one_line(done: _Done | Result, *words: str) -> None:
     lines = done.err.strip().splitlines()
     assert done.code == 2 and len(lines) == 1, f"exit code {done.code}: {done.err[-500:]}"
     assert all(word in lines[0] for word in words), f"{words} not in {lines[0]}"
@@ -86,18 +85,18 @@ def foreign_code(folder: Path) -> str:
         ("finetune", "run-model", "digits"), ("export", "run-model", "model.onnx"),
         ("plan", "run-model", "--at", "workers=4"), ("plan", "--config", "run-model/config.yaml", "--at", "workers=4"),
     ]  # fmt: skip
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for done in pool.map(lambda command: _echelon(folder, *command), commands):
-            _assert_one_line(done, "theirs:build", str(folder.resolve() / "theirs.py"), "--trust")
-    for command in (("report", "run-model"), ("export", "run-model", "weights.safetensors"), ("runs", ".")):
-        assert "Traceback" not in _echelon(folder, *command).err  # neither needs the code
+    without = [("report", "run-model"), ("export", "run-model", "weights.safetensors"), ("runs", ".")]
     flow = {"steps": {"e": {"evaluate": "run-model"}, "f": {"finetune": ["run-model", "digits"]}}}
     (folder / "flow.yaml").write_text(yaml.safe_dump(flow))
-    done = _echelon(folder, "flow", "flow.yaml")  # a script, but what it reads is another's
-    assert done.code == 1 and (done.out + done.err).count("theirs:build would import") == 2, done.out + done.err
+    *results, ended = run_many(folder, [*commands, *without, ("flow", "flow.yaml")])
+    for result in results[: len(commands)]:
+        _assert_one_line(result, "theirs:build", str(folder.resolve() / "theirs.py"), "--trust")
+    assert not [result for result in results if "Traceback" in result.err]  # `without` need the code for nothing
+    said = ended.out + ended.err  # a script, but what it reads is another's
+    assert ended.code == 1 and said.count("theirs:build would import") == 2, said
     assert not (folder / "imported").exists(), "it was imported"
-    said = _echelon(folder, "evaluate", "run-model", "--trust").err.splitlines()
-    assert "importing" in said[0] and "theirs.py" in said[0], said
+    told = _echelon(folder, "evaluate", "run-model", "--trust").err.splitlines()
+    assert "importing" in told[0] and "theirs.py" in told[0], told
     return (
         f"{len(commands)} commands and two steps of a flow refused in one line, report and export import nothing, "
         "--trust says what it does"
@@ -136,7 +135,7 @@ def yaml_bombs(folder: Path) -> str:
         file.write_text(text)
         (folder / name).mkdir()
         file.rename(folder / name / "config.yaml")
-        shutil.copy(folder / name / "config.yaml", folder / name / "study.yaml")
+        (folder / name / "study.yaml").hardlink_to(folder / name / "config.yaml")
         for command in (
             ["train", "--config", f"{name}/config.yaml"], ["compare", f"{name}/study.yaml"], ["evaluate", name],
             ["compare", "--run", name],

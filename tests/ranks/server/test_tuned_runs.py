@@ -16,14 +16,8 @@ TRAIN = ("train", "digits", *COMMON, "--model", "small_vit", "--workers", "2")
 SERVED = ("--sync", "ps(mode=sync)", "--epochs", "9", "--checkpoint-every", "4")
 
 
-@pytest.mark.parametrize(
-    "tune",
-    [
-        pytest.param("lora(r=2)", marks=pytest.mark.long),
-        pytest.param("head", marks=pytest.mark.slow),
-        pytest.param("layer_decay(0.5)", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("tune", ["lora(r=2)", "head", "layer_decay(0.5)"])
 def test_a_part_is_served_and_resumed_to_the_bit(tmp_path: Path, tune: str) -> None:
     if tune.startswith("lora"):
         pytest.importorskip("peft", reason="needs peft")
