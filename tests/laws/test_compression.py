@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -26,9 +27,14 @@ SHAPES = [(), (0,), (1,), (7,), (8, 0), (3, 5), (40, 3, 5, 5), (257, 129)]
 
 def gradient(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """A gradient with tails heavier than a normal distribution's, as real ones have."""
+    return _drawn(shape, seed).to(dtype, copy=True)
+
+
+@cache
+def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return (normal * normal.abs().sqrt()).to(dtype)
+    return normal * normal.abs().sqrt()
 
 
 def send(codec: Codec, tensor: Tensor, state: State) -> tuple[Payload, Tensor]:

@@ -17,14 +17,15 @@ from echelon.compression.registry import CODECS
 from echelon.config.build import flag_of, leaves
 from echelon.core.registry import Registry
 from echelon.sync.registry import STRATEGIES
+from tests.unit.cli.conftest import Here
 from tests.unit.cli.test_words import echelon
 
 CHOICES = [(registry, name) for registry in (CODECS, STRATEGIES, PATHS) for name in registry.names()]
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"], *([name, "-h"] for name in COMMANDS)])
-def test_help_fits_in_80_columns(arguments: list[str]) -> None:
-    done = echelon(*arguments)
+def test_help_fits_in_80_columns(arguments: list[str], here: Here) -> None:
+    done = here(*arguments)
     assert done.returncode == 0 and done.stdout.startswith("usage: echelon"), done
     assert not [line for line in done.stdout.splitlines() if len(line) > 80]
 

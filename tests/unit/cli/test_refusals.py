@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -62,9 +64,50 @@ def test_a_host_that_nobody_knows_is_refused_without_torch(tmp_path: Path) -> No
     assert " torch\n" not in done.stderr and not list(tmp_path.iterdir())
 
 
+GIVE_ALL = """
+import contextlib, io, json, os, sys
+from echelon.cli import _run
+
+for arguments in json.load(sys.stdin):
+    sys.argv, said = ["echelon", *arguments], io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = _run()
+    imported = [name for name in ("torch", "timm", "numpy") if name in sys.modules]
+    print(json.dumps([code, said.getvalue().splitlines(), imported, os.listdir()]))
+"""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The exit code of a command, its lines on stderr, which large packages its process has now, and files it left."""
+
+    code: int
+    lines: list[str]
+    imported: list[str]
+    files: list[str]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Refusal]:
+    """Give all misspelt choices to one process, one after the other; returns what became of each, by its words."""
+    commands = [["train", "digits", flag, spec] for flag, spec, _ in REFUSED]
+    commands += [["compare", *arguments] for arguments, *_ in STUDIES]  # last: these may import numpy
+    done = subprocess.run(
+        [sys.executable, "-c", GIVE_ALL],
+        cwd=tmp_path_factory.mktemp("refusals"), input=json.dumps(commands), capture_output=True, text=True,
+        timeout=120, check=True,
+    )  # fmt: skip
+    found = [Refusal(*json.loads(line)) for line in done.stdout.splitlines()]
+    return {" ".join(command): each for command, each in zip(commands, found, strict=True)}
+
+
 @pytest.mark.parametrize(("flag", "spec", "words"), REFUSED)
-def test_a_misspelt_choice_is_refused_without_torch(flag: str, spec: str, words: str, tmp_path: Path) -> None:
-    _is_refused(tmp_path, ["train", "digits", flag, spec], "unknown model" if flag == "--model" else flag, words)
+def test_a_misspelt_choice_is_refused_without_torch(
+    flag: str, spec: str, words: str, refusals: dict[str, Refusal]
+) -> None:
+    refusal = refusals[f"train digits {flag} {spec}"]
+    _is_refused(refusal, "unknown model" if flag == "--model" else flag, words)
+    assert not refusal.imported
 
 
 @pytest.mark.parametrize("arguments", [["train", "digits", "--run", "a" * 256], ["report", "a/" * 2100]])
@@ -79,19 +122,17 @@ def test_a_name_that_no_disk_takes_is_refused_in_one_line(
 
 @pytest.mark.parametrize(("arguments", "named", "words"), STUDIES)
 def test_a_study_of_misspelt_candidates_is_refused_without_torch(
-    arguments: list[str], named: str, words: str, tmp_path: Path
+    arguments: list[str], named: str, words: str, refusals: dict[str, Refusal]
 ) -> None:
-    _is_refused(tmp_path, ["compare", *arguments], named, words)
+    refusal = refusals[" ".join(["compare", *arguments])]
+    _is_refused(refusal, named, words)
+    assert not {"torch", "timm"} & set(refusal.imported)
 
 
-def _is_refused(folder: Path, arguments: list[str], *words: str) -> None:
-    done, _ = _run(folder, *arguments)
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert done.returncode == 2 and len(said) == 1, said
-    assert all(each in said[0] for each in words), said
-    assert not imported & {"torch", "timm", *(["numpy"] if arguments[0] == "train" else [])}
-    assert not list(folder.iterdir())
+def _is_refused(refusal: Refusal, *words: str) -> None:
+    assert refusal.code == 2 and len(refusal.lines) == 1, refusal
+    assert all(each in refusal.lines[0] for each in words), refusal
+    assert not refusal.files
 
 
 def test_a_misspelt_choice_is_refused_in_half_a_second(tmp_path: Path) -> None:

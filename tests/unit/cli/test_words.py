@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +14,15 @@ import pytest
 from echelon.config import RunConfig
 from echelon.trainer.folder import claim
 from tests.machine import slowness
+from tests.unit.cli.conftest import Here
+
+DEADLINE_S = 120.0
 
 
 def echelon(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "echelon", *args], capture_output=True, text=True, timeout=60, cwd=cwd)
+    """Give a command to a process of its own."""
+    command = [sys.executable, "-m", "echelon", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd)
 
 
 def test_help_is_quick_and_imports_no_torch() -> None:
@@ -26,14 +31,16 @@ def test_help_is_quick_and_imports_no_torch() -> None:
         [sys.executable, "-c", code + "assert 'torch' not in sys.modules"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    best = min(_seconds() for _ in range(3))
+    best = min(_processor_s() for _ in range(3))
     assert best < 0.5 * slowness(), f"--help took {best:.2f} s"
 
 
-def _seconds() -> float:
-    began = time.perf_counter()
+def _processor_s() -> float:
+    """Return what `--help` takes of the processor: what else the machine does is none of it."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     echelon("--help")
-    return time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_version_names_what_a_bug_report_needs() -> None:
@@ -72,8 +79,9 @@ def test_version_names_what_a_bug_report_needs() -> None:
         (["compare", "nowhere", "--try", "sync=allreduce"], "unknown data 'nowhere'"),
     ],
 )
-def test_bad_words_are_one_line_and_exit_code_2(args: list[str], words: str, tmp_path: Path) -> None:
-    done = echelon(*args, cwd=tmp_path)
+def test_bad_words_are_one_line_and_exit_code_2(args: list[str], words: str, tmp_path: Path, here: Here) -> None:
+    """`tests/ranks/test_mistakes.py` gives such words to processes."""
+    done = here(*args)
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
