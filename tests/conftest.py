@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadFileScheduling
 
 # Tensors of tests are small: several threads wait for each other longer than they compute, on a busy machine a hundred
 # times as long. Ranks compute on one thread, too (`tests/ranks/spawn.py`).
@@ -15,7 +16,8 @@ torch.set_num_threads(1)
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-AT_ONCE = ("not slow and not long", "long")
+AT_ONCE = 2
+OF_CI = ("not slow and not long", "long")
 NOT_BESIDE_EACH_OTHER = (  # these start daemons of the machine, or look at all of its networks
     "tests/clusters/",
     "tests/ranks/test_link",
@@ -25,19 +27,24 @@ NOT_BESIDE_EACH_OTHER = (  # these start daemons of the machine, or look at all 
 )
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return how many tests run at once: two of all that a CI runs; else none beside this process."""
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's, where that is installed
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run two tests at once where all are asked for that a CI runs, and `-n` says nothing else."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if is_worker or not config.pluginmanager.hasplugin("xdist") or config.option.numprocesses is not None:
+        return
     all_tests = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return 2 if all_tests and config.option.markexpr in AT_ONCE else 0
+    if all_tests and config.option.markexpr in OF_CI and not config.option.usepdb:
+        config.option.numprocesses = AT_ONCE
 
 
-class _ByFile(LoadFileScheduling):
-    """The tests of a file run one after the other, and so do those that may not run beside each other."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Return what deals tests out: those of a file run one after the other, so do those that disturb each other."""
+    from xdist.scheduler import LoadFileScheduling
 
-    def _split_scope(self, nodeid: str) -> str:
-        return "alone" if nodeid.startswith(NOT_BESIDE_EACH_OTHER) else super()._split_scope(nodeid)
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "alone" if nodeid.startswith(NOT_BESIDE_EACH_OTHER) else super()._split_scope(nodeid)
 
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _ByFile:
-    """Return what gives files of tests to processes."""
-    return _ByFile(config, log)  # type: ignore[arg-type]
+    return ByFile(config, log)  # type: ignore[arg-type]
