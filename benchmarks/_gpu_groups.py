@@ -17,7 +17,17 @@ def timings(device: str) -> Iterator[Row]:
     if device != "cuda":
         yield Row("images per second", "skipped", "no CUDA device here")
         return
-    command = [sys.executable, "-m", "benchmarks.gpu", "--print", "--rounds", "1", "--models", "resnet50"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--print",
+        "--rounds",
+        "1",
+        "--models",
+        "resnet50",
+        "--no-compile",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     for line in done.stdout.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -24,6 +24,8 @@ def main() -> None:
     for name, number in (("batch", 256), ("steps", 60), ("warm-up", 20), ("image", 224), ("loaders", 8)):
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--fused", action="store_true", help="a fused optimizer, and convolutions chosen by trial")
+    parser.add_argument("--resident", action="store_true", help="one batch that lies on the device, again and again")
     print(json.dumps(train(parser.parse_args())))
 
 
@@ -35,7 +37,10 @@ def train(args: argparse.Namespace) -> dict[str, object]:
         timm.create_model(args.model, num_classes=1000)
     )  # fmt: skip
     net: nn.Module = model.to(device, memory_format=torch.channels_last).train()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    torch.backends.cudnn.benchmark = args.fused
+    optimizer = torch.optim.SGD(
+        net.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=args.fused or None
+    )
     step_net = net if args.no_compile else torch.compile(net)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     dtype = AUTOCAST[args.precision]
@@ -56,8 +61,8 @@ def train(args: argparse.Namespace) -> dict[str, object]:
 
 
 def batches(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield one batch that lies on the device again and again, or batches of a folder's images."""
-    if not args.folder:
+    """Yield one batch that lies on the device again and again, or batches of synthetic images or of a folder's."""
+    if args.resident:
         generator = torch.Generator().manual_seed(0)
         shape = (args.batch, 3, args.image, args.image)
         inputs = torch.randn(shape, generator=generator).to(device, memory_format=torch.channels_last)
@@ -65,6 +70,19 @@ def batches(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[Te
         while True:
             yield inputs, targets
     from torch.utils.data import DataLoader
+
+    if not args.folder:
+        from benchmarks.gpu_data import Images
+
+        loader = DataLoader(
+            Images(args.steps * args.batch, args.image), args.batch, shuffle=True, num_workers=args.loaders,
+            pin_memory=device.type == "cuda",
+        )  # fmt: skip
+        mean, std = torch.tensor([0.5], device=device).mul_(255), torch.tensor([0.5], device=device).mul_(255)
+        for pictures, labels in loader:
+            on_device = pictures.to(device, non_blocking=True).to(memory_format=torch.channels_last)
+            yield on_device.float().sub_(mean).div_(std), labels.to(device, non_blocking=True)
+        return
     from torchvision import datasets
     from torchvision.transforms import v2
 

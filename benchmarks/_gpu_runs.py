@@ -59,6 +59,8 @@ TOGETHER: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("pp", ("--parallel", "pp=2,microbatches=2", *_VIT)),
     ("bf16, overlap of int8", ("--precision", "bf16", "--compression", "int8")),
     ("fp16", ("--precision", "fp16")),
+    ("replicas of a tp pair", ("--parallel", "dp=2,tp=2", *_VIT)),
+    ("replicas of an fsdp pair, int8", ("--parallel", "dp=2,fsdp=2", "--compression", "int8", *_VIT)),
 )
 
 
@@ -104,7 +106,8 @@ def together(device: str) -> Iterator[Row]:
         pairs: list[tuple[str, list[Future[Ended]]]] = []
         for i, (name, arguments) in enumerate(TOGETHER):
             places = [(at / f"gpu{i}", device), (at / f"cpu{i}", "cpu")]
-            pairs.append((name, [pool.submit(_two_ranks, run, on, arguments) for run, on in places]))
+            ranks = 4 if name.startswith("replicas of") else 2
+            pairs.append((name, [pool.submit(_ranks, run, on, arguments, ranks) for run, on in places]))
         for name, futures in pairs:
             yield _compared(name, *(future.result() for future in futures))
         yield killed.result()
@@ -113,12 +116,12 @@ def together(device: str) -> Iterator[Row]:
 def _compared(name: str, there: Ended, beside: Ended) -> Row:
     if there.verdict != "ok" or beside.verdict != "ok":
         worse = there if there.verdict != "ok" else beside
-        return Row(f"two ranks, {name}", worse.verdict, _figures(worse))
+        return Row(f"ranks, {name}", worse.verdict, _figures(worse))
     count = min(len(there.losses), len(beside.losses), 10)
     apart = max((abs(a - b) / b for a, b in zip(there.losses[:count], beside.losses[:count], strict=True)), default=9.0)
     good = count == 10 and apart < 0.02
     figures = f"{_figures(there)}; the first {count} losses differ from the CPU's by at most {apart:.1e}"
-    return Row(f"two ranks, {name}", "ok" if good else "FAILS", figures)
+    return Row(f"ranks, {name}", "ok" if good else "FAILS", figures)
 
 
 def _figures(ended: Ended) -> str:
@@ -135,16 +138,24 @@ def _alone(run: Path, device: str, *arguments: str) -> Ended:
     return _ended(run, [_start(run, device, ["--workers", "1", *arguments])])
 
 
-def _two_ranks(run: Path, device: str, arguments: Sequence[str]) -> Ended:
-    return _ended(run, _start_ranks(run, device, ["--timeout", "60s", "--epochs", "1", *arguments]))
+def _ranks(run: Path, device: str, arguments: Sequence[str], count: int = 2) -> Ended:
+    return _ended(run, _start_ranks(run, device, ["--timeout", "60s", "--epochs", "1", *arguments], count))
 
 
-def _start_ranks(run: Path, device: str, arguments: Sequence[str]) -> list[subprocess.Popen[str]]:
+def _start_ranks(run: Path, device: str, arguments: Sequence[str], count: int = 2) -> list[subprocess.Popen[str]]:
     port, apart = _free_port(), APART if device == "cuda" else {}
-    launcher = ["torch.distributed.run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    launcher = [
+        "torch.distributed.run",
+        "--nnodes",
+        str(count),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(port),
+    ]
     return [
         _start(run, device, arguments, [*launcher, "--node-rank", rank, "-m"], {**apart, "NCCL_HOSTID": rank})
-        for rank in "01"
+        for rank in map(str, range(count))
     ]
 
 

@@ -39,6 +39,11 @@ from echelon.records.kinds import Steps
 NAME = "gpu"
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 LIMIT_S = 540.0
+_HAND = {
+    "hand-written": [],
+    "hand-written, fused, cuDNN by trial": ["--fused"],
+    "the same, one batch on the device": ["--fused", "--resident"],
+}
 
 
 def main() -> None:
@@ -94,7 +99,7 @@ def operations_per_image(model: str, image: int) -> int:
     import timm
     from torch.utils.flop_counter import FlopCounterMode
 
-    net = timm.create_model(model, num_classes=1000)
+    net = timm.create_model(model, num_classes=1000).eval()
     counter = FlopCounterMode(display=False)
     with counter:
         net(torch.randn(1, 3, image, image)).sum().backward()
@@ -107,7 +112,7 @@ def rates(model: str, args: argparse.Namespace, peak: float) -> str:
     rows = []
     for source in ["synthetic", *([args.folder] if args.folder else [])]:
         folder = "" if source == "synthetic" else source
-        contenders = ["echelon", "hand-written", *(["timm"] if args.timm_train else [])]
+        contenders = ["echelon", *_HAND, *(["timm"] if args.timm_train else [])]
         found: dict[str, list[float]] = {contender: [] for contender in contenders}
         for _, contender in interleave(contenders, args.rounds):
             result = _run(contender, model, folder, args.precision, args)
@@ -147,6 +152,7 @@ def _run(contender: str, model: str, folder: str, precision: str, args: argparse
     command = [sys.executable, "-m", "benchmarks._gpu_hand", "--model", model, "--precision", precision]
     command += ["--device", args.device, "--folder", folder, "--batch", str(args.batch), "--steps", str(args.steps)]
     command += ["--warm-up", str(args.warm_up), "--image", str(args.image), "--loaders", str(args.loaders)]
+    command += _HAND.get(contender, [])
     answer: dict[str, Any] = json.loads(_output(command + ["--no-compile"] * args.no_compile).splitlines()[-1])
     return answer
 
@@ -159,10 +165,12 @@ def _echelon(model: str, folder: str, precision: str, args: argparse.Namespace) 
         command += [f"timm/{model}", "--precision", precision, "--channels-last", "on", "--workers", "1", "--run"]
         command += [str(run), "--device", args.device, "--batch-size", str(args.batch), "--max-steps", str(args.steps)]
         command += ["--eval-every", "0", "--schedule", "constant", "--epochs", "1000", "--image-size", str(args.image)]
-        command += ["--checkpoint-every", "100000", *(["--loaders", str(args.loaders)] if folder else [])]
+        command += ["--checkpoint-every", "100000", "--loaders", str(args.loaders)]
         command += ["--augment", "imagenet" if folder else "none", *([] if args.no_compile else ["--compile"])]
         try:
-            _output(command, ECHELON_BENCH_IMAGES=str(4 * args.batch), ECHELON_BENCH_SIDE=str(args.image))
+            _output(
+                command, ECHELON_BENCH_IMAGES=str(max(200, args.steps) * args.batch), ECHELON_BENCH_SIDE=str(args.image)
+            )
         except subprocess.CalledProcessError as error:
             if error.returncode != 2:  # 2: refused in words, such as fp8 on a device without it
                 raise

@@ -102,6 +102,7 @@ __all__ = [
     "trunc_normal_replaced",
     "unscales_itself",
     "unset_fake_temporarily",
+    "uses_nccl",
 ]
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
@@ -141,6 +142,11 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     timeout = group._get_backend(device).options._timeout
     assert isinstance(timeout, timedelta)
     return timeout
+
+
+def uses_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether tensors on a GPU travel through NCCL in a group; `cpu:gloo,cuda:nccl` is such a backend."""
+    return "nccl" in str(dist.get_backend(group))
 
 
 def same_ranks_group(

@@ -87,7 +87,8 @@ def quantise(x: Tensor, grid: Grid, state: State) -> tuple[Tensor, Tensor]:
             if grid.clip:
                 values = torch.maximum(torch.minimum(values, scale), -scale)
             codes[start:end] = torch.addcmul(rows(noise[start:end], grid.block), values, factor).view(-1)
-    return torch.where(scales > _TINY, scales / (_MARGIN * grid.levels), 0.0), codes
+    limit = torch.full_like(scales, _MARGIN * grid.levels)  # a GPU multiplies by a plain number's rounded inverse
+    return torch.where(scales > _TINY, scales / limit, 0.0), codes
 
 
 def _stretch(grid: Grid) -> int:

@@ -77,6 +77,7 @@ class CudaFeed:
         self._stream = torch.cuda.Stream(device)
         self._mean = torch.tensor(info.mean).view(-1, 1, 1).mul_(255).to(device)
         self._std = torch.tensor(info.std).view(-1, 1, 1).mul_(255).to(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # which has written these two
         if slots is not None and not _lock(slots):
             self._slots = None  # batches are copied into page-locked memory one by one
 

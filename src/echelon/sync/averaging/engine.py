@@ -26,7 +26,7 @@ from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule
 from echelon.sync.averaging.values import Value, cut, model_values
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import mean_of_replicas, saved_buffers
-from echelon.torch_compat import COMPILED, same_ranks_group
+from echelon.torch_compat import COMPILED, same_ranks_group, uses_nccl
 
 
 class Averaging:
@@ -64,7 +64,7 @@ class Averaging:
         route = self._route
         if self._plan.overlap:
             self._background = Background(self._context.device)
-            with closed_afterwards():
+            with closed_afterwards(unless=uses_nccl(route.group)):
                 route = Route(route.path, same_ranks_group(route.group))
         compression = self._context.compression.for_run(self._plan.agreements(self._context.steps))
         codec = compression.build() if compression.encodes else None
