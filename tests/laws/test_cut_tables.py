@@ -13,9 +13,17 @@ from torch import Tensor
 
 from echelon.collectives.row_exchange import RowExchange
 from echelon.compression import read as read_codec
+from echelon.config import build
+from echelon.data.base import Batch, DataInfo
+from echelon.observe.phases import HostClock
+from echelon.run.resolve import resolve
+from echelon.tasks.nest import TensorSpec
+from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.state import seed_everything
+from echelon.trainer.step import Step, StepSettings
 from tests.laws.test_layouts import check_same_function
 from tests.laws.test_layouts_checkpoints import check_reload
-from tests.ranks.layouts import TABLE_ROWS, Trial, held, make_trainer
+from tests.ranks.layouts import TABLE_ROWS, HeldTensor, SumTask, Trial, assemble, held, make_trainer, make_world
 from tests.ranks.spawn import Rank, run_ranks
 
 ROWS, WIDTH = 4000, 32
@@ -90,3 +98,62 @@ def hold(rank: Rank) -> tuple[list[int], list[int], bool]:
 def test_a_rank_holds_a_quarter_of_the_rows_and_their_moments() -> None:
     for rank, (rows, moments, is_part) in enumerate(run_ranks(hold, 4)):
         assert rows == moments == [8 if rank < 2 else 7, 10 if rank < 2 else 9] and is_part
+
+
+class Clicks(SumTask):
+    """One output of each pair."""
+
+    outputs = 1
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().sum()
+
+
+def two_tower(rank: Rank | None, parallel: str, ids: int) -> tuple[dict[str, HeldTensor], int]:
+    """Build a built-in model and take a step; returns what a rank held before, and the bytes that were added at most.
+
+    Values that are held are copied where there are few.
+    """
+    info = DataInfo("clicks", (), 1, 1, 64, 16, (), several=(TensorSpec((), "int64", ids), TensorSpec((), "int64", 7)))
+    given = {"strategy.parallel": parallel, "model.name": "two_tower", "model.sparse_tables": True}
+    config = build(None, {**given, **PLAIN, "data.batch_size": 8}).config
+    world, clock, before = make_world(config, rank), HostClock(), status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the most so far counts from now
+    seed_everything(0)
+    parts = build_parts(resolve(config), Work(info, Clicks()), world, clock)
+    begun = held(parts) if ids < 1000 else {}
+    step = Step(Clicks(), StepSettings(world.device, None, 1, 0.0, False), clock, parts.scaler, parts.split)
+    draw = torch.Generator().manual_seed(world.rank)
+    inputs = torch.randint(ids, (4,), generator=draw), torch.randint(7, (4,), generator=draw)
+    step.forward_backward(Batch(inputs, torch.zeros(4, 1), 4 * world.size, 0), parts.sync)
+    parts.sync.step()
+    parts.sync.close()
+    return begun, status_bytes("VmHWM") - before
+
+
+def status_bytes(key: str) -> int:
+    """Return a number of bytes that the kernel knows of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+def test_a_built_in_model_begins_with_the_same_rows_however_they_are_cut() -> None:
+    whole = assemble([two_tower(None, "dp=1", 50)[0]])
+    cut = assemble([begun for begun, _ in run_ranks(two_tower, 2, "dp=2,table=2", 50)])
+    assert whole.keys() == cut.keys() and all((whole[name] == cut[name]).all() for name in whole)
+    assert abs(whole["embeddings.0.weight"].std() - 32**-0.5) < 0.02 and not whole["biases.0.weight"].any()
+
+
+def added_bytes(rank: Rank | None, parallel: str, ids: int) -> int:
+    """Return the bytes that a large table adds at most, in a process that has trained a small one."""
+    two_tower(rank, parallel, 50)
+    return two_tower(rank, parallel, ids)[1]
+
+
+@pytest.mark.slow
+def test_a_rank_needs_memory_for_its_part_of_a_table_alone() -> None:
+    ids = 2_000_000
+    table = ids * 33 * 4
+    assert added_bytes(None, "dp=1", ids) > table
+    for added in run_ranks(added_bytes, 4, "dp=4,table=4", ids):
+        assert added < 1.25 * table / 4 + 20e6

@@ -140,7 +140,7 @@ def _build(run: ResolvedRun, info: DataInfo, layout: Layout) -> nn.Module:
     """Build the model; where it is to be split, without memory, as ranks do: it may be larger than one process's."""
     described = run.config.model
     data = model_input(info, run.task.fitted(info))
-    if not layout.splits or ":" in described.name:
+    if not (layout.splits or layout.table > 1) or ":" in described.name:
         return build_model(described, data)
     with without_memory():
         return build_model(described, data)

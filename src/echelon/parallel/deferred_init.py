@@ -8,7 +8,7 @@ initialisation).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,8 +144,55 @@ def _truncated_normals(recording: Recording) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class Draw:
+    """The last operation that gave a whole tensor its values.
+
+    Attributes:
+        name: such as `normal_`, `uniform_`, `fill_` or `zero_`.
+        numbers: what it was called with.
+        constants: parts of the tensor that were filled afterwards: first element, shape and value.
+    """
+
+    name: str
+    numbers: tuple[float, ...]
+    constants: tuple[tuple[int, tuple[int, ...], float], ...] = ()
+
+
+def last_draw(recording: Recording, tensor: Tensor) -> Draw | None:
+    """Return how a meta tensor's values are drawn; None where it is more than a draw and some constants."""
+    view = recording.view(tensor)
+    found: Draw | None = None
+    for operation in recording.operations:
+        if view.storage not in operation.writes:
+            continue
+        name, numbers = _plain_call(operation)
+        at = operation.args[0] if operation.args else None
+        if operation.overwrites == view.storage:
+            found = Draw(name, numbers) if name else None
+        elif found is not None and name in ("fill_", "zero_") and isinstance(at, _View):
+            filled = (at.offset, at.size, numbers[0] if numbers else 0.0)
+            found = Draw(found.name, found.numbers, (*found.constants, filled))
+        else:
+            found = None
+    return found
+
+
+def _plain_call(operation: _Operation) -> tuple[str, tuple[float, ...]]:
+    """Return the name of an operation on a tensor and numbers alone, and the numbers; an empty name: it is another."""
+    values = [*operation.args[1:], *(v for k, v in operation.kwargs.items() if k != "generator")]
+    if not hasattr(operation.function, "_schema") or not all(isinstance(v, int | float) for v in values):
+        return "", ()
+    return schema_of(operation.function).name.removeprefix("aten::"), tuple(map(float, values))
+
+
 @torch.no_grad()
-def replay(recording: Recording, wanted: Mapping[str, Tensor], keep: Callable[[str, Tensor], None]) -> None:
+def replay(
+    recording: Recording,
+    wanted: Mapping[str, Tensor],
+    keep: Callable[[str, Tensor], None],
+    without: Iterable[Tensor] = (),
+) -> None:
     """Do what was recorded, on the CPU, and hand out each wanted tensor once it has its values.
 
     The generators are left as the recorded operations would have left them.
@@ -153,12 +200,14 @@ def replay(recording: Recording, wanted: Mapping[str, Tensor], keep: Callable[[s
     Args:
         wanted: the meta tensors by name, as they are at the end; several names may share memory.
         keep: is given a name and the whole tensor, in an order of its own.
+        without: meta tensors that nothing is drawn for; the generators then come out otherwise.
     """
+    skipped = {recording.view(tensor).storage for tensor in without}
     views = {name: recording.view(tensor) for name, tensor in wanted.items()}
     names: dict[int, list[str]] = {}
     for name, view in views.items():
         names.setdefault(view.storage, []).append(name)
-    needed = _needed(recording, set(names))
+    needed = _needed(recording, set(names), skipped)
     last = {s: i for i in needed for s in _touched(recording.operations[i])}
     fresh = _overwritten_next(recording, needed)
     real: dict[int, Tensor] = {}
@@ -175,12 +224,12 @@ def replay(recording: Recording, wanted: Mapping[str, Tensor], keep: Callable[[s
         raise RuntimeError(f"nothing was recorded that makes {next(iter(names.values()))[0]}")
 
 
-def _needed(recording: Recording, ends: set[int]) -> list[int]:
-    """Return the operations that the wanted storages depend on, and all that draw random numbers."""
+def _needed(recording: Recording, ends: set[int], skipped: set[int]) -> list[int]:
+    """Return the operations that the wanted storages depend on, and all others that draw random numbers."""
     found: list[int] = []
     for i in range(len(recording.operations) - 1, -1, -1):
         operation = recording.operations[i]
-        if operation.writes & ends or operation.random:
+        if operation.writes & ends or (operation.random and not operation.writes <= skipped):
             found.append(i)
             ends |= operation.reads
     return found[::-1]
@@ -255,9 +304,10 @@ class DeferredInit:
                     if name in real:
                         tensor.copy_(real[name])
 
-    def fill(self, keep: Callable[[str, Tensor], None]) -> None:
+    def fill(self, keep: Callable[[str, Tensor], None], without: Iterable[Tensor] = ()) -> None:
         """Hand out the values of each tensor that was deferred, whole, one after another; see `replay`."""
-        replay(self.recording, {name: tensor for name, tensor in self.tensors.items() if tensor.is_meta}, keep)
+        wanted = {name: tensor for name, tensor in self.tensors.items() if tensor.is_meta}
+        replay(self.recording, wanted, keep, without)
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:

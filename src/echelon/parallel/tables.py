@@ -10,7 +10,7 @@ Every rank must look up in the same tables in the same order, if need be with a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
@@ -23,9 +23,6 @@ from torch.autograd.function import once_differentiable
 
 from echelon.core.errors import UserError
 from echelon.core.shards import Region, Span, cut
-
-RowsOf = Callable[[str, nn.Parameter, Span], Tensor]
-"""Returns the rows of a table, named, from the first to the one after the last, as the run begins with them."""
 
 
 class Fetched(Protocol):
@@ -180,14 +177,13 @@ class CutTables:
 
 
 def cut_tables(
-    model: nn.Module, names: Mapping[str, nn.Parameter], group: dist.ProcessGroup, exchange: Exchange, rows_of: RowsOf
+    model: nn.Module, names: Mapping[str, nn.Parameter], group: dist.ProcessGroup, exchange: Exchange
 ) -> CutTables:
     """Cut tables by rows over a group, in place.
 
     Args:
-        names: their weights, by name.
+        names: their weights, by name: whole, or this rank's rows already.
         exchange: moves rows between the ranks of the group.
-        rows_of: returns the rows that a rank begins with.
 
     Raises:
         UserError: a table is of a class of its own, which may look up otherwise.
@@ -202,16 +198,17 @@ def cut_tables(
                 f"--parallel table=N: {name} belongs to a {type(module).__name__}, which may look rows up in its own "
                 "way: use nn.Embedding or nn.EmbeddingBag, or leave table out"
             )
-        pieces = cut((0, len(weight)), group.size())
+        shape = (int(module.num_embeddings), weight.shape[1])
+        pieces = cut((0, shape[0]), group.size())
         span = spans[name] = pieces[group.rank()]
-        regions[name] = Region(tuple(weight.shape), ((span,), ((0, weight.shape[1]),)))
-        module.weight = nn.Parameter(rows_of(name, weight, span))
+        regions[name] = Region(shape, ((span,), ((0, shape[1]),)))
+        module.weight = nn.Parameter(_own_rows(weight, shape[0], span))
         module.__class__ = _CUT[type(module)]
         bounds = (0, *accumulate(stop - start for start, stop in pieces))
         module.table_cut = TableCut(name, bounds, exchange)
     return CutTables(group, spans, regions)
 
 
-def own_rows(name: str, weight: nn.Parameter, span: Span) -> Tensor:
-    """Return a copy of the rows of a whole table: the memory of the others is free again (see `RowsOf`)."""
-    return weight.detach()[slice(*span)].clone()
+def _own_rows(weight: nn.Parameter, rows: int, span: Span) -> Tensor:
+    """Return this rank's rows: a copy, where the weight has all, so that the memory of the others is free again."""
+    return weight.detach() if len(weight) < rows else weight.detach()[slice(*span)].clone()

@@ -29,7 +29,7 @@ from echelon.parallel.local_shards import LocalShards
 from echelon.parallel.precision import cast_parameters
 from echelon.parallel.split import SplitModel, SplitOptions, recompute_model, split_model
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
-from echelon.parallel.tables import cut_tables, own_rows
+from echelon.parallel.tables import cut_tables
 from echelon.parallel.zero import DividedUpdate
 from echelon.sync.base import CutRows, Sync, SyncContext
 from echelon.sync.same_start import equalise
@@ -40,6 +40,7 @@ from echelon.torch_compat import is_compiled
 from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.precision import PRECISIONS, build_scaler, to_fp8
 from echelon.trainer.resolved import ResolvedRun
+from echelon.trainer.row_start import build_by_rows
 from echelon.trainer.split_sync import SplitSync
 from echelon.trainer.start_weights import is_of_rebuilt, start_from
 from echelon.trainer.state import RunParts
@@ -190,9 +191,11 @@ def _check_compiled_loss(model: KerasModule, name: str) -> None:
 
 def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     """Build the whole model on this rank's device, the same values on every rank."""
-    model = work.user_model
+    model, data = work.user_model, model_input(work.info, work.task)
+    if model is None and work.tuning.changes_nothing:
+        model = build_by_rows(config, data, world)
     if model is None:
-        model = build_model(config.model, model_input(work.info, work.task))
+        model = build_model(config.model, data)
     if is_compiled(model):
         raise UserError(
             "model: it is wrapped by torch.compile already, and its parameters have other names then: give the module "
@@ -390,7 +393,7 @@ def _cut_rows(run: ResolvedRun, world: World) -> CutRows | None:
 
 def _with_cut_tables(model: nn.Module, rows: CutRows, world: World) -> SplitModel:
     assert world.placement is not None and world.placement.table_group is not None
-    cut = cut_tables(model, sparse_tables(model), world.placement.table_group, rows.exchange, own_rows)
+    cut = cut_tables(model, sparse_tables(model), world.placement.table_group, rows.exchange)
     return SplitModel(model, LocalShards([model], world.placement, cut=cut))
 
 
