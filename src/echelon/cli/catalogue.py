@@ -258,7 +258,8 @@ def _explanation(kind: Kind, entry: Entry) -> Iterator[str]:
         for argument in entry.arguments:
             yield _row(argument.name, f"{argument.help or argument.value_type} [{_default(argument)}]")
         yield ""
-    told = list(_measured(entry.name)) if kind.title in _MEASURED_KINDS else []
+    rows = re.escape(entry.name) + ("=" if kind.flag == "--parallel" else r"($|\W)")  # dp=2 and the like
+    told = list(_measured(rows)) if kind.title in _MEASURED_KINDS else []
     if told:
         yield "Measured:"
         for line in told:
@@ -293,8 +294,12 @@ def _wrapped(paragraph: str) -> str:
     return textwrap.fill(" ".join(paragraph.split()), WIDTH)
 
 
-def _measured(name: str) -> Iterator[str]:
-    """Yield what was measured of a choice: a sentence on a row of each of a few tables."""
+def _measured(rows: str) -> Iterator[str]:
+    """Yield what was measured of a choice: a sentence on a row of each of a few tables.
+
+    Args:
+        rows: a pattern of what they begin with.
+    """
     file = next((file for file in _RESULTS if file.exists()), None)
     lines = file.read_text(encoding="utf-8").splitlines() if file else []
     heading, machine, header, told = "", "", [""], set[str]()
@@ -308,7 +313,7 @@ def _measured(name: str) -> Iterator[str]:
             spec = re.sub(r"^(echelon|sync):", "", cells[0].strip("`"))
             if following.startswith("|---"):
                 header = cells
-            elif re.match(rf"{re.escape(name)}($|\W)", spec) and heading not in told and len(told) < _MOST_MEASURED:
+            elif re.match(rows, spec) and heading not in told and len(told) < _MOST_MEASURED:
                 told.add(heading)
                 values = {title: value for title, value in zip(header[1:], cells[1:], strict=False) if value}
                 where = values.pop(_MEASURED_ON, machine)  # of the row, where its table has rows of several machines

@@ -103,7 +103,8 @@ def _show_layout(run: ResolvedRun, forecast: Forecast, ranks: int) -> None:
     """Print what each rank would have of the model, and the memory that this takes."""
     layout = run.layout_for(ranks)
     sizes = " x ".join(f"{axis}={layout.size(axis)}" for axis in Axis if layout.size(axis) > 1) or "one process"
-    print_words(f"layout: {sizes}; a replica of the model is {many(layout.model_size, 'rank')}")
+    cut = f"; its tables are cut by rows over {layout.table} replicas" if layout.table > 1 else ""
+    print_words(f"layout: {sizes}; a replica of the model is {many(layout.model_size, 'rank')}{cut}")
     for number, stage in enumerate(forecast.stages):
         print_words(f"stage {number}: {stage}")
     for note in forecast.notes:
