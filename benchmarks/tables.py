@@ -3,8 +3,9 @@
 python -m benchmarks.tables
 
 A generated click log, DLRM's kind of model (26 columns of ids from one table), 2 processes on this machine, over
-loopback. Both loops have the same batches and model; the hand-written one has a dense gradient and Adam, the other
-sparse gradients, SparseAdam, and rows that travel. They take turns, and each figure is the median of its rounds.
+loopback. All loops have the same batches and model; the hand-written one has a dense gradient and Adam, the others
+sparse gradients, SparseAdam, and rows that travel: of whole tables, or of one that is cut over the processes. They take
+turns, and each figure is the median of its rounds. `--rows 10000000 --no-dense` leaves out the loop that has no room.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.collectives import registry as paths
+from echelon.collectives.row_exchange import RowExchange
 from echelon.collectives.wire import ring_bytes
 from echelon.compression import read as read_codec
 from echelon.models.builtin.dlrm import DLRM
 from echelon.models.tables import make_sparse, sparse_tables
 from echelon.observe.phases import HostClock
 from echelon.optim.build import TableAdam
-from echelon.sync.base import SyncContext
+from echelon.parallel.tables import cut_tables
+from echelon.sync.base import CutRows, SyncContext
 from echelon.sync.registry import read as read_sync
+from echelon.torch_compat import same_ranks_group
 from echelon.trainer.step import make_update
 
 RANKS, COLUMNS, NUMBERS = 2, 26, 13
@@ -44,12 +48,14 @@ class Log:
         batch: samples of a rank and step.
         steps: of a round.
         rounds: of each loop.
+        no_dense: leave the hand-written loop out.
     """
 
     rows: int
     batch: int
     steps: int
     rounds: int
+    no_dense: bool = False
 
     def drawn(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return ids `(B, 26)`, few of them often and most seldom, numbers `(B, 13)` and clicks `(B, 1)`."""
@@ -79,10 +85,11 @@ class _Dense:
 class _Sparse:
     """The strategy `allreduce` of this package, with sparse gradients and `sparse_adam`."""
 
-    def __init__(self, log: Log, compression: str) -> None:
+    def __init__(self, log: Log, compression: str, is_cut: bool = False) -> None:
         torch.manual_seed(0)
         self._model = DLRM(NUMBERS, COLUMNS, log.rows, 1)
         make_sparse(self._model, "dlrm")
+        cut_rows = _cut(self._model, compression) if is_cut else None
         groups = [{"params": list(self._model.parameters()), "weight_decay": 0.0}]
         optimizer = TableAdam(groups, sparse_tables(self._model), 1e-3)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -96,6 +103,7 @@ class _Sparse:
             path=paths.build("backend"),
             seed=0,
             clock=HostClock(),
+            cut_rows=cut_rows,
         )
         self._sync, self._steps = read_sync("allreduce").build(context), 0
 
@@ -115,14 +123,24 @@ class _Sparse:
         self._sync.step()
 
 
+def _cut(model: nn.Module, compression: str) -> CutRows:
+    """Cut the model's table over all processes."""
+    group, codec = same_ranks_group(dist.group.WORLD), read_codec(compression).codec
+    exchange = RowExchange(group, codec if codec.takes_rows else None)
+    cut_tables(model, sparse_tables(model), group, exchange)
+    return CutRows(exchange, None)
+
+
 def _rank(rank: int, log: Log, port: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    loops = {
-        "dense DDP by hand": _Dense(log),
+    loops: dict[str, _Dense | _Sparse] = {} if log.no_dense else {"dense DDP by hand": _Dense(log)}
+    loops |= {
         "sparse rows": _Sparse(log, "none"),
         "sparse rows, int8": _Sparse(log, "int8"),
+        "cut rows": _Sparse(log, "none", is_cut=True),
+        "cut rows, int8": _Sparse(log, "int8", is_cut=True),
     }
     taken: dict[str, list[float]] = {name: [] for name in loops}
     for round_ in range(log.rounds + 1):  # the first one warms up
@@ -156,8 +174,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--port", type=int, default=29_611)
+    parser.add_argument("--no-dense", action="store_true")
     given = parser.parse_args()
-    log = Log(given.rows, given.batch, given.steps, given.rounds)
+    log = Log(given.rows, given.batch, given.steps, given.rounds, given.no_dense)
     mp.spawn(_rank, (log, given.port), nprocs=RANKS)
 
 
