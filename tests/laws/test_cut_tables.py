@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.collectives.row_exchange import RowExchange
+from echelon.collectives.transfer import PeerLostError
 from echelon.compression import read as read_codec
 from echelon.config import build
+from echelon.core.errors import UserError
 from echelon.data.base import Batch, DataInfo
 from echelon.observe.phases import HostClock
 from echelon.run.resolve import resolve
@@ -24,7 +26,7 @@ from echelon.trainer.step import Step, StepSettings
 from tests.laws.test_layouts import check_same_function
 from tests.laws.test_layouts_checkpoints import check_reload
 from tests.ranks.layouts import TABLE_ROWS, HeldTensor, SumTask, Trial, assemble, held, make_trainer, make_world
-from tests.ranks.spawn import Rank, run_ranks
+from tests.ranks.spawn import Rank, fail_at, run_ranks
 
 ROWS, WIDTH = 4000, 32
 ROWS_ALONE: Mapping[str, Any] = {"optimizer.name": "sparse_adam", "optimizer.lr": 0.01, "optimizer.weight_decay": 0.0}
@@ -157,3 +159,37 @@ def test_a_rank_needs_memory_for_its_part_of_a_table_alone() -> None:
     assert added_bytes(None, "dp=1", ids) > table
     for added in run_ranks(added_bytes, 4, "dp=4,table=4", ids):
         assert added < 1.25 * table / 4 + 20e6
+
+
+def differ(rank: Rank) -> str:
+    """Look up in other tables than the other rank; returns what is said of it."""
+    exchange, part = RowExchange(dist.group.WORLD), torch.zeros(5, 2)
+    exchange.fetch("first", part, (0, 5, 10), torch.tensor([1, 7]))
+    try:
+        exchange.fetch("second" if rank.index else "first", part, (0, 5, 10), torch.tensor([1, 7]))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_look_up_in_different_tables_are_told() -> None:
+    first, second = run_ranks(differ, 2)
+    assert "rank 0 of the tables' group looks up in first, and rank 1 does not" in first
+    assert "rank 1 of the tables' group looks up in second, and rank 0 does not" in second
+
+
+def lose(rank: Rank) -> str:
+    """Look rows up until a rank is gone; returns what is said of it."""
+    exchange, part = RowExchange(dist.group.WORLD), torch.zeros(5, 2)
+    for step in range(3):
+        rank.reach(step=step)
+        try:
+            exchange.fetch("table", part, (0, 5, 10), torch.tensor([1, 7]))
+        except PeerLostError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_died_is_missed() -> None:
+    survivor, _ = run_ranks(lose, 2, faults=[fail_at(1, 1)])
+    assert "lost a rank that it exchanges rows with" in survivor

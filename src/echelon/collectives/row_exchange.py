@@ -11,6 +11,7 @@ Shapes: R rows that this rank looks up, A rows that others and itself look up he
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -24,6 +25,7 @@ from echelon.collectives.row_reducer import Rows, as_bytes, index_dtype, summed
 from echelon.collectives.transfer import PeerLostError
 from echelon.collectives.wire import SHOWN, WireCount, framing_bytes
 from echelon.compression.base import Codec, Meta, State
+from echelon.core.errors import UserError
 
 
 class _Form(IntEnum):
@@ -82,12 +84,12 @@ class RowExchange:
 
         Raises:
             PeerLostError: a rank did not answer before the group's timeout.
+            UserError: another rank looks up in another table at the same time.
         """
         kind = "weights" if trains else SHOWN
         ends = torch.searchsorted(rows, torch.tensor(bounds, device=rows.device)).tolist()
         wanted = [stop - start for start, stop in pairwise(ends)]
-        ones = [1] * len(wanted)
-        asked = self._exchange(torch.tensor(wanted, device=rows.device), ones, ones, kind).tolist()
+        asked = self._told(wanted, f"looks up in {name}", rows.device, kind)
         firsts = torch.repeat_interleave(torch.tensor(bounds[:-1]), torch.tensor(wanted)).to(rows.device)
         numbers = self._exchange((rows - firsts).to(index_dtype(bounds[-1])), wanted, asked, kind).long()
         values = self._exchange(part[numbers], asked, wanted, kind)
@@ -104,7 +106,7 @@ class RowExchange:
             PeerLostError: a rank did not answer before the group's timeout.
         """
         form = self._form(gradients) if touches else _Form.NONE
-        forms = self._told(form, gradients.device)
+        forms = self._told([form] * len(route.wanted), f"sends back gradients of {route.table}", gradients.device)
         rank, width = self._group.rank(), gradients.shape[1:]
         pieces = gradients.split(route.wanted)
         messages = [self._packed(route.table, k, form, piece) for k, piece in enumerate(pieces)]
@@ -133,9 +135,23 @@ class RowExchange:
         largest = min(self._codec.largest, torch.finfo(values.dtype).max)
         return _Form.CODED if bool((values.abs() <= largest).all()) else _Form.PLAIN
 
-    def _told(self, form: _Form, device: torch.device) -> list[int]:
-        own = torch.full((self._group.size(),), int(form), dtype=torch.int64, device=device)
-        return [int(each) for each in self._exchange(own, [1] * len(own), [1] * len(own)).tolist()]
+    def _told(self, numbers: Sequence[int], doing: str, device: torch.device, kind: str = "weights") -> list[int]:
+        """Tell each rank a number; returns what each tells this one.
+
+        Raises:
+            UserError: it is doing something else than this rank, whose rows would be mixed up.
+        """
+        mark = zlib.crc32(doing.encode())
+        own = torch.tensor([[int(number), mark] for number in numbers], dtype=torch.int64, device=device)
+        told = self._exchange(own, [1] * len(own), [1] * len(own), kind).tolist()
+        others = [k for k, (_, theirs) in enumerate(told) if theirs != mark]
+        if others:
+            raise UserError(
+                f"--parallel table=N: rank {self._group.rank()} of the tables' group {doing}, and rank {others[0]} "
+                "does not at the same time: all must look up in the same tables in the same order, whatever their "
+                "samples are: leave out table=N, or look up in all of them"
+            )
+        return [number for number, _ in told]
 
     def _size(self, form: _Form, rows: int, like: Tensor) -> int:
         """Return the bytes of so many rows' gradients."""
