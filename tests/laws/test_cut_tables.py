@@ -24,7 +24,7 @@ from echelon.trainer.parts import Work, build_parts
 from echelon.trainer.state import seed_everything
 from echelon.trainer.step import Step, StepSettings
 from tests.laws.test_layouts import check_same_function
-from tests.laws.test_layouts_checkpoints import check_reload
+from tests.laws.test_layouts_checkpoints import check_reload, everything, load, save
 from tests.ranks.layouts import TABLE_ROWS, HeldTensor, SumTask, Trial, assemble, held, make_trainer, make_world
 from tests.ranks.spawn import Rank, fail_at, run_ranks
 
@@ -53,6 +53,24 @@ def test_cut_over_four_replicas_or_two_pairs_of_them() -> None:
 @pytest.mark.long
 def test_a_checkpoint_loads_with_tables_cut_otherwise_and_goes_on_with_its_bits(tmp_path: Path) -> None:
     check_reload("tables", {2: ["dp=2", "dp=2,table=2"], 4: ["dp=4,table=2", "dp=4,table=4"]}, tmp_path)
+
+
+def resume(rank: Rank, folder: Path) -> bool:
+    """Train on, and from a checkpoint, with rows that are rounded at random; returns whether both agree."""
+    trial = Trial("tables", "dp=2,table=2", {**ROWS_ALONE, "training.ema": 0.9, "strategy.compression": "int8"})
+    trainer = make_trainer(trial, rank)
+    trainer.run(0, 4)
+    save(trainer, folder, 4)
+    trainer.run(4, 7)
+    again = load(trial, rank, folder)
+    again.run(4, 7)
+    ends, others = everything(trainer), everything(again)
+    same = all((values.values == others[name].values).all() for name, values in ends.items())
+    return same and again.losses == trainer.losses[4:]
+
+
+def test_a_resumed_run_rounds_rows_as_a_whole_one_does(tmp_path: Path) -> None:
+    assert run_ranks(resume, 2, tmp_path) == [True, True]
 
 
 def exchange(rank: Rank, compression: str) -> tuple[Tensor, Tensor, int, int, int]:

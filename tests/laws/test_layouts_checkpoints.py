@@ -34,20 +34,22 @@ def _saver(trainer: Trainer, folder: Path) -> Saver:
     return Saver(folder, 2, state, Recorder(None), Fingerprint(model=trainer.trial.model))
 
 
-def _save(trainer: Trainer, folder: Path, step: int) -> None:
+def save(trainer: Trainer, folder: Path, step: int) -> None:
+    """Write a checkpoint of a step."""
     saver = _saver(trainer, folder)
     saver.save(Cursor(step=step), "interval")
     saver.finish()
 
 
-def _load(trial: Trial, rank: Rank | None, folder: Path) -> Trainer:
+def load(trial: Trial, rank: Rank | None, folder: Path) -> Trainer:
+    """Build a trial's parts, and load a checkpoint of step 4."""
     trainer = make_trainer(trial, rank)
     cursor = _saver(trainer, folder).restore()
     assert cursor is not None and cursor.step == 4
     return trainer
 
 
-def _everything(trainer: Trainer) -> dict[str, HeldTensor]:
+def everything(trainer: Trainer) -> dict[str, HeldTensor]:
     """Return parameters, buffers, averages and moments, each with where it lies."""
     own = held(trainer.parts)
     found = dict(own)
@@ -75,21 +77,21 @@ def _write_all(rank: Rank, model: str, layouts: Sequence[str], folder: Path) -> 
     seen = []
     for layout in layouts:
         trial = _trial(model, layout)
-        trainer = _load(trial, rank, folder / "alone")
-        seen.append(_everything(trainer))
-        _save(trainer, folder / layout, 4)
+        trainer = load(trial, rank, folder / "alone")
+        seen.append(everything(trainer))
+        save(trainer, folder / layout, 4)
         trainer.run(4, 7)
-        again = _load(trial, rank, folder / layout)
+        again = load(trial, rank, folder / layout)
         again.run(4, 7)
         assert again.losses == trainer.losses, f"{layout}: a resumed run goes on otherwise"
-        for name, values in _everything(trainer).items():
-            assert np.array_equal(values.values, _everything(again)[name].values), f"{layout} resumed: {name}"
+        for name, values in everything(trainer).items():
+            assert np.array_equal(values.values, everything(again)[name].values), f"{layout} resumed: {name}"
     return seen
 
 
 def _read_all(rank: Rank, model: str, layouts: Sequence[str], folder: Path) -> list[dict[str, HeldTensor]]:
     folders = sorted(path for path in folder.iterdir() if path.is_dir())
-    return [_everything(_load(_trial(model, layout), rank, path)) for layout in layouts for path in folders]
+    return [everything(load(_trial(model, layout), rank, path)) for layout in layouts for path in folders]
 
 
 def _compare(expected: dict[str, np.ndarray], ranks: Sequence[Sequence[dict[str, HeldTensor]]]) -> None:
@@ -104,14 +106,14 @@ def check_reload(model: str, layouts: dict[int, list[str]], folder: Path) -> Non
     """Write in one process and in each layout; read all of these in each layout and in one process."""
     alone = make_trainer(Trial(model, "dp=1", _settings(model)), None)
     alone.run(0, 4)
-    _save(alone, folder / "alone", 4)
-    expected = assemble([_everything(alone)])
+    save(alone, folder / "alone", 4)
+    expected = assemble([everything(alone)])
     for world, names in layouts.items():
         _compare(expected, run_ranks(_write_all, world, model, names, folder, timeout_s=100 * world))
     for world, names in layouts.items():
         _compare(expected, run_ranks(_read_all, world, model, names, folder, timeout_s=100 * world))
     for path in [path for path in folder.iterdir() if path.is_dir()]:
-        _compare(expected, [[_everything(_load(Trial(model, "dp=1", _settings(model)), None, path))]])
+        _compare(expected, [[everything(load(Trial(model, "dp=1", _settings(model)), None, path))]])
         export_weights(best_state(path)["model"], path / "weights.safetensors")
         weights = load_file(path / "weights.safetensors")
         assert all(np.array_equal(values, expected[name]) for name, values in weights.items())
@@ -141,8 +143,8 @@ def _resume(rank: Rank, trials: Sequence[Trial], folder: Path) -> None:
     for trial in trials:
         first = make_trainer(trial, rank)
         first.run(0, 4)
-        _save(first, folder / trial.parallel, 4)
+        save(first, folder / trial.parallel, 4)
         first.run(4, 9)
-        again = _load(trial, rank, folder / trial.parallel)
+        again = load(trial, rank, folder / trial.parallel)
         again.run(4, 9)
         assert again.losses == first.losses[4:], f"{trial.parallel}: a resumed run goes on otherwise"

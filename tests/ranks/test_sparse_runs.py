@@ -33,13 +33,15 @@ def test_two_workers_learn_what_one_does_and_a_stopped_run_has_the_bits_of_a_who
     with Runs(tmp_path) as runs:
         one = runs.train(*of, *tables, *short, "--workers", "1", folder="one")
         two = runs.train(*of, *tables, *short, "--workers", "2", folder="two")
+        cut = runs.train(*of, *tables, *short, "--workers", "2", "--parallel", "dp=2,table=2", folder="cut")
         whole = runs.train(*of, *tables, *short, *coded, folder="whole")
         stopped = runs.train(*of, *tables, *short, *coded, "--max-steps", "7", folder="stopped")
-        for run in (one, two, whole, stopped):
+        for run in (one, two, cut, whole, stopped):
             assert run.end() == 0, run.text()
         again = runs.start("resume", stopped.folder, "--max-steps", "0")
         assert again.end() == 0, again.text()
     assert two.losses() == pytest.approx(one.losses(), rel=1e-4)
+    assert cut.losses() == pytest.approx(one.losses(), rel=1e-4)
     expected, resumed = _weights(whole), _weights(stopped)
     assert expected.keys() == resumed.keys() and any("embedding" in name for name in expected)
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
