@@ -35,6 +35,7 @@ from echelon.trainer.state import seed_everything
 from echelon.trainer.step import Step, StepSettings
 from tests.ranks import toy_task
 from tests.ranks.layouts import Trial, assemble, held, make_world
+from tests.ranks.run_many import run_many
 from tests.ranks.runs import SMALL, Run, Runs
 from tests.ranks.spawn import Rank, run_ranks
 
@@ -134,9 +135,9 @@ def train(runs: Runs, folder: str, *settings: str) -> Run:
     return run
 
 
-def rmse(run: Run) -> float:
+def rmse(run: Path) -> float:
     """Return the last RMSE that was recorded."""
-    value = list(read_records(run.folder, Evaluation))[-1].metrics["rmse"]
+    value = list(read_records(run, Evaluation))[-1].metrics["rmse"]
     assert value is not None
     return value
 
@@ -144,23 +145,30 @@ def rmse(run: Run) -> float:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_it_trains_resumes_evaluates_and_reports(runs: Runs) -> None:
-    environment = {"PYTHONPATH": f"{runs.root}:{Path.cwd()}"}
-    whole = train(runs, "whole", "--epochs", "3", "--workers", "2")
-    half = train(runs, "half", "--epochs", "3", "--workers", "2", "--max-steps", "10")
-    again = runs.start("resume", str(half.folder), "--max-steps", "0", environment=environment)
-    assert again.end() == 0, again.text()
+    run = ["train", "toys.regression:load", *TOY, "--epochs", "3", "--workers", "2"]
+    trained, *others, evaluated = run_many(
+        runs.root,
+        [
+            [*run, "--run", "whole"],
+            [*run, "--max-steps", "10", "--run", "half"],
+            ["resume", "half", "--max-steps", "0"],
+            ["evaluate", "whole"],
+        ],
+    )
+    assert [result.code for result in (trained, *others, evaluated)] == [0] * 4, (trained, others, evaluated)
+    whole, half = runs.root / "whole", runs.root / "half"
     assert rmse(half) == rmse(whole), "a resumed run goes on otherwise"
-    evaluated = runs.start("evaluate", str(whole.folder), environment=environment)
-    assert evaluated.end() == 0 and "RMSE" in evaluated.text(), evaluated.text()
-    (start,) = read_records(whole.folder, Start)
+    assert "RMSE" in evaluated.out + evaluated.err, evaluated
+    (start,) = read_records(whole, Start)
     assert (start.task.spec, start.task.primary.direction) == ("toys.regression:Regression", "min")
-    best = min(e.metrics["rmse"] for e in read_records(whole.folder, Evaluation))
-    numbers = json.loads((whole.folder / "summary.json").read_text())
+    best = min(e.metrics["rmse"] for e in read_records(whole, Evaluation))
+    numbers = json.loads((whole / "summary.json").read_text())
     assert numbers["metrics"]["rmse"] == pytest.approx(rmse(whole)) and "top1" not in numbers["metrics"]
-    assert json.loads((whole.folder / "evaluation.json").read_text())["metrics"]["rmse"] == best
-    page = (whole.folder / "report.html").read_text()
+    assert json.loads((whole / "evaluation.json").read_text())["metrics"]["rmse"] == best
+    page = (whole / "report.html").read_text()
     assert "RMSE" in page and "Errors of the toy" in page and 'id="toy-errors"' in page and "top-1" not in page
-    assert "No evaluation was recorded" not in whole.text() and "RMSE" in whole.text()
+    said = trained.out + trained.err
+    assert "No evaluation was recorded" not in said and "RMSE" in said
 
 
 LAYOUTS = {
@@ -183,9 +191,9 @@ def test_it_trains_and_resumes_in_every_layout(runs: Runs, layout: str) -> None:
     environment = {"PYTHONPATH": f"{runs.root}:{Path.cwd()}"}
     again = runs.start("resume", str(run.folder), "--max-steps", "0", environment=environment)
     assert again.end() == 0, again.text()
-    assert run.summary()["metrics"]["rmse"] == pytest.approx(rmse(run))
+    assert run.summary()["metrics"]["rmse"] == pytest.approx(rmse(run.folder))
     tolerance = 0.02 if layout.startswith(("local", "ps")) else 1e-4
-    assert math.isclose(rmse(run), rmse(alone), abs_tol=tolerance)
+    assert math.isclose(rmse(run.folder), rmse(alone.folder), abs_tol=tolerance)
 
 
 @pytest.mark.long

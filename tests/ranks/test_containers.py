@@ -12,7 +12,7 @@ import pytest
 from tests.ranks.containers import NEEDS_NAMESPACES, Container
 from tests.ranks.runs import SMALL, Runs
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400), *NEEDS_NAMESPACES]
+pytestmark = [pytest.mark.timeout(400), *NEEDS_NAMESPACES]
 SHORT = ("--workers", "2", "--loaders", "1", "--epochs", "2", "--lr", "0.05")
 
 
@@ -24,6 +24,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+@pytest.mark.slow  # the command as the first process: `tests/attack/scenarios/container.py`
 def test_from_python_as_the_first_process(folder: Path) -> None:
     code = (
         "import echelon\n"
@@ -38,6 +39,7 @@ def test_from_python_as_the_first_process(folder: Path) -> None:
         assert run.end() == 0, run.text()
 
 
+@pytest.mark.long
 def test_no_place_for_sockets_is_refused_in_one_line(folder: Path) -> None:
     nowhere = Container(root="read-only", temporary="none", shm="read-only").prefix(folder)
     with Runs(folder) as runs:

@@ -27,7 +27,7 @@ RUNS = {
 }
 ON_LINKS = ("allreduce", "ps", "ps split")
 # In the sockets they open, to one that is tried, or tried on links: a CI makes do with it.
-ALIKE = {"diloco", "easgd", "fsdp", "pp", "ps split", "ps ssp", "tp"}
+ALIKE = {"diloco", "easgd", "fsdp", "local", "pp", "ps split", "ps ssp", "tp"}
 ELSEWHERE = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}  # as a cluster's profile sets them for all
 
 

@@ -20,8 +20,8 @@ WAYS = {
 
 @pytest.mark.parametrize(
     "way",
-    [  # `local` has the groups of `powersgd`, and one more
-        pytest.param(way, marks=pytest.mark.slow if way == "powersgd" else pytest.mark.long) for way in WAYS
+    [  # `local` has the groups of `powersgd`, and one more; `server/test_machines.py` counts what goes to servers
+        pytest.param(way, marks=pytest.mark.long if way == "local" else pytest.mark.slow) for way in WAYS
     ],
 )
 def test_groups_add_up_to_all_bytes(tmp_path: Path, way: str) -> None:

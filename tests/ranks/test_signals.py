@@ -75,7 +75,7 @@ def test_every_signal_saves_first(tmp_path: Path, sync: str, send: Callable[[Run
             (("--sync", "ps(mode=sync)"), SLOW_TEST),
             (("--sync", "ps(mode=ssp, staleness=2)"), SLOW_TEST),
             (("--parallel", "fsdp=2"), SLOW_TEST),
-            (("--parallel", "pp=2"), LONG_TEST),
+            (("--parallel", "pp=2"), SLOW_TEST),
             (("--workers", "1"), LONG_TEST),
         )
     ],

@@ -9,14 +9,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.ranks.runs import Run, Runs
+from tests.ranks.run_many import run_many
+from tests.ranks.runs import SMALL, losses_of, read_lines
 
 pytestmark = pytest.mark.long
 
 
-def _weights(run: Run) -> dict[str, Tensor]:
-    """Return the model of the last checkpoint."""
-    last = max((run.folder / "checkpoints").glob("step-*"))
+def _weights(run: Path) -> dict[str, Tensor]:
+    """Return the model of a run's last checkpoint."""
+    last = max((run / "checkpoints").glob("step-*"))
     found: dict[str, Tensor] = {}
     for file in last.glob("model-*.safetensors"):
         found |= load_file(file)
@@ -30,20 +31,22 @@ def test_two_workers_learn_what_one_does_and_a_stopped_run_has_the_bits_of_a_who
     tables = ("--model", "two_tower", "--sparse-tables", "--optimizer", "sparse_adam", "--lr", "0.01")
     short = ("--weight-decay", "0", "--batch-size", "50", "--epochs", "2", "--clip-norm", "1")
     coded = ("--workers", "2", "--compression", "int8")
-    with Runs(tmp_path) as runs:
-        one = runs.train(*of, *tables, *short, "--workers", "1", folder="one")
-        two = runs.train(*of, *tables, *short, "--workers", "2", folder="two")
-        cut = runs.train(*of, *tables, *short, "--workers", "2", "--parallel", "dp=2,table=2", folder="cut")
-        whole = runs.train(*of, *tables, *short, *coded, folder="whole")
-        stopped = runs.train(*of, *tables, *short, *coded, "--max-steps", "7", folder="stopped")
-        for run in (one, two, cut, whole, stopped):
-            assert run.end() == 0, run.text()
-        again = runs.start("resume", stopped.folder, "--max-steps", "0")
-        assert again.end() == 0, again.text()
-    assert two.losses() == pytest.approx(one.losses(), rel=1e-4)
-    assert cut.losses() == pytest.approx(one.losses(), rel=1e-4)
-    expected, resumed = _weights(whole), _weights(stopped)
+    train = ["train", *of, *SMALL, *tables, *short]
+    commands = [
+        [*train, "--workers", "1", "--run", "one"],
+        [*train, "--workers", "2", "--run", "two"],
+        [*train, "--workers", "2", "--parallel", "dp=2,table=2", "--run", "cut"],
+        [*train, *coded, "--run", "whole"],
+        [*train, *coded, "--max-steps", "7", "--run", "stopped"],
+        ["resume", "stopped", "--max-steps", "0"],
+    ]
+    results = run_many(tmp_path, commands)
+    assert [result.code for result in results] == [0] * 6, results
+    for name in ("two", "cut"):
+        assert losses_of(tmp_path / name) == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4), name
+    expected, resumed = _weights(tmp_path / "whole"), _weights(tmp_path / "stopped")
     assert expected.keys() == resumed.keys() and any("embedding" in name for name in expected)
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
-    sent = [sum(window["wire_bytes"] for window in run.records("steps")) for run in (two, whole)]
+    lines = [read_lines(tmp_path / name) for name in ("two", "whole")]
+    sent = [sum(line["wire_bytes"] for line in each if line["kind"] == "steps") for each in lines]
     assert 0 < sent[1] < sent[0]

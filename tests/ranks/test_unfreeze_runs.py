@@ -64,15 +64,9 @@ def check(tmp_path: Path, choice: str) -> None:
     assert len(sizes) == 1, "what is frozen later was in the first base"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("choice", ["dp"])
+@pytest.mark.slow  # `tests/laws/test_frozen_checkpoints.py` resumes such trainings, without commands
+@pytest.mark.parametrize("choice", CHOICES)
 def test_a_run_that_unfreezes_resumes_to_the_bit(tmp_path: Path, choice: str) -> None:
-    check(tmp_path, choice)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", [name for name in CHOICES if name != "dp"])
-def test_every_choice_that_unfreezes_resumes_to_the_bit(tmp_path: Path, choice: str) -> None:
     check(tmp_path, choice)
 
 
