@@ -50,9 +50,9 @@ GROUPS: dict[str, Group] = {
     "versions": Group(versions, 30.0),
     "codecs": Group(codecs, 60.0),
     "feed": Group(feed, 45.0),
-    "nccl": Group(nccl, 120.0),
-    "runs": Group(runs, 120.0),
-    "together": Group(together, 200.0),
+    "nccl": Group(nccl, 150.0),
+    "runs": Group(runs, 150.0),
+    "together": Group(together, 240.0),
     "timings": Group(timings, 130.0),
 }
 GROUPS["feed-sanitized"] = replace(GROUPS["feed"], variables=((SANITIZED, "1"),))

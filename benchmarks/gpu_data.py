@@ -19,6 +19,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         self.count = count
         self.images = torch.randint(0, 256, (_DISTINCT, 3, side, side), generator=generator, dtype=torch.uint8)
         self.labels: list[int] = torch.randint(0, 1000, (_DISTINCT,), generator=generator).tolist()
+        self.targets = [self.labels[i % _DISTINCT] for i in range(count)]
 
     def __len__(self) -> int:
         return self.count

@@ -22,11 +22,13 @@ that has moved one fails there and not in a run. Nothing here imports `torch.dis
     unscales_itself, ...    torch.optim.Optimizer._step_supports_amp_scaling
     trunc_normal_replaced   torch.nn.init._no_grad_trunc_normal_
     mesh_join_replaced      DeviceMesh._concatenate
+    step_microbatches       PipelineSchedule..._step_microbatches, _merge_outputs, before torch had them in `step`
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -93,6 +95,7 @@ __all__ = [
     "same_ranks_group",
     "schema_of",
     "set_unscales_itself",
+    "step_microbatches",
     "storage_key",
     "strided_shard",
     "tree_flatten",
@@ -162,6 +165,25 @@ def same_ranks_group(
     made = dist.new_group(ranks, timeout or group_timeout(group), backend=backend, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def step_microbatches(
+    schedule: Any, inputs: list[tuple[Tensor, ...]] | None, targets: list[Tensor] | None, return_outputs: bool
+) -> Tensor | None:
+    """Run one step of a torch pipeline schedule on micro-batches; returns the outputs on the last stage, if asked for.
+
+    Since torch 2.12 or later `step` takes them as they are; before, it cuts a whole batch by itself.
+    """
+    if "arg_mbs" in inspect.signature(schedule.step).parameters:
+        outputs: Tensor | None = schedule.step(arg_mbs=inputs, target_mbs=targets, return_outputs=return_outputs)
+        return outputs
+    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    for stage in stages:
+        stage.has_backward = schedule._has_backward
+        stage.clear_runtime_states()
+    schedule._step_microbatches(inputs, None, targets, None, return_outputs)
+    merged = [schedule._merge_outputs(stage.output_chunks) for stage in stages if stage.is_last and return_outputs]
+    return merged[0] if merged else None
 
 
 def fake_store() -> Any:

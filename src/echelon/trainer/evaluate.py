@@ -71,7 +71,7 @@ def evaluate(
     chosen = _Chosen(task.generation_samples, loader.total)
     totals = torch.zeros(3, dtype=torch.float64)
     streamed = _begin_stream(metrics, loader, world)
-    with _without_gradients(world), evaluating(model):
+    with torch.no_grad(), evaluating(model):  # not inference_mode, in which gathered parameters and 8-bit floats fail
 
         def outputs_of(inputs: Nest) -> Nest:
             """Return what the model makes of inputs."""
@@ -145,11 +145,6 @@ class _Chosen:
         for i in range(-place % self._every, nest.rows(targets), self._every):
             row = slice(i, i + 1)
             self.samples.append(ChosenSample(place + i, nest.take(inputs, row), nest.take(targets, row)))
-
-
-def _without_gradients(world: World) -> torch.inference_mode | torch.no_grad:
-    """Sharded parameters are gathered in the forward pass, and a gathered one may not be an inference tensor."""
-    return torch.no_grad() if world.placement and world.placement.layout.splits else torch.inference_mode()
 
 
 def _forward_group(world: World) -> dist.ProcessGroup | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ from echelon.config import build
 from echelon.config.schema import TrainingConfig
 from echelon.core.errors import UserError
 from echelon.optim.build import idle_optimizer
+from echelon.tasks.base import EvaluationResult
+from echelon.trainer.evaluate import evaluate
 from echelon.trainer.precision import autocast_to, build_scaler, check_fp8, fp8_layers, set_numerics, to_fp8
 from echelon.trainer.step import make_update
+from echelon.trainer.world import World
 
 CPU = torch.device("cpu")
 
@@ -115,3 +119,26 @@ def test_a_stage_with_nothing_to_train_hears_of_overflows(clip_norm: float, monk
     before = scaler.get_scale()
     make_update(torch.nn.Linear(1, 1).requires_grad_(False), optimizer, scaler, clip_norm)()
     assert reduced == [group] and scaler.get_scale() == before / 2
+
+
+def test_an_evaluation_runs_in_8_bit_floats() -> None:
+    """They are a subclass of tensors that fails in inference mode; products are emulated where there is no such GPU."""
+    float8 = pytest.importorskip("torchao.float8")
+    layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    model = float8.convert_to_float8_training(
+        layers, config=float8.Float8LinearConfig(emulate=True, pad_inner_dim=True)
+    )
+    seen: list[torch.Tensor] = []
+    metrics = SimpleNamespace(
+        update=lambda outputs, targets: seen.append(outputs), compute=lambda group: EvaluationResult({}, {})
+    )
+    task = SimpleNamespace(
+        metrics=lambda device: metrics, examples=lambda: None, generation_samples=0, units=len,
+        loss_sum=lambda outputs, targets: outputs.square().sum(),
+        generated=lambda *_: SimpleNamespace(metrics={}, section=None),
+    )  # fmt: skip
+    batches = [(torch.ones(n, 16), torch.zeros(n)) for n in (8, 3)]  # the last one is ragged
+    loader = SimpleNamespace(first=0, total=11)
+    with patch("echelon.trainer.evaluate.batches_of_all", lambda loader, world: batches):
+        report = evaluate(model, loader, task, World(0, 1, 0, CPU, None), autocast=torch.bfloat16)  # type: ignore[arg-type]
+    assert [len(outputs) for outputs in seen] == [8, 3] and report.samples == 11

@@ -27,7 +27,7 @@ from echelon.parallel.pipeline.torch_stage import EarlyStage, receive_early
 from echelon.records.kinds import PipelineAction
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
-from echelon.torch_compat import detect_fake_mode
+from echelon.torch_compat import detect_fake_mode, step_microbatches
 
 Loss = Callable[[Tensor, Any], Tensor]
 Score = Callable[[Tensor, Any], Tensor | None]
@@ -191,8 +191,7 @@ class Pipeline(nn.Module):
         autocast, parameters = self._settings.types(training)
         for stage in self._modules_of_stages:
             set_types(stage, autocast, None if self._settings.sharded else parameters)
-        outputs: Tensor | None = schedule.step(arg_mbs=inputs, target_mbs=targets, return_outputs=not training)
-        return outputs
+        return step_microbatches(schedule, inputs, targets, return_outputs=not training)
 
     def _schedule(self, batches: MicroBatches, training: bool) -> Schedule:
         first = batches.inputs[0]
