@@ -58,15 +58,15 @@ def make_dense(model: nn.Module) -> None:
             module.sparse = False
 
 
-def shrink_tables(model: nn.Module, parts: int, all_tables: bool) -> None:
-    """Leave each table the rows of the largest of some equal parts, to see how much memory one takes.
+def shrink_tables(model: nn.Module, cut_over: int, all_tables: bool) -> None:
+    """Leave each table the rows of the largest of `cut_over` equal parts, to see how much memory one takes.
 
     Args:
         all_tables: not only those that make sparse gradients.
     """
     for module in model.modules():
         if isinstance(module, _KINDS) and (all_tables or module.sparse):
-            rows = -(-len(module.weight) // parts)
+            rows = -(-len(module.weight) // cut_over)
             module.weight = nn.Parameter(module.weight.detach()[:rows].clone(), module.weight.requires_grad)
 
 

@@ -162,9 +162,9 @@ def _plain(free: frozenset[str]) -> dict[str, str]:
     return {name: DEFAULTS[_short(name)] for name in free}
 
 
-def _is(prediction: RunEstimate, given: Mapping[str, str]) -> bool:
+def _is(prediction: RunEstimate, settings: Mapping[str, str]) -> bool:
     """Whether a prediction is of a way with these settings."""
-    return all(canonical(name, _settings(prediction)[name]) == text for name, text in given.items())
+    return all(canonical(name, _settings(prediction)[name]) == text for name, text in settings.items())
 
 
 def _value(config: RunConfig, name: str) -> str:

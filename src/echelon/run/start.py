@@ -286,7 +286,7 @@ def with_open_batch(request: LaunchRequest, user_objects: UserObjects | None = N
     """
     if not is_batch_open(request.config):
         return request
-    from echelon.run.fit_batch import with_batch
+    from echelon.run.fit_memory import with_batch
 
     return replace(request, config=with_batch(request, _workers(request), user_objects))
 

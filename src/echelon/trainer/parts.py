@@ -40,12 +40,11 @@ from echelon.torch_compat import is_compiled
 from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.precision import PRECISIONS, build_scaler, to_fp8
 from echelon.trainer.resolved import ResolvedRun
-from echelon.trainer.row_start import build_by_rows
 from echelon.trainer.split_sync import SplitSync
 from echelon.trainer.start_weights import is_of_rebuilt, start_from
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import make_update
-from echelon.trainer.tables import check_sparse_model
+from echelon.trainer.tables import build_by_rows, check_sparse_model
 from echelon.trainer.world import World
 
 _REENTRANT = "CheckpointFunctionBackward"

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from echelon.launch.culprit import Living
+from echelon.launch.hangs import SilenceWatch
 from echelon.launch.process import is_debugged, is_stopped
-from echelon.launch.silence import SilenceWatch
 from echelon.observe.notes import Note
 from echelon.observe.phases import Phase
 

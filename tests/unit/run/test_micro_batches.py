@@ -14,7 +14,7 @@ from echelon.core.errors import UserError
 from echelon.launch.supervisor import Remedy
 from echelon.records.events import MoreMicroBatches
 from echelon.records.file import Recorder, newest
-from echelon.run import fit_batch, fit_memory
+from echelon.run import fit_memory
 from echelon.run.fit_memory import fewest, free_bytes
 from echelon.run.micro_batches import Halving, check_micro_batches
 from echelon.run.resolve import launch_request, resolve
@@ -62,7 +62,7 @@ def test_what_is_chosen_fits_what_is_there(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(fit_memory, "free_bytes", lambda device, ranks: 10_000_000)
     config = fit_memory.chosen(resolve(build(None, given).config), 1, None)
     assert 1 < config.training.accumulate < 1024
-    monkeypatch.setattr(fit_batch, "free_bytes", lambda device, ranks: 10_000_000)
+    monkeypatch.setattr(fit_memory, "free_bytes", lambda device, ranks: 10_000_000)
     given = {"data.batch_size": "auto", "model.name": "mlp", "training.device": "cpu", "launch.workers": 2}
     chosen = with_open_batch(launch_request(build(None, given).config)).config
     assert chosen.data.batch_size == 16 and "the learning rate stays 0.1" in capsys.readouterr().err

@@ -238,16 +238,16 @@ def with_pauses_apart(records: Sequence[Record]) -> list[Record]:
     return found
 
 
-def _take_out(found: list[Record], places: Sequence[int], rank: int, paused_s: float) -> None:
+def _take_out(records: list[Record], places: Sequence[int], rank: int, paused_s: float) -> None:
     """Take a pause of a worker out of the latest windows in which it was not busy, and what is left out of any."""
     for busy in (True, False):
         for place in reversed(places):
             if paused_s <= 1e-9:
                 return
-            window = _steps(found[place])
+            window = _steps(records[place])
             room_s = window.seconds - (sum(window.phases[rank]) if busy else 0.0)
             taken_s = min(paused_s, max(0.0, room_s))
-            found[place] = replace(window, seconds=window.seconds - taken_s / len(window.phases))
+            records[place] = replace(window, seconds=window.seconds - taken_s / len(window.phases))
             paused_s -= taken_s
 
 
