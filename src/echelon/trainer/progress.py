@@ -38,6 +38,7 @@ class RunProgress:
 
     def begins(self, start: Start, config: RunConfig, folder: Path) -> None:
         """Tell of a run's start: what is trained on what, as far as only those know who have built it."""
+        before = next(newest(folder, Start), None) if start.start_step else None
         self.record.write(start)
         task = "" if start.task.name == BEFORE_TASKS.name else start.task.name.replace("_", " ")
         numbers = [task] if task else []
@@ -47,6 +48,8 @@ class RunProgress:
         numbers += [f"{many(start.steps_per_epoch, 'step')} an epoch"]
         layout = " x ".join(f"{axis}={size}" for axis, size in (start.layout or {}).items() if size > 1)
         self.display.say(f"{start.model} on {start.data}: {', '.join([*numbers, *([layout] if layout else [])])}")
+        if before is not None and (changed := other_numerics(before, start)):
+            self.note("numerics", f"{changed}: sums may differ in their last bits from those of an undisturbed run")
         self.listeners.tell(run_info(start, config, folder))
         self.listeners.deliver()
 
@@ -148,3 +151,19 @@ def record_pipeline(record: Recorder, split: SplitModel | None, step: int) -> No
     for actions in pipeline.timelines:
         record.write(PipelineStep(step, actions, pipeline.schedule, pipeline.microbatches))
     pipeline.timelines.clear()
+
+
+def other_numerics(before: Start, now: Start) -> str:
+    """Say what has changed between two starts of a run that may change the last bits of sums; empty: nothing.
+
+    >>> other_numerics(Start(threads=1, device="cpu"), Start(threads=2, device="cpu"))
+    'computes on 2 threads per worker (1 before)'
+    """
+    pairs = (
+        ("on {}", now.device.partition(":")[0], before.device.partition(":")[0]),
+        ("on {} threads per worker", now.threads, before.threads),
+        ("on {}", now.environment.cpu, before.environment.cpu),
+        ("with torch {}", now.environment.torch, before.environment.torch),
+    )
+    changes = [f"{how.format(new)} ({old} before)" for how, new, old in pairs if new and old and new != old]
+    return f"computes {', '.join(changes)}" if changes else ""
