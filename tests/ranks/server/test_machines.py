@@ -107,9 +107,7 @@ def test_roles_on_links_of_their_own(tmp_path: Path) -> None:
         assert pushed == pytest.approx(len(_done(run.folder)) * parameters, rel=0.02)
         # Given once; what is evaluated and saved after each epoch is read by the disk that all roles see.
         assert copies == pytest.approx(parameters, rel=0.05)
-        assert (
-            end["other_wire_bytes"] < 0.8 * parameters
-        )  # a part of a last copy, where a server ends before its file is read
+        assert end["other_wire_bytes"] < 1.05 * parameters  # at most a last copy, of servers that ended early
         (words,) = link_words(load_run(run.folder))
         assert abs(float(words.rpartition("(")[2].partition("%")[0])) <= 2
         assert run.summary()["metrics"]["top1"] > 0.8
