@@ -210,7 +210,7 @@ def test_an_image_that_is_none_stops_the_run_by_name_or_is_skipped_and_listed(tm
     )
     _refused(stopped, "train/dog/3.jpg")
     assert skipped.code == 0, skipped
-    page = (tmp_path / "skip" / "report.html").read_text()
+    page = (tmp_path / "skip" / "report.html").read_text().replace("<wbr>", "")  # where long paths may break
     assert "train/dog/3.jpg" in page
 
 
