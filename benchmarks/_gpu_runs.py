@@ -104,7 +104,7 @@ def together(device: str) -> Iterator[Row]:
         at = Path(folder)
         killed = pool.submit(_killed, at, device)
         pairs: list[tuple[str, list[Future[Ended]]]] = []
-        for i, (name, arguments) in enumerate(TOGETHER):
+        for i, (name, arguments) in enumerate(TOGETHER if device == "cuda" else TOGETHER[:1]):
             places = [(at / f"gpu{i}", device), (at / f"cpu{i}", "cpu")]
             ranks = 4 if name.startswith("replicas of") else 2
             pairs.append((name, [pool.submit(_ranks, run, on, arguments, ranks) for run, on in places]))
