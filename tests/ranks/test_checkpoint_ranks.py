@@ -41,6 +41,7 @@ def test_states_of_unequal_size_reach_rank_0_in_chunks() -> None:
 
 
 def gather_in_pair(rank: Rank) -> dict[int, StateView]:
+    dist.barrier()  # rank 0 ends at once: not before the others have connected to it
     pair = dist.new_group([1, 2])
     return {} if rank.index == 0 else gather_rank_state({"rank": rank.index, "none": torch.empty(0)}, pair)
 
