@@ -172,7 +172,7 @@ def step_microbatches(
 ) -> Tensor | None:
     """Run one step of a torch pipeline schedule on micro-batches; returns the outputs on the last stage, if asked for.
 
-    Since torch 2.12 or later `step` takes them as they are; before, it cuts a whole batch by itself.
+    The `step` of torch 2.15 takes them as they are; that of torch 2.11 cuts a whole batch by itself.
     """
     if "arg_mbs" in inspect.signature(schedule.step).parameters:
         outputs: Tensor | None = schedule.step(arg_mbs=inputs, target_mbs=targets, return_outputs=return_outputs)

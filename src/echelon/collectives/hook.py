@@ -94,7 +94,7 @@ class GradientHook:
         if self.codec is not None:
             check_combination(self.codec, self._route.path, self._route.size)
         if self.codec is not None or not self._route.path.by_backend:
-            with closed_afterwards(unless=uses_nccl(self._route.group)):
+            with closed_afterwards(with_nccl=uses_nccl(self._route.group)):
                 self._route = Route(self._route.path, same_ranks_group(self._route.group))
             self._work = self._make_work()
         follows = self.codec is not None and compression is not None and compression.codec.follows_link

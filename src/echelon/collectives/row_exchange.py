@@ -37,7 +37,7 @@ class _Form(IntEnum):
 
 
 @dataclass(frozen=True)
-class Route:
+class LookupRoute:
     """Which rows of a table a lookup moved between which ranks.
 
     Attributes:
@@ -73,7 +73,7 @@ class RowExchange:
 
     def fetch(
         self, name: str, part: Tensor, bounds: Sequence[int], rows: Tensor, trains: bool = True
-    ) -> tuple[Tensor, Route]:
+    ) -> tuple[Tensor, LookupRoute]:
         """Return the values `(R, D)` of rows of a table, and the way that they came; all ranks call it together.
 
         Args:
@@ -93,9 +93,9 @@ class RowExchange:
         firsts = torch.repeat_interleave(torch.tensor(bounds[:-1]), torch.tensor(wanted)).to(rows.device)
         numbers = self._exchange((rows - firsts).to(index_dtype(bounds[-1])), wanted, asked, kind).long()
         values = self._exchange(part[numbers], asked, wanted, kind)
-        return values, Route(name, wanted, asked, numbers)
+        return values, LookupRoute(name, wanted, asked, numbers)
 
-    def send_back(self, route: Route, gradients: Tensor, touches: bool = True) -> Rows:
+    def send_back(self, route: LookupRoute, gradients: Tensor, touches: bool = True) -> Rows:
         """Return the sum of all ranks' gradients of the rows that this one has; all ranks call it together.
 
         Args:

@@ -19,16 +19,16 @@ _ANY_ADDRESS = 1, 0  # a prefix, of no bits
 
 
 @contextmanager
-def closed_afterwards(*, unless: bool = False) -> Iterator[None]:
+def closed_afterwards(*, with_nccl: bool = False) -> Iterator[None]:
     """Close the TCP ports that the block opens to those who have not connected by its end; only Linux can.
 
     What is connected stays so. A newcomer gets no answer. Where the kernel cannot, the log says so.
 
     Args:
-        unless: NCCL may open some of them: its ranks connect when they first exchange something, not at the start, and
-            would wait for an answer forever. gloo's ports cannot be told from them, and stay open too.
+        with_nccl: NCCL may open some of them: its ranks connect when they first exchange something, not at the start,
+            and would wait for an answer forever. gloo's ports cannot be told from them, and stay open too.
     """
-    if unless:
+    if with_nccl:
         yield
         return
     before = _listening()

@@ -37,7 +37,7 @@ class Fetched(Protocol):
         """Their gradients."""
 
 
-class Exchange(Protocol):
+class RowTransport(Protocol):
     """What moves rows between ranks; all of them call it together."""
 
     def fetch(
@@ -61,7 +61,7 @@ class TableCut:
 
     name: str
     bounds: tuple[int, ...]
-    exchange: Exchange
+    exchange: RowTransport
 
 
 class _CutTable(nn.Module):
@@ -177,7 +177,7 @@ class CutTables:
 
 
 def cut_tables(
-    model: nn.Module, names: Mapping[str, nn.Parameter], group: dist.ProcessGroup, exchange: Exchange
+    model: nn.Module, names: Mapping[str, nn.Parameter], group: dist.ProcessGroup, exchange: RowTransport
 ) -> CutTables:
     """Cut tables by rows over a group, in place.
 

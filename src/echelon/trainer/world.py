@@ -119,11 +119,11 @@ def join_world(
     table = GpuTable(store, rank, size, () if wanted == "cpu" else None)
     device = _taken(_device_among(wanted, local_rank, table))
     with membership.connecting() if membership is not None else nullcontext():
-        with closed_afterwards(unless=device.type == "cuda"):
+        with closed_afterwards(with_nccl=device.type == "cuda"):
             dist.init_process_group(
                 _backend(device), store=store, rank=rank, world_size=size, timeout=timeout, device_id=_bound(device)
             )
-        with closed_afterwards(unless=device.type == "cuda"):
+        with closed_afterwards(with_nccl=device.type == "cuda"):
             placement = place(layout, rank, device.type, timeout)
     yield World(rank, size, local_rank, device, dist.group.WORLD, placement, notes)
     leave_groups()
@@ -186,7 +186,7 @@ def join_worker(run: ResolvedRun, process: WorkerRank, roles: Path, notes: RankN
     store = dist.FileStore(str(folder / f"worker{process.number}-{os.environ['ECHELON_ROUND']}"), process.size)
     store.set_timeout(timeout)
     layout = run.layout_for(process.workers * process.size)
-    with closed_afterwards(unless=device.type == "cuda"):
+    with closed_afterwards(with_nccl=device.type == "cuda"):
         dist.init_process_group(
             _backend(device), store=store, rank=process.rank, world_size=process.size, timeout=timeout,
             device_id=_bound(device),

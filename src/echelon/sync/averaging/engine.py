@@ -64,7 +64,7 @@ class Averaging:
         route = self._route
         if self._plan.overlap:
             self._background = Background(self._context.device)
-            with closed_afterwards(unless=uses_nccl(route.group)):
+            with closed_afterwards(with_nccl=uses_nccl(route.group)):
                 route = Route(route.path, same_ranks_group(route.group))
         compression = self._context.compression.for_run(self._plan.agreements(self._context.steps))
         codec = compression.build() if compression.encodes else None
