@@ -142,6 +142,7 @@ class _Driver:
     going: dict[str, _Going] = field(default_factory=dict)
     _tries: dict[str, int] = field(default_factory=dict)
     _ready: list[FlowStep] = field(default_factory=list)
+    _looked_at: set[str] = field(default_factory=set)
     _page_t: float = 0.0
 
     def run(self) -> None:
@@ -168,7 +169,7 @@ class _Driver:
         kept = []
         while self._ready:
             step = self._ready[0]
-            if self._is_done(step):
+            if step.name not in self._looked_at and self._is_done(step):
                 kept.append(step.name)
                 self.kept.append(step.name)
                 self.say(f"{step.name}: kept")
@@ -180,11 +181,13 @@ class _Driver:
         return kept
 
     def _is_done(self, step: FlowStep) -> bool:
+        """Whether a step need not run; looked at once: to hash its data and outputs may take long."""
+        self._looked_at.add(step.name)
         now = fingerprint(self.flow, step, lambda name: hashes_of(self.folder, name))
         if is_done(self.flow, self.folder, step, now):
             return True
         line = last_line(step_folder(self.folder, step.name))
-        if step.name not in self._tries and line is not None:
+        if line is not None:
             self.say(f"{step.name}: {_why_again(line, now.digest, self._parts_changed(step, now.changed))}")
         return False
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import itertools
 import json
 import os
 import re
-import sys
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from modulefinder import ModuleFinder
 from pathlib import Path
 
 from echelon.flows.base import TOKEN, Flow, FlowStep, Leaves
 
 _BLOCK_BYTES = 1 << 20
-_OWN = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
+_OWN = re.compile(r"([A-Za-z_][\w.]*):(?:[A-Za-z_]\w*|$)")  # module:function, or what follows `-m`
 _RUN_PARTS = ("checkpoints", "data.json", "tokeniser.json", "columns.json", "model.keras")
 _SCRIPTS = (".py", ".sh")
 
@@ -51,8 +52,7 @@ def fingerprint(flow: Flow, step: FlowStep, hashes_of: OutputHashes) -> StepFing
     its bytes (`hash_content`). Code is the source of modules and scripts that they name, with all that these import
     from the flow's folder.
     """
-    texts = [*step.arguments, *(value for _, value in step.settings)]
-    literal = [text for text in texts if not TOKEN.search(text)]
+    literal = list(dict.fromkeys(_words(step)))
     described = {
         "kind": step.kind, "arguments": list(step.arguments), "settings": [list(each) for each in step.settings],
         "outputs": {name: output.path for name, output in step.outputs.items()},
@@ -110,15 +110,44 @@ def _files(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(names) if Path(folder, name).is_file())
 
 
-def _existing(base: Path, text: str) -> Path | None:
-    """Return the file or folder that a word names, if it does."""
-    if not text or len(text) > 1000 or "\n" in text or text in (".", "/"):
-        return None
-    path = base / text
+def _words(step: FlowStep) -> Iterator[str]:
+    """Yield what a step's arguments and settings may name, references to outputs aside.
+
+    Of a command also the words of a text for a shell, and what follows a `=` and a `-m`.
+    """
+    texts = [*step.arguments, *(value for _, value in step.settings)]
+    if step.kind == "command":
+        texts += [word for text in step.arguments for word in _shell_words(text)]
+        modules = [module for flag, module in itertools.pairwise(texts) if flag == "-m"]
+        texts += [f"{module}{inner}:" for module in modules for inner in ("", ".__main__")]
+        texts += [text.partition("=")[2] for text in texts if "=" in text]
+    yield from (text for text in texts if not TOKEN.search(text))
+
+
+def _shell_words(text: str) -> list[str]:
+    """Return the words of a text for a shell; what no shell would take is one word."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
     try:
-        return path if path.exists() else None
-    except OSError:  # too long for a name, so it is none
+        return list(lexer)
+    except ValueError:
+        return [text]
+
+
+def _existing(base: Path, text: str) -> Path | None:
+    """Return the file or folder that a word names, if it does; the flow's own folder and those above it are no data."""
+    if not text or len(text) > 1000 or "\n" in text:
         return None
+    try:
+        path = base / Path(text).expanduser()
+        return path if path.exists() and path.resolve() not in _with_parents(base) else None
+    except (OSError, RuntimeError):  # too long for a name, or of a user who is not known: so it is none
+        return None
+
+
+def _with_parents(folder: Path) -> list[Path]:
+    whole = folder.resolve()
+    return [whole, *whole.parents]
 
 
 def _listed(path: Path, content: bool) -> Iterator[list[str | int]]:
@@ -146,22 +175,47 @@ def _code(base: Path, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def module_file(base: Path, name: str) -> Path | None:
-    """Return the file of a module that lies below the flow's folder."""
+    """Return the file of a module that lies below the flow's folder; of a package what its import runs."""
     inner = base.joinpath(*name.split("."))
-    return next((file for file in (inner.with_suffix(".py"), inner / "__init__.py") if file.is_file()), None)
+    return next((file for file in (inner / "__init__.py", inner.with_suffix(".py")) if file.is_file()), None)
 
 
-def _imported(base: Path, root: Path) -> Iterator[Path]:
-    """Yield a file, and the modules below the flow's folder that it imports, and these in turn."""
+def _imported(base: Path, root: Path, known: set[Path] | None = None) -> Iterator[Path]:
+    """Yield a file, and the modules below the flow's folder or beside it that it imports, and these in turn.
+
+    Nothing is run: what is imported under a name that only the running program knows is not seen.
+    """
+    seen = known if known is not None else set()
+    if root.resolve() in seen:
+        return
+    seen.add(root.resolve())
     yield root
     if root.suffix != ".py":
         return
-    finder = ModuleFinder(
-        path=[str(base), *({str(root.parent)} - {str(base)})], excludes=list(sys.builtin_module_names)
-    )
     try:
-        finder.run_script(str(root))
-    except SyntaxError:  # the step itself will say so
+        tree = ast.parse(root.read_bytes())
+    except (SyntaxError, ValueError):  # the step itself will say so
         return
-    files = (getattr(module, "__file__", None) for module in finder.modules.values())
-    yield from (Path(file) for file in files if file)
+    for folder, name in _imports(tree, root):
+        for where in (folder,) if folder is not None else dict.fromkeys((base, root.parent)):
+            for file in _module_files(where, name):
+                yield from _imported(base, file, seen)
+
+
+def _imports(tree: ast.Module, file: Path) -> Iterator[tuple[Path | None, str]]:
+    """Yield each module that a file may import, and the folder that a relative name begins in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((None, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            folder = file.parents[node.level - 1] if 0 < node.level <= len(file.parents) else None
+            inner = f"{node.module}." if node.module else ""
+            yield from ((folder, f"{inner}{alias.name}") for alias in node.names)  # a module, or a name of one
+
+
+def _module_files(where: Path, name: str) -> Iterator[Path]:
+    """Yield the files that the import of a module runs: those of its packages, then its own."""
+    words = name.split(".")
+    for count in range(1, len(words) + 1):
+        if (file := module_file(where, ".".join(words[:count]))) is not None:
+            yield file

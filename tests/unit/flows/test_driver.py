@@ -85,6 +85,16 @@ def test_a_failure_stops_what_needs_it_and_nothing_else(flow_file: Path) -> None
     assert mended.status == "completed" and mended.ran == ["upper", "all"]
 
 
+def test_a_step_that_waits_for_room_is_looked_at_once(tmp_path: Path) -> None:
+    step = "  {}: {{command: [sh, -c, 'sleep 0.5; echo ${{x}}'], resources: {{cores: 1}}}}\n"
+    (tmp_path / "flow.yaml").write_text(f"parameters: {{x: 1}}\nsteps:\n{step.format('a')}{step.format('b')}")
+    said: list[str] = []
+    for x in ("1", "2"):
+        request = FlowRequest(str(tmp_path / "flow.yaml"), run=str(tmp_path / "there"), parameters={"x": x}, cores=1)
+        start_flow(request, said.append)
+    assert [line for line in said if "again" in line] == [f"{name}: again, for its settings changed" for name in "ab"]
+
+
 def test_two_drivers_exclude_each_other(flow_file: Path) -> None:
     with only_driver(flow_file.parent / "there"), pytest.raises(UserError, match="goes on in"):
         _run(flow_file)
