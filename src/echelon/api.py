@@ -145,7 +145,12 @@ def finetune(
 
 
 def flow(
-    file: str | Path, run: str | Path = "", resume: bool = False, hash_content: bool = False, **parameters: Any
+    file: str | Path,
+    run: str | Path = "",
+    resume: bool = False,
+    hash_content: bool = False,
+    on: str = "",
+    **parameters: Any,
 ) -> FlowOutcome:
     """Run the steps of a flow that are missing or changed, as `echelon flow FILE` does, and return how it ended.
 
@@ -153,6 +158,7 @@ def flow(
         file: the flow's description; with `resume` the folder of one.
         run: the flow's folder; empty: `flows/NAME`.
         hash_content: know data by its bytes, not by names, sizes and times.
+        on: where steps run, such as `slurm(partition=main)`; empty: on this machine, with `resume` as before.
         parameters: values in place of those that the file gives.
 
     Raises:
@@ -165,7 +171,7 @@ def flow(
     from echelon.flows.run import FlowRequest, start_flow
 
     given = {name: str(value) for name, value in parameters.items()}
-    request = FlowRequest(str(file), run=str(run), parameters=given, resume=resume, hash_content=hash_content)
+    request = FlowRequest(str(file), on, str(run), given, resume=resume, hash_content=hash_content)
     return start_flow(request, say)
 
 

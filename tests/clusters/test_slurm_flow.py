@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -70,6 +71,10 @@ def test_jobs_wait_for_each_other_and_outlive_the_command(tmp_path: Path, cluste
     _wait_for(first / "begun")
     follower.kill()  # the jobs go on: the queue holds the order
     follower.communicate(timeout=30)
+    shown = subprocess.run(
+        [*ECHELON, "flow", "status", str(folder)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert re.search(r"first +command +runs", shown.stdout), shown.stdout + shown.stderr
     second = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert second.stdout is not None and "goes on" in second.stdout.readline()
     (tmp_path / "GO").touch()
@@ -80,6 +85,27 @@ def test_jobs_wait_for_each_other_and_outlive_the_command(tmp_path: Path, cluste
         assert (where / "out.txt").read_text() == text
         assert [end.status for end in read_records(where, FlowStepEnd)] == ["completed"]
     assert len(read_records(first, FlowStepStart)) == 1 and len(read_records(first, FlowStepEnd)) == 1
+
+
+@pytest.mark.long
+def test_jobs_that_nobody_follows_are_ended_and_the_flow_resumed_as_jobs(tmp_path: Path, cluster: SlurmCluster) -> None:
+    (tmp_path / "flow.yaml").write_text(FLOW)
+    folder = tmp_path / "there"
+    environment = {**os.environ, **cluster.environment}
+    follower = subprocess.Popen(_flow(tmp_path, folder), env=environment, stdout=subprocess.PIPE, text=True)
+    _wait_for(step_folder(folder, "first") / "begun")
+    follower.kill()
+    follower.communicate(timeout=30)
+    stop = [*ECHELON, "flow", "stop", str(folder)]
+    said = subprocess.run(stop, env=environment, capture_output=True, text=True, timeout=120)
+    assert said.returncode == 0 and "the jobs of" in said.stdout, said.stdout + said.stderr
+    _wait_until(lambda: not cluster.ask("squeue", "-h"), "the end of all jobs")
+    assert [end.status for end in read_records(step_folder(folder, "first"), FlowStepEnd)] == ["stopped"]
+    (tmp_path / "GO").touch()
+    again = [*ECHELON, "flow", "--resume", str(folder)]  # where it was, without --on
+    said = subprocess.run(again, env=environment, capture_output=True, text=True, timeout=400)
+    assert "first: job" in said.stdout and "1 failed, 1 blocked" in said.stdout, said.stdout + said.stderr
+    assert (step_folder(folder, "after[n=3]") / "out.txt").read_text() == "1\n3\n"
 
 
 LASTING = """\

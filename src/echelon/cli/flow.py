@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from echelon.core.output import print_words
 from echelon.core.stop import stopped_exit_code
 
 if TYPE_CHECKING:
+    from echelon.flows.base import Flow
     from echelon.flows.driver import FlowOutcome
 
 _LOOKS = ("status", "graph", "logs", "stop")
@@ -41,15 +43,20 @@ def command() -> Any:
     def flow(
         arguments: Annotated[list[str], typer.Argument(metavar="FILE | status|graph|logs|stop FOLDER [STEP]")],
         on: Annotated[
-            str, typer.Option("--on", metavar="PLACE", help="where steps run: local, slurm(...), ray, k8s(...)")
-        ] = "local",
+            str,
+            typer.Option(
+                "--on",
+                metavar="PLACE",
+                help="where steps run: local, slurm(...), ray, k8s(...) [default: local; with --resume as before]",
+            ),
+        ] = "",
         run: Annotated[
             str, typer.Option("--run", metavar="FOLDER", help="the flow's folder [default: flows/NAME]")
         ] = "",
         values: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="a parameter")] = None,
-        cores: Annotated[int, typer.Option(min=0, help="for all steps together [default: all]")] = 0,
+        cores: Annotated[int, typer.Option(min=0, metavar="N", help="for all steps together [default: all]")] = 0,
         memory: Annotated[str, typer.Option(metavar="SIZE", help="likewise, such as 16GB [default: all]")] = "",
-        gpus: Annotated[int, typer.Option(min=-1, help="likewise [default: all]")] = -1,
+        gpus: Annotated[int, typer.Option(min=-1, metavar="N", help="likewise [default: all]")] = -1,
         resume: Annotated[bool, typer.Option("--resume", help="continue the flow of a folder")] = False,
         hash_content: Annotated[
             bool, typer.Option("--hash-content", help="know data by its bytes, not by names, sizes and times")
@@ -109,7 +116,7 @@ def _look(arguments: list[str]) -> None:
 
     flow = load_flow(folder)
     if what == "stop":
-        _stop(folder)
+        _stop(flow, folder)
     elif what == "logs":
         _logs(folder, arguments[2] if len(arguments) > 2 else "", list(flow.steps))
     else:
@@ -121,7 +128,7 @@ def _show(folder: Path, as_graph: bool) -> None:
     from echelon.flows.state import load_flow, step_statuses
 
     flow = load_flow(folder)
-    found = step_statuses(flow, folder)
+    found = step_statuses(flow, folder, _queued(flow, folder))
     depth = levels(flow)
     shown_steps = sorted(found, key=lambda each: depth[each.step.name]) if as_graph else found
     times = seconds_column("time", [each.seconds or None for each in shown_steps])
@@ -136,7 +143,20 @@ def _show(folder: Path, as_graph: bool) -> None:
         cells = [shown, each.step.kind, each.stands, took, str(each.starts), why]
         table.add_row(*(cell.replace("[", r"\[") for cell in cells))
     Console(soft_wrap=True).print(table)
-    print(f"{summary(found)}; page: {write_page(flow, folder) if as_graph else folder}")
+    print(f"{summary(found)}; page: {write_page(flow, folder, found) if as_graph else folder}")
+
+
+def _queued(flow: Flow, folder: Path) -> set[str]:
+    """Return the steps that a queue has jobs for; one that does not answer is told, and known to have none."""
+    from echelon.flows.chained import queued_jobs
+    from echelon.flows.run import queue_of
+
+    queue = queue_of(folder)
+    try:
+        return set(queued_jobs(flow, folder, queue)) if queue is not None else set()
+    except UserError as error:
+        print(f"echelon: whether jobs go on is not known: {error}", file=sys.stderr)
+        return set()
 
 
 def _logs(folder: Path, step: str, known: list[str]) -> None:
@@ -144,6 +164,8 @@ def _logs(folder: Path, step: str, known: list[str]) -> None:
     from echelon.flows.base import step_folder
     from echelon.flows.state import LOG_FILE
 
+    if not step:
+        raise UserError(f"echelon flow logs takes a step too, one of {', '.join(known)}")
     if step not in known:
         raise unknown("step", step, known)
     file = step_folder(folder, step) / LOG_FILE
@@ -152,10 +174,15 @@ def _logs(folder: Path, step: str, known: list[str]) -> None:
     print(file.read_text(encoding="utf-8", errors="replace"), end="")
 
 
-def _stop(folder: Path) -> None:
+def _stop(flow: Flow, folder: Path) -> None:
+    from echelon.flows.chained import stop_queued
+    from echelon.flows.run import queue_of
     from echelon.records.going import holder
 
-    pid = holder(folder)
+    pid, queue = holder(folder), queue_of(folder)
+    if pid is None and (stopped := stop_queued(flow, folder, queue, print) if queue is not None else []):
+        print(f"the jobs of {', '.join(stopped)} end; continue the flow with: echelon flow --resume {folder}")
+        return
     if pid is None:
         raise UserError(f"{folder} does not go on: there is nothing to stop")
     try:

@@ -131,6 +131,36 @@ class _Shown(_Chain):
         return {number: f"{job.name}-{number}" for number in job.commands}
 
 
+def queued_jobs(flow: Flow, folder: Path, place: TakesChains) -> dict[str, str]:
+    """Return how the queue calls the job of each step that has one that waits or runs.
+
+    Raises:
+        UserError: it does not answer.
+    """
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name, step in flow.steps.items():
+        groups[step.group].append(name)
+    chain, found = _Chain(flow, folder, place, lambda _: None, {}), {}
+    for group, names in groups.items():
+        jobs = chain.known(_job_name(folder, group))
+        found.update({names[number]: job for number, job in jobs.items() if number < len(names)})
+    return found
+
+
+def stop_queued(flow: Flow, folder: Path, place: TakesChains, say: Say) -> list[str]:
+    """End the jobs of a flow, those that wait for others first; returns the steps that had one.
+
+    Raises:
+        UserError: the queue does not answer.
+    """
+    jobs = queued_jobs(flow, folder, place)
+    names = [*TopologicalSorter({name: step.before for name, step in flow.steps.items()}).static_order()]
+    stopped = [name for name in reversed(names) if name in jobs]
+    for name in stopped:
+        _stop(place, name, jobs[name], say)
+    return stopped
+
+
 def chained_texts(flow: Flow, folder: Path, place: TakesChains) -> list[str]:
     """Return exactly what would be submitted of a flow, a text a job or array."""
     texts: list[str] = []

@@ -29,6 +29,7 @@ from echelon.flows.state import (
     completed_end,
     last_line,
     load_flow,
+    only_start,
     output_hashes,
     undamaged,
 )
@@ -64,16 +65,20 @@ def do_step(folder: Path, name: str) -> FlowStepEnd | None:
     """Do a step of a flow; returns how it ended, None where it was done already.
 
     Raises:
-        UserError: the folder holds no such flow.
+        UserError: the folder holds no such flow, or another process does the step.
         Stopped: a signal asked for it; the step's record says so.
     """
+    with only_start(step_folder(folder, name)):
+        return _do_step(folder, name)
+
+
+def _do_step(folder: Path, name: str) -> FlowStepEnd | None:
     flow = load_flow(folder)
     step = flow.steps[name]
     now = fingerprint(flow, step, lambda before: hashes_of(folder, before))
     if is_done(flow, folder, step, now):
         return None
     where = step_folder(folder, name)
-    where.mkdir(parents=True, exist_ok=True)
     goes_on = _can_go_on(step, where, now)
     if not goes_on:
         clear(where)

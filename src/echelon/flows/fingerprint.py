@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from echelon.flows.base import TOKEN, Flow, FlowStep, Leaves
+from echelon.trainer.folder import CONFIG_FILE
 
 _BLOCK_BYTES = 1 << 20
 _OWN = re.compile(r"([A-Za-z_][\w.]*):(?:[A-Za-z_]\w*|$)")  # module:function, or what follows `-m`
@@ -74,10 +75,12 @@ def hash_output(path: Path, kind: Leaves) -> str:
     """Return the hash of an output's bytes; of a run those of its checkpoints and of what it knows of its data.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: it is not there, or is a run whose configuration is not.
     """
     if not path.exists():
         raise FileNotFoundError(path)
+    if kind is Leaves.RUN and not (path / CONFIG_FILE).stat().st_size:
+        raise FileNotFoundError(path / CONFIG_FILE)
     roots = [path / name for name in _RUN_PARTS] if kind is Leaves.RUN else [path]
     digest = hashlib.sha256()
     for root in roots:

@@ -29,10 +29,14 @@ td.number, th.number { text-align: right; }
 """
 
 
-def write_page(flow: Flow, folder: Path) -> Path:
-    """Write the page of a flow into its folder; returns the file."""
+def write_page(flow: Flow, folder: Path, steps: Sequence[StepStatus] | None = None) -> Path:
+    """Write the page of a flow into its folder; returns the file.
+
+    Args:
+        steps: how they stand; left out: as their records say.
+    """
     path = folder / PAGE_FILE
-    write_atomic(path, page_text(flow, step_statuses(flow, folder)))
+    write_atomic(path, page_text(flow, step_statuses(flow, folder) if steps is None else steps))
     return path
 
 
@@ -112,14 +116,17 @@ def _box(status: StepStatus, x: int, y: int) -> str:
 
 def _table(steps: Sequence[StepStatus]) -> str:
     took = seconds_column("time", [each.seconds or None for each in steps])
+    with_gpus = any(each.step.resources.gpus for each in steps)
     rows = []
     for each, seconds in zip(steps, took.cells, strict=True):
         report = f'<a href="{html.escape(each.report)}">report</a>' if each.report else ""
-        cost = f"{each.seconds * each.step.resources.cores / 3600:.3f}" if each.seconds else ""
+        needs, hours = each.step.resources, each.seconds / 3600
+        costs = [f"{hours * needs.cores:.3f}", *[f"{hours * needs.gpus:.3f}"] * with_gpus]
         name, time_cell = html.escape(each.step.name), seconds if each.seconds else ""
-        words, numbers = [name, each.step.kind, each.stands], [time_cell, cost, str(each.starts)]
+        words = [name, each.step.kind, each.stands]
+        numbers = [time_cell, *(cost if hours else "" for cost in costs), str(each.starts)]
         rows.append(f"<tr>{_cells(words)}{_cells(numbers, _NUMBER)}{_cells([report, html.escape(each.message)])}</tr>")
-    numbers = [took.head, "core hours", "starts"]
+    numbers = [took.head, "core hours", *["GPU hours"] * with_gpus, "starts"]
     head = _cells(["step", "does", "state"], kind="th") + _cells(numbers, _NUMBER, "th") + _cells(["", ""], kind="th")
     logs = f"<p>Logs: <code>{STEPS_FOLDER}/STEP/{LOG_FILE}</code>.</p>"
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>{logs}"

@@ -78,6 +78,8 @@ def read_flow(file: Path, parameters: Mapping[str, str] | None = None, hash_cont
         raise UserError(f"{_line(file, node)}: a flow has `steps:`, each with a name and what it does")
     given = _parameters(file, top.get("parameters"))
     for word in parameters or {}:
+        if not given:
+            raise UserError(f"{file} has no parameters, and {word} is given")
         if word not in given:
             raise unknown("parameter", word, given)
     values = {word: text.value for word, text in given.items()} | dict(parameters or {})

@@ -14,7 +14,15 @@ from echelon.flows.driver import FlowOutcome, Say, check_resources, machine_reso
 from echelon.flows.fingerprint import fingerprint
 from echelon.flows.named import check_named
 from echelon.flows.resolve import memory_given, read_flow
-from echelon.flows.state import DESCRIPTION_FILE, FlowArguments, load_flow, only_driver, write_description
+from echelon.flows.state import (
+    DESCRIPTION_FILE,
+    FlowArguments,
+    load_arguments,
+    load_flow,
+    only_driver,
+    write_arguments,
+    write_description,
+)
 from echelon.launch.places import PlaceChoice
 from echelon.launch.places.cluster import TakesChains
 from echelon.records.file import newest
@@ -30,7 +38,7 @@ class FlowRequest:
 
     Attributes:
         file: the description; with `resume` the folder of a flow.
-        on: where steps run.
+        on: where steps run; empty: on this machine, with `resume` where they did before.
         run: the flow's folder; empty: `flows/NAME`.
         parameters: values in place of the file's.
         cores, memory, gpus: what steps that go at a time may need together; 0, empty and -1: all of the machine.
@@ -38,7 +46,7 @@ class FlowRequest:
     """
 
     file: str
-    on: str = "local"
+    on: str = ""
     run: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
     cores: int = 0
@@ -55,14 +63,17 @@ def start_flow(request: FlowRequest, say: Say) -> FlowOutcome:
         UserError: it cannot be; nothing was started then.
     """
     flow, folder = _requested(request)
-    place, there = _chains(request.on), _resources(request)
+    on = _place_name(request, folder)
+    place, there = _chains(on), _resources(request)
     check_named(flow, here=place is None)
     if place is None:
         check_resources(flow, there)
-    if not request.resume:
-        with only_driver(folder):
+    with only_driver(folder):
+        if request.resume:
+            write_arguments(folder, replace(load_arguments(folder), on=on))
+        else:
             file = str(Path(request.file).resolve())
-            arguments = FlowArguments(file, dict(request.parameters), request.hash_content)
+            arguments = FlowArguments(file, dict(request.parameters), request.hash_content, on)
             write_description(folder, Path(request.file), arguments)
     if place is not None:
         return run_chained(flow, folder, place, say)
@@ -76,7 +87,7 @@ def plan_flow(request: FlowRequest) -> Iterator[str]:
         UserError: it cannot be.
     """
     flow, folder = _requested(request)
-    place = _chains(request.on)
+    place = _chains(_place_name(request, folder))
     check_named(flow, here=place is None)
     if place is None:
         check_resources(flow, _resources(request))
@@ -126,6 +137,19 @@ def _requested(request: FlowRequest) -> tuple[Flow, Path]:
     if others and not (folder / DESCRIPTION_FILE).exists():
         raise UserError(f"{folder} holds something else than a flow: choose another folder with --run")
     return flow, folder
+
+
+def _place_name(request: FlowRequest, folder: Path) -> str:
+    return request.on or (load_arguments(folder).on if request.resume else "local")
+
+
+def queue_of(folder: Path) -> TakesChains | None:
+    """Return the place that has a flow's steps as jobs; None: they run on this machine.
+
+    Raises:
+        UserError: there is no such flow.
+    """
+    return _chains(load_arguments(folder).on)
 
 
 def _chains(on: str) -> TakesChains | None:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -27,6 +27,7 @@ from echelon.records.segments import RECORD_FILE
 
 DESCRIPTION_FILE, GIVEN_FILE, PAGE_FILE, LOG_FILE = "flow.yaml", "flow.json", "flow.html", "log.txt"
 COMPLETED, FAILED, REFUSED, STOPPED = "completed", "failed", "refused", "stopped"
+_ENDS_S, _POLL_S = 30.0, 0.2
 
 
 class Stands(StrEnum):
@@ -46,7 +47,7 @@ class StepStatus:
 
     Attributes:
         starts: how often it was started, ever.
-        seconds: that its last start took so far, or in all.
+        seconds: that all starts with its newest fingerprint took; of those whose process was killed nothing is known.
         message: why it failed.
         report: a page about it, below the flow's folder; empty: there is none.
     """
@@ -66,18 +67,39 @@ class FlowArguments:
     Attributes:
         file: the description, where the user keeps it.
         parameters: in place of the file's.
+        on: where its steps run.
     """
 
     file: str
     parameters: Mapping[str, str]
     hash_content: bool = False
+    on: str = "local"
 
 
 def write_description(folder: Path, file: Path, arguments: FlowArguments) -> None:
     """Keep a flow's description in its folder, so that it can be continued."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / DESCRIPTION_FILE, file.read_text(encoding="utf-8"))
+    write_arguments(folder, arguments)
+
+
+def write_arguments(folder: Path, arguments: FlowArguments) -> None:
+    """Keep what a flow's command was given in its folder."""
     write_atomic(folder / GIVEN_FILE, json.dumps(asdict(arguments), indent=2))
+
+
+def load_arguments(folder: Path) -> FlowArguments:
+    """Return what the flow of a folder was given last.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        return decode(FlowArguments, json.loads((folder / GIVEN_FILE).read_bytes()))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{folder}: no flow there; name the folder of one, such as flows/NAME") from None
+    except (TypeError, ValueError, KeyError, AttributeError):
+        raise UserError(f"{folder / GIVEN_FILE} is damaged: start the flow from its file") from None
 
 
 def load_flow(folder: Path) -> Flow:
@@ -86,12 +108,7 @@ def load_flow(folder: Path) -> Flow:
     Raises:
         UserError: there is none.
     """
-    try:
-        arguments = decode(FlowArguments, json.loads((folder / GIVEN_FILE).read_bytes()))
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{folder}: no flow there; name the folder of one, such as flows/NAME") from None
-    except (TypeError, ValueError, KeyError, AttributeError):
-        raise UserError(f"{folder / GIVEN_FILE} is damaged: start the flow from its file") from None
+    arguments = load_arguments(folder)
     flow = read_flow(folder / DESCRIPTION_FILE, arguments.parameters, arguments.hash_content)
     return Flow(flow.name, Path(arguments.file).parent, flow.steps, flow.hash_content)
 
@@ -103,13 +120,38 @@ def only_driver(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another one goes on.
     """
+    with _locked(folder, 0.0, f"a flow goes on in {folder}: wait for it, or end it: echelon flow stop {folder}"):
+        yield
+
+
+@contextmanager
+def only_start(folder: Path, patience_s: float = _ENDS_S) -> Iterator[None]:
+    """Hold a step's lock: a job of a queue may go on where no driver does.
+
+    Args:
+        patience_s: how long one that is about to end is waited for.
+
+    Raises:
+        UserError: another process does the step.
+    """
+    with _locked(folder, patience_s, f"another process, or a job of a queue, does this step in {folder}"):
+        yield
+
+
+@contextmanager
+def _locked(folder: Path, patience_s: float, refusal: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    until = time.monotonic() + patience_s
     with os.fdopen(fd, "r+"):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"a flow goes on in {folder}: wait for it, or end it: echelon flow stop {folder}") from None
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise UserError(refusal) from None
+            time.sleep(_POLL_S)
         yield
 
 
@@ -156,31 +198,42 @@ def clear(folder: Path) -> None:
             entry.unlink()
 
 
-def step_statuses(flow: Flow, folder: Path) -> list[StepStatus]:
-    """Return how each step stands, in the flow's order."""
-    goes_on = is_held(folder) is not False and (folder / LOCK_FILE).exists()
+def step_statuses(flow: Flow, folder: Path, queued: Set[str] = frozenset()) -> list[StepStatus]:
+    """Return how each step stands, in the flow's order.
+
+    Args:
+        queued: steps that a queue has jobs for, whether or not a driver follows them.
+    """
+    is_driven = is_held(folder) is not False and (folder / LOCK_FILE).exists()
     found: dict[str, StepStatus] = {}
     for name in flow.steps:
-        _stand(flow, folder, name, goes_on, found)
+        _stand(flow, folder, name, set(flow.steps) if is_driven else queued, found)
     return [found[name] for name in flow.steps]
 
 
-def _stand(flow: Flow, folder: Path, name: str, goes_on: bool, known: dict[str, StepStatus]) -> StepStatus:
-    """Return how one step stands, looking at those before it where it has not begun."""
+def _stand(flow: Flow, folder: Path, name: str, followed: Set[str], known: dict[str, StepStatus]) -> StepStatus:
+    """Return how one step stands, looking at those before it where it has not begun.
+
+    Args:
+        followed: steps that somebody works at, if they have begun.
+    """
     if name in known:
         return known[name]
+    goes_on = name in followed
     step, where = flow.steps[name], step_folder(folder, name)
     line = last_line(where)
     starts = len(read_records(where, FlowStepStart)) if line is not None else 0
     report = _report(folder, where)
+    ends = read_records(where, FlowStepEnd) if line is not None else []
+    took = sum(end.seconds for end in ends if line is not None and end.fingerprint == line.fingerprint)
     if isinstance(line, FlowStepEnd):
         stands = {COMPLETED: Stands.DONE, STOPPED: Stands.CUT_SHORT}.get(line.status, Stands.FAILED)
-        known[name] = StepStatus(step, stands, starts, line.seconds, line.message, report)
+        known[name] = StepStatus(step, stands, starts, took, line.message, report)
     elif line is not None:
         stands = Stands.RUNS if goes_on else Stands.CUT_SHORT
-        known[name] = StepStatus(step, stands, starts, time.time() - line.t if goes_on else 0.0, "", report)
+        known[name] = StepStatus(step, stands, starts, took + (time.time() - line.t) * goes_on, "", report)
     else:
-        before = [_stand(flow, folder, each, goes_on, known).stands for each in step.before]
+        before = [_stand(flow, folder, each, followed, known).stands for each in step.before]
         blocked = any(each in (Stands.FAILED, Stands.BLOCKED) for each in before)
         known[name] = StepStatus(step, Stands.BLOCKED if blocked else Stands.WAITS)
     return known[name]

@@ -7,9 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from echelon.flows.chained import _Chain, _submit, chained_texts, run_chained
-from echelon.flows.state import FlowArguments, load_flow, write_description
+from echelon.core.errors import UserError
+from echelon.flows.base import step_folder
+from echelon.flows.chained import _Chain, _submit, chained_texts, queued_jobs, run_chained, stop_queued
+from echelon.flows.page import page_text
+from echelon.flows.run import FlowRequest, start_flow
+from echelon.flows.state import (
+    FlowArguments,
+    Stands,
+    load_arguments,
+    load_flow,
+    only_start,
+    step_statuses,
+    write_description,
+)
 from echelon.launch.places.cluster import ChainedJob, JobPhase, JobState, TakesChains
+from echelon.records.file import Recorder
+from echelon.records.kinds import FlowStepEnd, FlowStepStart
 
 FLOW = """\
 steps:
@@ -127,3 +141,78 @@ def test_a_queue_without_order_is_given_what_can_begin(tmp_path: Path, monkeypat
     assert sorted(outcome.ran) == ["after", "before"] and (folder / "steps" / "after" / "x").read_text() == "1\n"
     again = run_chained(load_flow(folder), folder, queue, print)
     assert sorted(again.kept) == ["after", "before"] and len(queue.jobs) == 4
+
+
+class Stoppable(Queue):
+    """A queue whose jobs end when they are told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped: list[str] = []
+
+    def stop(self, job: str) -> None:
+        self.stopped.append(job)
+
+
+def test_jobs_that_nobody_follows_are_shown_and_ended(tmp_path: Path) -> None:
+    file, folder, queue = tmp_path / "flow.yaml", tmp_path / "there", Stoppable()
+    file.write_text(FLOW)
+    folder.mkdir()
+    write_description(folder, file, FlowArguments(str(file), {}))
+    flow = load_flow(folder)
+    _submit(_Chain(flow, folder, queue, print, {}))
+    names = {job.name: job for job in queue.jobs}
+    queue.goes_on = {name: {0: "7"} if not job.is_array else {1: "8_1"} for name, job in names.items()}
+    found = queued_jobs(flow, folder, queue)
+    assert found == {
+        "data": "7", "train[seed=1]": "8_1", "tune[seed=0,lr=0.2]": "8_1", "best": "7",
+    }  # fmt: skip
+    step_folder(folder, "data").mkdir(parents=True)
+    recorder = Recorder(step_folder(folder, "data"))
+    recorder.write(FlowStepStart("x"))
+    recorder.close()
+    assert step_statuses(flow, folder)[0].stands is Stands.CUT_SHORT
+    assert step_statuses(flow, folder, set(found))[0].stands is Stands.RUNS
+    stopped = stop_queued(flow, folder, queue, print)
+    assert sorted(stopped) == sorted(found) and len(queue.stopped) == 4
+    assert stopped.index("best") < stopped.index("tune[seed=0,lr=0.2]") < stopped.index("data")
+
+
+def test_a_flow_is_resumed_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.flows.chained.POLL_S", 0.01)
+    monkeypatch.setattr("echelon.flows.run._chains", {"local": None, "there": Processes()}.__getitem__)
+    file, folder = tmp_path / "flow.yaml", tmp_path / "run"
+    file.write_text('steps:\n  a:\n    command: [sh, -c, "test -e ${folder}/../../GO"]\n')
+    said: list[str] = []
+    assert start_flow(FlowRequest(str(file), "there", str(folder)), said.append).status == "partial"
+    (folder / "GO").touch()
+    assert load_arguments(folder).on == "there"
+    assert start_flow(FlowRequest(str(folder), resume=True), said.append).status == "completed"
+    assert [line for line in said if "job" in line] == ["a: job 1", "a: job 2"]
+    assert start_flow(FlowRequest(str(folder), "local", resume=True), said.append).status == "completed"
+    assert load_arguments(folder).on == "local"
+
+
+def test_two_processes_do_not_do_the_same_step(tmp_path: Path) -> None:
+    with (
+        only_start(tmp_path / "step"),
+        pytest.raises(UserError, match="does this step"),
+        only_start(tmp_path / "step", patience_s=0.0),
+    ):
+        raise AssertionError
+
+
+def test_a_steps_cost_is_that_of_all_its_starts(tmp_path: Path) -> None:
+    file, folder = tmp_path / "flow.yaml", tmp_path / "there"
+    file.write_text("steps:\n  a:\n    command: echo\n    resources: {gpus: 2}\n")
+    write_description(folder, file, FlowArguments(str(file), {}))
+    step_folder(folder, "a").mkdir(parents=True)
+    recorder = Recorder(step_folder(folder, "a"))
+    for fingerprint, status, seconds in (("x", "failed", 100.0), ("y", "stopped", 3600.0), ("y", "completed", 1800.0)):
+        recorder.write(FlowStepStart(fingerprint))
+        recorder.write(FlowStepEnd(fingerprint, status, "", seconds))
+    recorder.close()
+    (found,) = step_statuses(load_flow(folder), folder)
+    assert (found.seconds, found.starts) == (5400.0, 3)
+    page = page_text(load_flow(folder), [found])
+    assert "GPU hours" in page and ">1.500<" in page and ">3.000<" in page

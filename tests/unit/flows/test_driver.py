@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,14 +14,16 @@ from pathlib import Path
 import pytest
 
 from echelon.checkpoint.files import entries
+from echelon.cli.flow import _logs
 from echelon.core.errors import UserError
 from echelon.flows.base import StepResources, step_folder
 from echelon.flows.driver import FlowOutcome
 from echelon.flows.page import page_text
-from echelon.flows.run import FlowRequest, start_flow
+from echelon.flows.run import FlowRequest, plan_flow, start_flow
 from echelon.flows.state import Stands, load_flow, only_driver, step_statuses
 from echelon.records.file import read_records
 from echelon.records.kinds import FlowStepEnd, FlowStepStart
+from echelon.trainer.folder import CONFIG_FILE
 
 FLOW = """\
 parameters: {word: b, broken: "no"}
@@ -155,3 +158,49 @@ def test_a_training_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     assert done.status == "completed"
     starts = read_records(step_folder(folder, "a"), FlowStepStart)
     assert len(starts) == 1 or starts[-1].goes_on
+
+
+TUNED = """\
+parameters: {{lr: 0.01}}
+steps:
+  pretrain:
+    train: digits
+    settings: {small}
+  calm:
+    finetune: ["${{pretrain.run}}", digits]
+    settings: {tuned}
+  tune:
+    finetune: ["${{pretrain.run}}", digits]
+    settings:
+      lr: ${{lr}}
+      max_steps: 2
+      workers: 1
+  judge:
+    evaluate: ${{tune.run}}
+    settings: {{workers: 1}}
+  best:
+    select: ["${{calm.run}}", "${{tune.run}}"]
+""".format(small="{model: mlp, workers: 1, max_steps: 2}", tuned="{workers: 1, max_steps: 2, lr: 0.01}")
+
+
+@pytest.mark.long
+def test_a_setting_of_a_fine_tuning_runs_exactly_the_steps_below_it(tmp_path: Path) -> None:
+    file = tmp_path / "flow.yaml"
+    file.write_text(TUNED)
+    assert sorted(_run(file).ran) == ["best", "calm", "judge", "pretrain", "tune"]
+    below = {"tune", "judge", "best"}
+    request = FlowRequest(str(file), run=str(tmp_path / "there"), parameters={"lr": "0.02"})
+    planned = [line for line in plan_flow(request) if "would run" in line]
+    assert {line.partition(":")[0] for line in planned} == below
+    assert "tune: would run, for its settings changed" in planned
+    changed = _run(file, lr="0.02")
+    assert set(changed.ran) == below and set(changed.kept) == {"pretrain", "calm"}
+    shutil.rmtree(step_folder(tmp_path / "there", "tune") / "run" / "checkpoints")
+    (step_folder(tmp_path / "there", "calm") / "run" / CONFIG_FILE).write_text("")
+    again = _run(file, lr="0.02")
+    assert sorted(again.ran) == ["calm", "tune"]  # they came out as they were, bit for bit
+
+
+def test_logs_of_no_step_are_asked_for_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="takes a step too, one of a, b"):
+        _logs(tmp_path, "", ["a", "b"])

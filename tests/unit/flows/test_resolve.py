@@ -144,3 +144,5 @@ def test_what_an_earlier_step_may_make_is_not_looked_for(tmp_path: Path) -> None
 def test_a_parameter_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="did you mean epochs"):
         _read(tmp_path, WHOLE, epoch="7")
+    with pytest.raises(UserError, match="has no parameters, and epoch is given"):
+        _read(tmp_path, STEP, epoch="7")
