@@ -60,6 +60,11 @@ def run_chained(flow: Flow, folder: Path, place: TakesChains, say: Say) -> FlowO
     return FlowOutcome("partial" if rest else "completed", folder, ran, kept, failed, blocked)
 
 
+def _by_priority(flow: Flow) -> list[str]:
+    """Return the names of steps in the order in which a queue is given those that could start."""
+    return sorted(flow.steps, key=lambda name: -flow.steps[name].priority)  # of equal ones as in the file
+
+
 @dataclass
 class _Chain:
     """A flow on its way through a queue.
@@ -104,7 +109,8 @@ class _Chain:
             ended: steps that are over for good, or kept.
         """
         kept = []
-        for name, step in self.flow.steps.items():
+        for name in _by_priority(self.flow):
+            step = self.flow.steps[name]
             if name in self.handed or not {*step.before} <= ended:
                 continue
             if any(completed_end(step_folder(self.folder, before)) is None for before in step.before):
@@ -177,7 +183,8 @@ def _submit(chain: _Chain) -> list[str]:
     sorter = TopologicalSorter({name: step.before for name, step in flow.steps.items()})
     sorter.prepare()
     while sorter.is_active():
-        ready = sorted(sorter.get_ready(), key=list(flow.steps).index)
+        order = _by_priority(flow)
+        ready = sorted(sorter.get_ready(), key=order.index)
         alike: dict[tuple[str, ...], list[str]] = {}
         for name in ready:
             step = flow.steps[name]

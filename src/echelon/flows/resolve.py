@@ -402,10 +402,12 @@ def _check_kind(step: _Described, described: Mapping[str, _Described], taken: Ta
 
 
 def _expanded(step: _Described, axes: Mapping[str, str], described: Mapping[str, _Described], text: _Text) -> list[str]:
-    """Return a text with each `${step.output}` by the name of the one step that it is to; a word of several, several.
+    """Return a text with each `${step.output}` by the name of the one step that it is to.
 
-    Axes that both have must agree; a step with further axes is referred to as a list.
+    Axes that both have must agree; a step with further axes is referred to as a list: a word of several outputs becomes
+    several words, and in a text of several words, as for a shell, they stand one after the other.
     """
+    is_word = not re.search(r"\s", TOKEN.sub("", text.value))
     texts = [text.value]
     for word in dict.fromkeys(match[1] for match in TOKEN.finditer(text.value)):
         if word == FOLDER:
@@ -425,7 +427,8 @@ def _expanded(step: _Described, axes: Mapping[str, str], described: Mapping[str,
         reads = [str(ReadOutput(one, output)) for one in _matching(described[name], axes)]
         if not reads:
             raise UserError(f"{text.where}: {name} has no step for the matrix values of {step.name}")
-        texts = [each.replace(f"${{{word}}}", read) for each in texts for read in reads]
+        written = reads if is_word else [" ".join(reads)]
+        texts = [each.replace(f"${{{word}}}", read) for each in texts for read in written]
     return texts
 
 
@@ -440,7 +443,9 @@ def _needed(
 ) -> Sequence[str]:
     if text.value not in described:
         raise UserError(f"{text.where}: {unknown('step', text.value, described)}")
-    return _matching(described[text.value], axes)
+    if not (found := _matching(described[text.value], axes)):
+        raise UserError(f"{text.where}: {text.value} has no step for the matrix values of {step.name}")
+    return found
 
 
 def _check_order(flow: Flow) -> None:

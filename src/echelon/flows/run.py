@@ -17,6 +17,7 @@ from echelon.flows.resolve import memory_given, read_flow
 from echelon.flows.state import (
     DESCRIPTION_FILE,
     FlowArguments,
+    completed_end,
     load_arguments,
     load_flow,
     only_driver,
@@ -107,7 +108,10 @@ def plan_flow(request: FlowRequest) -> Iterator[str]:
         where = step_folder(folder, name)
         before = next(iter(newest(where, FlowStepStart)), None) if where.is_dir() else None
         changed = now.changed(before.parts) if before is not None else []
-        yield f"{name}: would run" + f", for its {' and '.join(changed)} changed" * bool(changed)
+        why = f", for its {' and '.join(changed)} changed" * bool(changed)
+        if not changed and completed_end(where) is not None:
+            why = ", for its outputs are damaged"
+        yield f"{name}: would run{why}"
     if place is not None:
         yield from ("", *(text.rstrip() for text in chained_texts(flow, folder, place)))
 

@@ -143,6 +143,20 @@ def test_a_queue_without_order_is_given_what_can_begin(tmp_path: Path, monkeypat
     assert sorted(again.kept) == ["after", "before"] and len(queue.jobs) == 4
 
 
+@pytest.mark.parametrize("queue", [Queue(), Processes()], ids=["ordered", "without order"])
+def test_a_queue_is_given_the_highest_priority_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue
+) -> None:
+    monkeypatch.setattr("echelon.flows.chained.POLL_S", 0.01)
+    monkeypatch.setattr(queue, "state", lambda job: JobState(JobPhase.ENDED, "over"))
+    monkeypatch.setattr("echelon.flows.chained._SETTLE_S", 0.0)
+    file, folder = tmp_path / "flow.yaml", tmp_path / "there"
+    file.write_text("steps:\n" + "".join(f"  p{n}: {{command: echo, priority: {n}}}\n" for n in (1, 3, 2)))
+    write_description(folder, file, FlowArguments(str(file), {}))
+    run_chained(load_flow(folder), folder, queue, print)
+    assert [job.name.split("-")[1] for job in queue.jobs] == ["p3", "p2", "p1"]
+
+
 class Stoppable(Queue):
     """A queue whose jobs end when they are told."""
 

@@ -80,6 +80,11 @@ REFUSED = [
     ("steps:\n  a:\n    train:\n", "line 3: a value is missing here"),
     ("steps:\n  a:\n    train: ${\n", "line 3: '${' has ${ without }"),
     ("steps:\n  a:\n    command: echo\n  b:\n    train: ${a.data}\n", "line 5: a leaves nothing"),
+    (
+        "steps:\n  a:\n    command: echo ${v}\n    matrix: {v: [1, 2]}\n"
+        "  b:\n    command: echo ${v}\n    matrix: {v: [2, 3]}\n    needs: [a]\n",
+        "line 8: a has no step for the matrix values of b",
+    ),
     (f"{STEP}    resources: {{time: 0s}}\n", "line 4: 0s is none"),
     (f"{STEP}    resources:\n      memory: lots\n      time: 2h\n", "line 5: 'lots' is not a size"),
     (f"{STEP}    settings:\n      model: mlp\n      lr: fast\n", "line 6: step a: --lr"),
@@ -114,6 +119,21 @@ def test_matrices_and_references_are_written_out(tmp_path: Path) -> None:
     assert levels(flow)["file"] == 3
     folders = {step_folder(tmp_path, name) for name in flow.steps}
     assert len(folders) == len(flow.steps)
+
+
+def test_several_outputs_are_several_words_and_stand_one_after_the_other_in_a_text(tmp_path: Path) -> None:
+    text = """steps:
+  a:
+    command: touch ${v} ${folder}/o
+    matrix: {v: [x, y]}
+    outputs: {o: o}
+  b:
+    command: [sh, -c, "cat ${a.o} >${folder}/all", "${a.o}", "--in=${a.o}"]
+"""
+    step = _read(tmp_path, text).steps["b"]
+    x, y = "${a[v=x].o}", "${a[v=y].o}"
+    assert list(step.arguments) == ["sh", "-c", f"cat {x} {y} >${{folder}}/all", x, y, f"--in={x}", f"--in={y}"]
+    assert step.before == ["a[v=x]", "a[v=y]"]
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED, ids=[message for _, message in REFUSED])
