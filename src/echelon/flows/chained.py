@@ -18,7 +18,7 @@ from pathlib import Path
 
 from echelon.core.errors import UserError
 from echelon.core.stop import Stopped, stop_on_signals
-from echelon.flows.base import Flow, FlowStep, step_folder
+from echelon.flows.base import Flow, FlowStep, StepResources, step_folder
 from echelon.flows.child import hashes_of, is_done
 from echelon.flows.driver import FlowOutcome, Say
 from echelon.flows.fingerprint import fingerprint
@@ -175,7 +175,7 @@ def chained_texts(flow: Flow, folder: Path, place: TakesChains) -> list[str]:
 
 
 def _submit(chain: _Chain) -> list[str]:
-    """Submit a job for each step that is not done, of a matrix those that wait for the same ones as one array.
+    """Submit a job for each step that is not done, of a matrix those that need and wait for the same as one array.
 
     Returns those that are done.
     """
@@ -185,17 +185,17 @@ def _submit(chain: _Chain) -> list[str]:
     while sorter.is_active():
         order = _by_priority(flow)
         ready = sorted(sorter.get_ready(), key=order.index)
-        alike: dict[tuple[str, ...], list[str]] = {}
+        alike: dict[tuple[str, StepResources, tuple[str, ...]], list[str]] = {}
         for name in ready:
             step = flow.steps[name]
-            waits_for = [jobs[before] for before in step.before if before in jobs]
+            waits_for = tuple(jobs[before] for before in step.before if before in jobs)
             chain.handed.add(name)
             if not waits_for and chain.is_done(name):
                 kept.append(name)
                 chain.say(f"{name}: kept")
             else:
-                alike.setdefault((step.group, *waits_for), []).append(name)
-        for (_, *waits_for), names in alike.items():
+                alike.setdefault((step.group, step.resources, waits_for), []).append(name)
+        for (_, _, waits_for), names in alike.items():
             _submit_alike(chain, _Alike(names, waits_for))
         sorter.done(*ready)
     return kept
@@ -203,7 +203,7 @@ def _submit(chain: _Chain) -> list[str]:
 
 @dataclass(frozen=True)
 class _Alike:
-    """Steps of one entry of the file that wait for the same jobs."""
+    """Steps of one entry of the file that need the same and wait for the same jobs."""
 
     steps: Sequence[str]
     after: Sequence[str]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -36,7 +37,12 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Described:
-    """A step as the file has it, a matrix not yet written out."""
+    """A step as the file has it, a matrix not yet written out.
+
+    Attributes:
+        resources: returns them, given the values of parameters and of the matrix.
+        resource_words: what they refer to.
+    """
 
     name: str
     kind: str
@@ -46,14 +52,15 @@ class _Described:
     outputs: Mapping[str, StepOutput]
     matrix: Mapping[str, Sequence[str]]
     needs: Sequence[_Text]
-    resources: StepResources
+    resources: Callable[[Mapping[str, str]], StepResources]
+    resource_words: Set[str]
     priority: int
     retry: int
 
     def words(self) -> set[str]:
-        """Return what its arguments and settings refer to: parameters, words of its matrix, outputs of steps."""
+        """Return what its texts refer to: parameters, words of its matrix, outputs of steps."""
         texts = [*self.arguments, *(text for _, text in self.settings)]
-        return {match[1] for text in texts for match in TOKEN.finditer(text.value)}
+        return {match[1] for text in texts for match in TOKEN.finditer(text.value)} | self.resource_words
 
     def combinations(self) -> list[dict[str, str]]:
         """Return each combination of the matrix's values; one empty one without a matrix."""
@@ -161,7 +168,7 @@ def _described(file: Path, node: yaml.Node, parameters: Mapping[str, str]) -> di
     for name, value in fields.items():
         if not _NAME.fullmatch(name):
             raise UserError(f"{_line(file, value)}: {name!r} is no name for a step: letters, digits, - and _")
-        step = _step(file, name, value, found, parameters)
+        step = _step(file, name, value, found)
         for axis in step.matrix:
             if axis in parameters:
                 raise UserError(f"{step.where}: {axis} is a parameter too: give the matrix of {name} another word")
@@ -169,9 +176,7 @@ def _described(file: Path, node: yaml.Node, parameters: Mapping[str, str]) -> di
     return found
 
 
-def _step(
-    file: Path, name: str, node: yaml.Node, known: Mapping[str, _Described], parameters: Mapping[str, str]
-) -> _Described:
+def _step(file: Path, name: str, node: yaml.Node, known: Mapping[str, _Described]) -> _Described:
     where = _line(file, node)
     fields = _fields(file, node, [*KINDS, *_FIELDS], f"step {name}")
     kinds = [word for word in fields if word in KINDS]
@@ -181,15 +186,17 @@ def _step(
     kind = kinds[0]
     arguments = _arguments(file, kind, fields[kind])
     settings = _settings(file, name, fields.get("settings"))
-    resources = _resources(file, name, fields.get("resources"), settings, parameters)
+    resources = _fields(file, fields["resources"], _RESOURCES, f"resources of {name}") if "resources" in fields else {}
+    amounts = {word: _scalar(file, value) for word, value in resources.items()}
     return _Described(
         name, kind, where, arguments, settings,
         outputs=_outputs(file, name, kind, arguments, fields.get("outputs")),
         matrix=_matrix(file, name, fields.get("matrix"), known),
         needs=_scalars(file, fields["needs"]) if "needs" in fields else (),
-        resources=resources,
-        priority=_number(file, fields.get("priority"), "priority", None),
-        retry=_number(file, fields.get("retry"), "retry", 0),
+        resources=partial(_resources, amounts, settings),
+        resource_words={match[1] for text in amounts.values() for match in TOKEN.finditer(text.value)},
+        priority=_number(_scalar(file, fields["priority"]), "priority", None) if "priority" in fields else 0,
+        retry=_number(_scalar(file, fields["retry"]), "retry", 0) if "retry" in fields else 0,
     )  # fmt: skip
 
 
@@ -265,24 +272,28 @@ def _matrix(
 
 
 def _resources(
-    file: Path, step: str, node: yaml.Node | None, settings: Sequence[tuple[str, _Text]], parameters: Mapping[str, str]
+    amounts: Mapping[str, _Text], settings: Sequence[tuple[str, _Text]], values: Mapping[str, str]
 ) -> StepResources:
-    fields = _fields(file, node, _RESOURCES, f"resources of {step}") if node is not None else {}
-    workers = next((_filled(text, parameters) for name, text in settings if name == "workers"), "1")
-    default = int(workers) if workers.isdigit() and int(workers) else 1
-    found = StepResources(
-        cores=_number(file, fields.get("cores"), "cores", 1) or default,
-        gpus=_number(file, fields.get("gpus"), "gpus", 0),
-    )
-    if "memory" in fields:
-        found = replace(found, memory_bytes=_amount(file, fields["memory"], parse_bytes))
-    if "time" in fields:
-        found = replace(found, time_s=_amount(file, fields["time"], parse_seconds))
+    """Return what a step needs, by its amounts and, where no cores are named, its workers.
+
+    Raises:
+        UserError: an amount is none; names its line.
+    """
+    given = {word: _Text(_filled(text, values), text.where) for word, text in amounts.items()}
+    workers = next((_filled(text, values) for name, text in settings if name == "workers"), "1")
+    found = StepResources(int(workers) if workers.isdigit() and int(workers) else 1)
+    if "cores" in given:
+        found = replace(found, cores=_number(given["cores"], "cores", 1))
+    if "gpus" in given:
+        found = replace(found, gpus=_number(given["gpus"], "gpus", 0))
+    if "memory" in given:
+        found = replace(found, memory_bytes=_amount(given["memory"], parse_bytes))
+    if "time" in given:
+        found = replace(found, time_s=_amount(given["time"], parse_seconds))
     return found
 
 
-def _amount(file: Path, node: yaml.Node, parse: Callable[[str], float]) -> float:
-    text = _scalar(file, node)
+def _amount(text: _Text, parse: Callable[[str], float]) -> float:
     try:
         value = parse(text.value)
     except UserError as error:
@@ -302,10 +313,7 @@ def memory_given(text: str) -> float:
         return parse_bytes(text)
 
 
-def _number(file: Path, node: yaml.Node | None, name: str, least: int | None) -> int:
-    if node is None:
-        return 0
-    text = _scalar(file, node)
+def _number(text: _Text, name: str, least: int | None) -> int:
     try:
         value = int(text.value)
     except ValueError:
@@ -347,7 +355,7 @@ def _instance(
     name = _instance_name(step.name, axes)
     return FlowStep(
         name, step.name, step.kind, step.where, axes, arguments, settings, step.outputs, needs,
-        step.resources, step.priority, step.retry,
+        step.resources(values), step.priority, step.retry,
     )  # fmt: skip
 
 

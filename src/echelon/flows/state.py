@@ -27,7 +27,8 @@ from echelon.records.segments import RECORD_FILE
 
 DESCRIPTION_FILE, GIVEN_FILE, PAGE_FILE, LOG_FILE = "flow.yaml", "flow.json", "flow.html", "log.txt"
 COMPLETED, FAILED, REFUSED, STOPPED = "completed", "failed", "refused", "stopped"
-_ENDS_S, _POLL_S = 30.0, 0.2
+_ENDS_S = 120.0  # a server of files holds the lock of a machine that has died for a while: NFS 90 s
+_POLL_S = 0.2
 
 
 class Stands(StrEnum):

@@ -143,6 +143,17 @@ def test_a_queue_without_order_is_given_what_can_begin(tmp_path: Path, monkeypat
     assert sorted(again.kept) == ["after", "before"] and len(queue.jobs) == 4
 
 
+def test_an_array_is_of_jobs_that_need_the_same(tmp_path: Path) -> None:
+    file, folder, queue = tmp_path / "flow.yaml", tmp_path / "there", Queue()
+    file.write_text(
+        "steps:\n  a:\n    train: digits\n    matrix: {n: [1, 2], seed: [0, 1]}\n"
+        "    settings: {workers: '${n}', seed: '${seed}'}\n"
+    )
+    write_description(folder, file, FlowArguments(str(file), {}))
+    _submit(_Chain(load_flow(folder), folder, queue, print, {}))
+    assert [(list(job.commands), job.cores) for job in queue.jobs] == [([0, 1], 1), ([2, 3], 2)]
+
+
 @pytest.mark.parametrize("queue", [Queue(), Processes()], ids=["ordered", "without order"])
 def test_a_queue_is_given_the_highest_priority_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue

@@ -121,6 +121,21 @@ def test_matrices_and_references_are_written_out(tmp_path: Path) -> None:
     assert len(folders) == len(flow.steps)
 
 
+def test_resources_may_be_values_of_parameters_and_of_a_matrix(tmp_path: Path) -> None:
+    text = """parameters: {memory: 2GB}
+steps:
+  a:
+    train: digits
+    matrix: {n: [1, 2], gpus: [0, 1]}
+    settings: {workers: "${n}"}
+    resources: {memory: "${memory}", gpus: "${gpus}"}
+"""
+    found = [step.resources for step in _read(tmp_path, text, memory="3GB").steps.values()]
+    assert [(each.cores, each.gpus, each.memory_bytes) for each in found] == [
+        (1, 0, 3e9), (1, 1, 3e9), (2, 0, 3e9), (2, 1, 3e9)
+    ]  # fmt: skip
+
+
 def test_several_outputs_are_several_words_and_stand_one_after_the_other_in_a_text(tmp_path: Path) -> None:
     text = """steps:
   a:
