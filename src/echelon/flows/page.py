@@ -14,7 +14,7 @@ from echelon.flows.base import STEPS_FOLDER, Flow
 from echelon.flows.state import LOG_FILE, PAGE_FILE, Stands, StepStatus, step_statuses
 
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 190, 46, 60, 16, 12  # of a box, in pixels
-_LETTERS = 24
+_LETTERS = 21  # of a name, that fit a box
 _NUMBER = ' class="number"'
 _COLOURS = {
     Stands.DONE: "#2e7d32", Stands.RUNS: "#1565c0", Stands.FAILED: "#c62828", Stands.CUT_SHORT: "#ef6c00",

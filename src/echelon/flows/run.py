@@ -15,7 +15,7 @@ from echelon.flows.fingerprint import fingerprint
 from echelon.flows.named import check_named
 from echelon.flows.resolve import memory_given, read_flow
 from echelon.flows.state import (
-    DESCRIPTION_FILE,
+    GIVEN_FILE,
     FlowArguments,
     completed_end,
     load_arguments,
@@ -138,7 +138,7 @@ def _requested(request: FlowRequest) -> tuple[Flow, Path]:
     flow = read_flow(path, request.parameters, request.hash_content)
     folder = Path(request.run) if request.run else FLOWS_FOLDER / flow.name
     others = [entry for entry in folder.iterdir() if entry.name != LOCK_FILE] if folder.exists() else []
-    if others and not (folder / DESCRIPTION_FILE).exists():
+    if others and not (folder / GIVEN_FILE).exists():
         raise UserError(f"{folder} holds something else than a flow: choose another folder with --run")
     return flow, folder
 

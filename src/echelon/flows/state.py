@@ -80,8 +80,9 @@ class FlowArguments:
 def write_description(folder: Path, file: Path, arguments: FlowArguments) -> None:
     """Keep a flow's description in its folder, so that it can be continued."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / DESCRIPTION_FILE, file.read_text(encoding="utf-8"))
-    write_arguments(folder, arguments)
+    text = file.read_text(encoding="utf-8")
+    write_arguments(folder, arguments)  # first: by it a flow's folder is known
+    write_atomic(folder / DESCRIPTION_FILE, text)
 
 
 def write_arguments(folder: Path, arguments: FlowArguments) -> None:

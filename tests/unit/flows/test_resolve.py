@@ -169,6 +169,14 @@ def test_what_is_not_there_is_refused_before_anything_starts(tmp_path: Path, tex
     assert message in str(refusal.value) and "\n" not in str(refusal.value) and not (tmp_path / "flow").exists()
 
 
+def test_a_folder_with_a_description_of_the_users_own_is_no_flows_folder(tmp_path: Path) -> None:
+    (tmp_path / "flow.yaml").write_text("steps: {}\n")
+    (tmp_path / "other.yaml").write_text("steps:\n  a:\n    command: echo\n")
+    with pytest.raises(UserError, match="holds something else than a flow"):
+        start_flow(FlowRequest(str(tmp_path / "other.yaml"), run=str(tmp_path)), print)
+    assert (tmp_path / "flow.yaml").read_text() == "steps: {}\n"
+
+
 def test_what_an_earlier_step_may_make_is_not_looked_for(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def work(folder):\n    pass\n")
     text = "steps:\n  a:\n    prepare: own:work\n  b:\n    train: ./made\n    needs: [a]\n"
