@@ -75,7 +75,7 @@ def levels(flow: Flow) -> Mapping[str, int]:
 
 
 def graph_svg(flow: Flow, steps: Sequence[StepStatus]) -> str:
-    """Return the graph as a drawing: a column for each level, an arrow for each need."""
+    """Return the graph as a drawing: a column for each level, a line for each need."""
     column = levels(flow)
     rows: dict[int, int] = {}
     places: dict[str, tuple[int, int]] = {}
@@ -86,11 +86,7 @@ def graph_svg(flow: Flow, steps: Sequence[StepStatus]) -> str:
     height = max(y for _, y in places.values()) + _HEIGHT + _MARGIN
     lines = []
     for name, step in flow.steps.items():
-        x, y = places[name]
-        for before in step.before:
-            from_x, from_y = places[before][0] + _WIDTH, places[before][1] + _HEIGHT / 2
-            middle, to_y = (from_x + x) / 2, y + _HEIGHT / 2
-            lines.append(f"M{from_x} {from_y:g} C{middle:g} {from_y:g} {middle:g} {to_y:g} {x} {to_y:g}")
+        lines += [_line(places[before], places[name], column[name] - column[before]) for before in step.before]
     arrows = "".join(f'<path d="{line}" fill="none" stroke="#9e9e9e" stroke-width="1.5"/>' for line in lines)
     boxes = "".join(_box(each, *places[each.step.name]) for each in steps)
     label = html.escape(f"{flow.name}: {summary(steps)}")
@@ -98,6 +94,21 @@ def graph_svg(flow: Flow, steps: Sequence[StepStatus]) -> str:
         f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{label}" '
         f'font-family="system-ui, sans-serif">{arrows}{boxes}</svg>'
     )
+
+
+def _line(from_box: tuple[int, int], to_box: tuple[int, int], columns: int) -> str:
+    """Return the path between two boxes so many columns apart; it passes those between them below the first's row."""
+    from_x, to_x = from_box[0] + _WIDTH, to_box[0]
+    from_y, to_y = from_box[1] + _HEIGHT / 2, to_box[1] + _HEIGHT / 2
+    if columns == 1:
+        return f"M{from_x} {from_y:g} {_curve(from_x, from_y, to_x, to_y)}"
+    low, left, right = from_box[1] + _HEIGHT + _GAP_Y / 2, from_x + _GAP_X, to_x - _GAP_X
+    return f"M{from_x} {from_y:g} {_curve(from_x, from_y, left, low)} L{right} {low:g} {_curve(right, low, to_x, to_y)}"
+
+
+def _curve(from_x: float, from_y: float, to_x: float, to_y: float) -> str:
+    middle = (from_x + to_x) / 2
+    return f"C{middle:g} {from_y:g} {middle:g} {to_y:g} {to_x:g} {to_y:g}"
 
 
 def _box(status: StepStatus, x: int, y: int) -> str:

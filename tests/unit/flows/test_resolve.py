@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from echelon.core.errors import UserError
 from echelon.flows.base import Flow, step_folder
-from echelon.flows.page import levels
+from echelon.flows.page import graph_svg, levels
 from echelon.flows.resolve import read_flow
 from echelon.flows.run import FlowRequest, plan_flow, start_flow
 
@@ -134,6 +135,14 @@ steps:
     assert [(each.cores, each.gpus, each.memory_bytes) for each in found] == [
         (1, 0, 3e9), (1, 1, 3e9), (2, 0, 3e9), (2, 1, 3e9)
     ]  # fmt: skip
+
+
+def test_a_line_of_the_graph_passes_the_boxes_between(tmp_path: Path) -> None:
+    flow = _read(tmp_path, "steps: {a: {command: x}, b: {command: x, needs: [a]}, c: {command: x, needs: [a, b]}}")
+    drawn = graph_svg(flow, [])
+    paths = re.findall(r'd="([^"]*)"', drawn)
+    assert len(paths) == 3 and [path.count("L") for path in paths] == [0, 1, 0]
+    assert "L452 66 " in paths[1]  # a's box ends at 58
 
 
 def test_several_outputs_are_several_words_and_stand_one_after_the_other_in_a_text(tmp_path: Path) -> None:
