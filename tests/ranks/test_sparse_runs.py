@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from echelon.checkpoint import CheckpointStore, whole
 from tests.ranks.run_many import run_many
 from tests.ranks.runs import SMALL, losses_of, read_lines
 
@@ -24,14 +26,18 @@ def _weights(run: Path) -> dict[str, Tensor]:
     return found
 
 
-def test_two_workers_learn_what_one_does_and_a_stopped_run_has_the_bits_of_a_whole_one(tmp_path: Path) -> None:
+def _train(folder: Path) -> list[str]:
+    """Return a command that trains on ratings, which are written to a folder, but for its workers and its name."""
     rows = [f"{user},{(7 * user * user + 3 * i) % 90},{(user + i) % 5 + 1}.5" for user in range(60) for i in range(8)]
-    (tmp_path / "ratings.csv").write_text("\n".join(["user,item,rating", *rows]))
-    of = (tmp_path / "ratings.csv", "--task", "recommendation", "--input", "user,item", "--target", "rating")
+    (folder / "ratings.csv").write_text("\n".join(["user,item,rating", *rows]))
+    of = (folder / "ratings.csv", "--task", "recommendation", "--input", "user,item", "--target", "rating")
     tables = ("--model", "two_tower", "--sparse-tables", "--optimizer", "sparse_adam", "--lr", "0.01")
-    short = ("--weight-decay", "0", "--batch-size", "50", "--epochs", "2", "--clip-norm", "1")
+    return ["train", *map(str, of), *SMALL, *tables, "--weight-decay", "0", "--batch-size", "50", "--epochs", "2"]
+
+
+def test_two_workers_learn_what_one_does_and_a_stopped_run_has_the_bits_of_a_whole_one(tmp_path: Path) -> None:
     coded = ("--workers", "2", "--compression", "int8")
-    train = ["train", *of, *SMALL, *tables, *short]
+    train = [*_train(tmp_path), "--clip-norm", "1"]
     commands = [
         [*train, "--workers", "1", "--run", "one"],
         [*train, "--workers", "2", "--run", "two"],
@@ -50,3 +56,33 @@ def test_two_workers_learn_what_one_does_and_a_stopped_run_has_the_bits_of_a_who
     lines = [read_lines(tmp_path / name) for name in ("two", "whole")]
     sent = [sum(line["wire_bytes"] for line in each if line["kind"] == "steps") for each in lines]
     assert 0 < sent[1] < sent[0]
+
+
+def test_servers_make_the_rows_of_one_process_and_a_stopped_run_has_the_bits_of_a_whole_one(tmp_path: Path) -> None:
+    train, served = [*_train(tmp_path), "--workers", "1"], ["--sync", "ps(mode=async,servers=2)"]
+    commands = [
+        [*train, "--run", "one"],
+        [*train, *served, "--run", "served"],
+        [*train, *served, "--max-steps", "7", "--run", "stopped"],
+        ["resume", "stopped", "--max-steps", "0"],
+        ["evaluate", "served", "--json"],
+        ["evaluate", "one", "--json"],
+    ]
+    results = run_many(tmp_path, commands)
+    assert [result.code for result in results] == [0] * 6, results
+    assert losses_of(tmp_path / "served") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
+    assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "served")
+    one, served_state, stopped = (_state(tmp_path / name) for name in ("one", "served", "stopped"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(served_state[name], tensor, atol=1e-6, rtol=1e-5)
+        assert torch.equal(served_state[name], stopped[name])
+    losses = [json.loads(result.out.splitlines()[-1])["loss"] for result in results[-2:]]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def _state(run: Path) -> dict[str, Tensor]:
+    """Return the model of a run's newest checkpoint, in which tensors may lie in parts."""
+    found = CheckpointStore(run / "checkpoints", 1).newest()
+    assert found is not None
+    model: dict[str, Tensor] = whole(found[1]["model"])
+    return model

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
         PartWriter,
         RankPart,
         StoredPart,
+        StoredTensor,
         merge,
         part_file,
+        streamed_part,
         take_parts,
         whole,
     )
     from echelon.checkpoint.ranks import broadcast_state, copy_state, gather_rank_state, pick_rank_state
     from echelon.checkpoint.store import WRITING, Arriving, BaseState, CheckpointStore, Saved
-    from echelon.checkpoint.tensors import export_weights
+    from echelon.checkpoint.tensors import StreamedTensor, export_weights
 
 _WITH_TORCH = {
     "AlikeTensors": "parts",
@@ -35,6 +37,8 @@ _WITH_TORCH = {
     "RankPart": "parts",
     "Saved": "store",
     "StoredPart": "parts",
+    "StoredTensor": "parts",
+    "StreamedTensor": "tensors",
     "WRITING": "store",
     "WRITING_PART": "parts",
     "broadcast_state": "ranks",
@@ -44,6 +48,7 @@ _WITH_TORCH = {
     "merge": "parts",
     "part_file": "parts",
     "pick_rank_state": "ranks",
+    "streamed_part": "parts",
     "take_parts": "parts",
     "whole": "parts",
 }
@@ -60,6 +65,8 @@ __all__ = [
     "RankPart",
     "Saved",
     "StoredPart",
+    "StoredTensor",
+    "StreamedTensor",
     "broadcast_state",
     "copy_state",
     "export_weights",
@@ -67,6 +74,7 @@ __all__ = [
     "merge",
     "part_file",
     "pick_rank_state",
+    "streamed_part",
     "take_parts",
     "whole",
 ]

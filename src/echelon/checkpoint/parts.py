@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint import files
-from echelon.checkpoint.tensors import map_tensor, read_tensors, stage, to_stored, write_file
+from echelon.checkpoint.tensors import StreamedTensor, map_tensor, read_tensors, stage, to_stored, write_file
 from echelon.checkpoint.tree import flatten, moved, slots, unflatten
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience
@@ -108,6 +108,25 @@ def take_parts(state: Any, file: str) -> tuple[Any, dict[str, Tensor]]:
         return value
 
     return replaced(state, "state"), tensors
+
+
+def streamed_part(path: Path, tensors: Mapping[str, StreamedTensor]) -> dict[str, Any]:
+    """Write tensors that are never in memory whole as a part of a checkpoint, which appears when it is whole.
+
+    Returns:
+        by name what stands for each in the checkpoint's state, and is read as a `StoredTensor`.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    tree, _ = flatten({RANKS: {0: {}}, _SHARED: {}})
+    _write_whole_file(path, tensors, tree)
+    return {name: _lies_whole(path.name, name, tensor.shape) for name, tensor in tensors.items()}
+
+
+def _lies_whole(file: str, name: str, shape: Sequence[int]) -> dict[str, Any]:
+    runs = [[[0, size]] for size in shape]
+    return {_KEY: {"shape": list(shape), "parts": [{"file": file, "name": name, "runs": runs}]}}
 
 
 def merge(states: list[Any]) -> Any:
@@ -344,7 +363,7 @@ class PartWriter:
     def _run(self, by_file: Mapping[Path, RankPart]) -> None:
         try:
             for file, part in by_file.items():
-                write = functools.partial(_write_whole_file, file, part)
+                write = functools.partial(_write_whole_file, file, to_stored(part.tensors), part.tree)
                 if self._patience is None:
                     write()
                 else:
@@ -353,13 +372,13 @@ class PartWriter:
             self._failure = error
 
 
-def _write_whole_file(file: Path, part: RankPart) -> None:
+def _write_whole_file(file: Path, tensors: Mapping[str, Tensor | StreamedTensor], tree: Any) -> None:
     unfinished = file.with_suffix(".unfinished")
     try:
-        sha256 = write_file(unfinished, to_stored(part.tensors), {_TREE: json.dumps(part.tree)})
+        sha256 = write_file(unfinished, tensors, {_TREE: json.dumps(tree)})
         files.note_sum(file, sha256)
         unfinished.rename(file)
-    except OSError:
+    except Exception:
         with suppress(OSError):  # gives a full disk its room back; the next try writes over what is left
             unfinished.unlink(missing_ok=True)
         raise

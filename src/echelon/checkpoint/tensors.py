@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -53,7 +55,27 @@ def to_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor if tensor.dtype in _NAMES else as_bytes(tensor) for name, tensor in tensors.items()}
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> str:
+@dataclass(frozen=True)
+class StreamedTensor:
+    """A tensor that is never in memory whole: its type, its shape, and what gives its elements in pieces.
+
+    Attributes:
+        pieces: may be asked for more than once; each time all of it comes.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_file(
+    path: Path, tensors: Mapping[str, Tensor | StreamedTensor], about: Mapping[str, str] | None = None
+) -> str:
     """Write CPU tensors of safetensors' dtypes as one durable safetensors file, and words about it.
 
     Returns its SHA-256, taken of what is written: to read it again for that takes as long as to write it.
@@ -69,13 +91,21 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, st
     text += b" " * (-len(text) % 8)
     sha256 = hashlib.sha256()
     with path.open("wb") as file:
-        chunks: Iterator[bytes | memoryview] = (as_bytes(tensor).numpy().data for tensor in tensors.values())
+        chunks: Iterator[bytes | memoryview] = (
+            as_bytes(piece).numpy().data for tensor in tensors.values() for piece in _pieces(tensor)
+        )
         for data in itertools.chain([struct.pack("<Q", len(text)) + text], chunks):
             file.write(data)
             sha256.update(data)
         file.flush()
+        if file.tell() != 8 + len(text) + offset:
+            raise ValueError(f"{path}: {file.tell() - 8 - len(text)} bytes of tensors that have {offset}")
         os.fsync(file.fileno())
     return sha256.hexdigest()
+
+
+def _pieces(tensor: Tensor | StreamedTensor) -> Iterable[Tensor]:
+    return tensor.pieces() if isinstance(tensor, StreamedTensor) else (tensor,)
 
 
 def read_tensors(folder: Path, slots: Iterable[Slot]) -> dict[str, Tensor]:

@@ -62,32 +62,56 @@ class RowDraw:
 
 @torch.no_grad()
 def fill_rows(into: Tensor, first: int, draw: RowDraw, seed: int, name: str) -> None:
-    """Give rows of a table their first values.
+    """Give neighbouring rows of a table their first values.
 
     Args:
         into: the rows from `first` on, `(R, D)`, on any device.
         name: of the table.
     """
-    width = into.shape[1]
-    key = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
-    step = max(1, _BLOCK // max(1, width))
+    step = _rows_at_a_time(into.shape[1])
     for start in range(0, len(into), step):
         part = into[start : start + step]
-        part.copy_(_values(first + start, len(part), width, draw, key))
-    for row, value in draw.constants.items():
-        if first <= row < first + len(into):
-            into[row - first].fill_(value)
+        rows = torch.arange(first + start, first + start + len(part))
+        part.copy_(_values(rows, part.shape[1], draw, _key(seed, name)))
 
 
-def _values(first: int, rows: int, width: int, draw: RowDraw, key: int) -> Tensor:
-    """Return the values of some rows, `(rows, width)` float64."""
+@torch.no_grad()
+def first_values(rows: Tensor, width: int, draw: RowDraw, seed: int, name: str, dtype: torch.dtype) -> Tensor:
+    """Return the first values of any rows of a table, `(R, width)`.
+
+    Args:
+        rows: their numbers `(R,)`, int64.
+        name: of the table.
+    """
+    values = torch.empty((len(rows), width), dtype=dtype)
+    step = _rows_at_a_time(width)
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        values[part] = _values(rows[part], width, draw, _key(seed, name)).to(dtype)
+    return values
+
+
+def _rows_at_a_time(width: int) -> int:
+    return max(1, _BLOCK // max(1, width))
+
+
+def _key(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
+
+
+def _values(rows: Tensor, width: int, draw: RowDraw, key: int) -> Tensor:
+    """Return the values of some rows, `(R, width)` float64."""
     if draw.kind == "constant":
-        return torch.full((rows, width), draw.a, dtype=torch.float64)
-    places = torch.arange(first * width, (first + rows) * width, dtype=torch.int64)
-    uniform = ((_mixed(places, key) >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
-    drawn = torch.special.ndtri(uniform) if draw.kind == "normal" else uniform
-    scale = draw.b if draw.kind == "normal" else draw.b - draw.a
-    return drawn.mul_(scale).add_(draw.a).view(rows, width)
+        values = torch.full((len(rows), width), draw.a, dtype=torch.float64)
+    else:
+        places = (rows[:, None] * width + torch.arange(width)).view(-1)
+        uniform = ((_mixed(places, key) >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
+        drawn = torch.special.ndtri(uniform) if draw.kind == "normal" else uniform
+        scale = draw.b if draw.kind == "normal" else draw.b - draw.a
+        values = drawn.mul_(scale).add_(draw.a).view(len(rows), width)
+    for row, value in draw.constants.items():
+        values[rows == row] = value
+    return values
 
 
 def _mixed(places: Tensor, key: int) -> Tensor:

@@ -10,7 +10,7 @@ Every rank must look up in the same tables in the same order, if need be with a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
@@ -38,7 +38,7 @@ class Fetched(Protocol):
 
 
 class RowTransport(Protocol):
-    """What moves rows between ranks; all of them call it together."""
+    """What moves rows between ranks, which all call it together, or between a worker and servers."""
 
     def fetch(
         self, name: str, part: Tensor, bounds: Sequence[int], rows: Tensor, trains: bool
@@ -207,6 +207,26 @@ def cut_tables(
         bounds = (0, *accumulate(stop - start for start, stop in pieces))
         module.table_cut = TableCut(name, bounds, exchange)
     return CutTables(group, spans, regions)
+
+
+def can_fetch(module: nn.Module) -> bool:
+    """Whether a table of this class, and no other, can look up rows that are elsewhere."""
+    return type(module) in _CUT
+
+
+def fetch_rows(model: nn.Module, names: Collection[str], exchange: RowTransport) -> None:
+    """Let tables fetch all of their rows, in place: their weights have none, and get no gradients.
+
+    Args:
+        names: of their weights, which have no rows already.
+        exchange: gives rows, and takes their gradients.
+    """
+    modules = dict(model.named_modules())
+    for name in names:
+        module = modules[name.rpartition(".")[0]]
+        assert type(module) in _CUT and not len(module.weight)
+        module.__class__ = _CUT[type(module)]
+        module.table_cut = TableCut(name, (0, int(module.num_embeddings)), exchange)
 
 
 def _own_rows(weight: nn.Parameter, rows: int, span: Span) -> Tensor:

@@ -24,7 +24,17 @@ from echelon.messages.framing import Content, Message
 from echelon.ps.blob import COPIES_FOLDER, as_frame, pack_state, read_frames, unpack_state
 from echelon.ps.coding import upward
 from echelon.ps.connection import Connection
-from echelon.ps.messages import BUFFERS_KEY, Pull, PutState, ReadState, SendBuffers, SetTable, StateOf
+from echelon.ps.messages import (
+    BUFFERS_KEY,
+    Pull,
+    PutRows,
+    PutState,
+    ReadRows,
+    ReadState,
+    SendBuffers,
+    SetTable,
+    StateOf,
+)
 from echelon.ps.table import KeyRange, KeyTable
 from echelon.ps.worker_state import AwaitedRows, ClientConfig, ClientStats, PushInfo, RunOver, TagLost
 
@@ -37,6 +47,12 @@ class Client:
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
         self.connection = Connection(config)
+        self._changes_at_copy = 0
+
+    @property
+    def _copy_is_lost(self) -> bool:
+        """Whether a server came back since the copy was read first: it has none any more."""
+        return self.connection.changes != self._changes_at_copy
 
     @property
     def stats(self) -> ClientStats:
@@ -108,24 +124,34 @@ class Client:
         """
         self.connection.do(lambda: self.connection.queue_rows_push(key, rows, values, info))
 
-    def rows(self, wanted: Sequence[tuple[KeyRange, Tensor]], task: int) -> list[Tensor]:
+    def rows(self, wanted: Sequence[tuple[KeyRange, Tensor]], task: int, tag: int = 0) -> list[Tensor]:
         """Ask for rows of tables' keys, by their numbers within the key, and wait: the values of each, `(R, D)`.
 
         What this worker pushed before is in them.
 
+        Args:
+            tag: of the servers' copy that they are of; 0: they are as they are now.
+
         Raises:
             RunOver: the run ended without this worker's task.
+            TagLost: a server that held the copy died.
         """
         connection, began = self.connection, time.perf_counter()
         asked: list[AwaitedRows] = []
-        connection.do(lambda: asked.extend(connection.ask_rows(key, rows, task) for key, rows in wanted))
-        connection.wait_until(
-            lambda: all(a.values is not None for a in asked) or bool(connection.status), "rows of tables"
-        )
+        connection.do(lambda: asked.extend(connection.ask_rows(key, rows, task, tag) for key, rows in wanted))
+
+        def is_over() -> bool:
+            """Whether nothing will come any more."""
+            return self._copy_is_lost if tag else bool(connection.status)
+
+        connection.wait_until(lambda: all(a.values is not None for a in asked) or is_over(), "rows of tables")
         values = [awaited.values for awaited in asked if awaited.values is not None]
         if len(values) < len(asked):
+            connection.do(lambda: connection.forget_rows(asked))
+            if tag:
+                raise TagLost(f"rows of the copy {tag}")
             raise RunOver(connection.status)
-        self.stats.waited_s["parameters"] += time.perf_counter() - began
+        self.stats.waited_s["parameters"] += 0.0 if tag else time.perf_counter() - began
         return values
 
     def open_task(self, task: int, pushes: int) -> None:
@@ -178,6 +204,39 @@ class Client:
 
         self._fetch(messages, set(states), "the servers to take their keys", deadline_s)
 
+    def put_rows(self, key: KeyRange, rows: StateTree, deadline_s: float) -> None:
+        """Give a server more of the rows that exist of a key whose state was put.
+
+        Args:
+            rows: what there is of them (see `made_rows`).
+
+        Raises:
+            TagLost: a server died meanwhile.
+        """
+        meta, frames = pack_state(rows)
+        content = PutRows(key.index, meta)
+        self._fetch(lambda: [(key.server, content, frames)], {key.index}, "a server to take rows", deadline_s)
+
+    def read_rows(self, key: KeyRange, tag: int, name: str, first: int, count: int) -> Tensor:
+        """Read a part of what the servers' copy `tag` has of the rows of a key that exist.
+
+        Args:
+            name: of what (see `made_rows`).
+            first, count: of the rows that exist.
+
+        Raises:
+            TagLost: a server died meanwhile.
+        """
+        content = ReadRows(key.index, tag, name, first, count)
+        what = f"rows of the copy {tag}"
+        if self._copy_is_lost:
+            raise TagLost(what)
+        answers = self._fetch(lambda: [(key.server, content, [])], {key.index}, what, self.config.timeout_s)
+        answer = answers[key.index]
+        assert isinstance(answer.content, StateOf)
+        part: Tensor = unpack_state(answer.content.meta, answer.frames)["part"]
+        return part
+
     def fetch_copy(self, table: KeyTable, tag: int, folder: Path) -> tuple[dict[int, StateTree], Tensor]:
         """Read the servers' copy `tag` by the disk where they see this worker's folder of the run, else by the wire.
 
@@ -187,6 +246,7 @@ class Client:
         Raises:
             TagLost: a server died meanwhile.
         """
+        self._changes_at_copy = self.connection.changes
         place = folder / COPIES_FOLDER / secrets.token_hex(16)
         try:
             place.mkdir(parents=True, mode=0o700)

@@ -341,16 +341,27 @@ class Connection:
         self._links[key.server].queue(key.index, Outgoing(push, frames))
         self._links[key.server].flush()
 
-    def ask_rows(self, key: KeyRange, rows: Tensor, task: int) -> AwaitedRows:
-        """Ask for rows of a table's key behind what was pushed before; returns where they will be."""
+    def ask_rows(self, key: KeyRange, rows: Tensor, task: int, tag: int = 0) -> AwaitedRows:
+        """Ask for rows of a table's key; returns where they will be.
+
+        Args:
+            tag: of the copy that they are of; 0: they are as they are now, behind what was pushed before.
+        """
         self._row_pulls += 1
-        pull = PullRows(key.index, task, self._row_pulls)
+        pull = PullRows(key.index, task, self._row_pulls, tag)
         awaited = AwaitedRows(key, pull, index_frame(rows, key), len(rows))
         self._rows[pull.number] = awaited
-        if key.server in self._links:
+        if tag:
+            self.send_apart([(key.server, pull, [awaited.frame])])
+        elif key.server in self._links:
             self._links[key.server].queue_rows(pull, awaited.frame)
             self._links[key.server].flush()
         return awaited
+
+    def forget_rows(self, asked: Iterable[AwaitedRows]) -> None:
+        """Wait no more for rows."""
+        for awaited in asked:
+            self._rows.pop(awaited.pull.number, None)
 
     def invalidate(self) -> None:
         """Forget that values are here, so that newer ones are pulled; not where a version is asked for exactly."""
@@ -458,7 +469,7 @@ class Connection:
                 cached.pull = replace(cached.pull, full=True)
                 self._links[server].channel.send(cached.pull)
         for awaited in self._rows.values():
-            if awaited.key.server == server:
+            if awaited.key.server == server and not awaited.pull.tag:
                 self._links[server].queue_rows(awaited.pull, awaited.frame)
         self._links[server].flush()
 
@@ -474,7 +485,7 @@ class Connection:
                     self._take_value(value, message)
             case RowValues() as rows:
                 self._acknowledged_with(link, rows.acks)
-                self._take_rows(rows, message)
+                self._take_rows(link, rows, message)
             case PushAck() as ack:
                 self._acknowledged(link, ack.number, ack.outcome)
             case Durable(number=number):
@@ -504,7 +515,7 @@ class Connection:
             self.stats.late += 1
         self.finish(push.content.task)
 
-    def _take_rows(self, content: RowValues, message: Message) -> None:
+    def _take_rows(self, link: ServerTraffic, content: RowValues, message: Message) -> None:
         assert self._table is not None
         awaited = self._rows.get(content.number)
         if awaited is None or awaited.key.index != content.key:
@@ -513,6 +524,8 @@ class Connection:
             values = read_values(message.frames[0], awaited.count, awaited.key, self._table.torch_dtype)
         except ValueError as error:
             raise Malformed("content") from error
+        if awaited.pull.tag:
+            self._apart.received_bytes += link.channel.message_bytes
         awaited.values = values
         del self._rows[content.number]
 

@@ -15,16 +15,18 @@ from echelon.core.state_tree import StateView
 class ServersCopy:
     """A copy that all servers kept: each key's whole state by the key's number, BatchNorm statistics as one vector.
 
-    The copies of several servers are not of exactly one moment (see `counted`).
+    The copies of several servers are not of exactly one moment (see `counted`). Of rows that servers make it has how
+    many there are; they are read from the servers' copy `tag`.
     """
 
     keys: Mapping[int, StateView]
     buffers: Tensor
+    tag: int = 0
 
     @property
     def values(self) -> dict[int, Tensor]:
-        """The parameters, 1-D by key."""
-        return {index: torch.as_tensor(state["value"]) for index, state in self.keys.items()}
+        """The parameters, 1-D by key, without those whose rows servers make."""
+        return {index: torch.as_tensor(state["value"]) for index, state in self.keys.items() if "value" in state}
 
     @property
     def averages(self) -> dict[int, Tensor]:

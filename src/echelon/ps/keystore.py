@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from echelon.coordinator.shares import MAX_SHARES
 from echelon.core.state_tree import StateTree
 from echelon.optim.own import ParamGroup
+from echelon.ps.made_rows import OPTIMIZER, ROWS, UPDATES, VALUE, RowSlots, grow_state, grown, is_by_row, with_first
 from echelon.ps.rows import RowVersions
 from echelon.ps.table import KeyRange
 from echelon.sync.ps import ServerSettings
@@ -128,7 +129,8 @@ class KeyStore:
     In aggregating modes the value before the last update is kept, so that a task of that step can be computed again.
     `average` is the exponential moving average of the value, where `settings.ema` asks for it. `memory` is the message
     that the value lies in, if it does: it may be on its way to a worker, so the value must not be changed in place.
-    `rows` counts updates by row where the key is of a table, whose gradients are sparse; else None.
+    `rows` counts updates by row where the key is of a table, whose gradients are sparse; else None. `made` are the
+    slots in `value` of rows that are made one by one; None: all rows are here.
     """
 
     def __init__(self, key: KeyRange, value: Tensor, settings: ServerSettings, make_optimizer: MakeOptimizer) -> None:
@@ -141,13 +143,18 @@ class KeyStore:
         self.averaged = 0
         self.before: Tensor | None = None
         self._gathered: dict[int, _Gathered] = {}
-        views = [nn.Parameter(value[p.start : p.stop].view(p.shape)) for p in key.parts]
-        self._views = views
+        self.made = RowSlots() if key.begins is not None else None
+        if self.made is None:
+            views = [nn.Parameter(value[p.start : p.stop].view(p.shape)) for p in key.parts]
+        else:
+            self.value = value[:0]
+            views = [nn.Parameter(self.value.view(0, key.width))]
+        self._views, self._make_optimizer = views, make_optimizer
         self.optimizer = make_optimizer(views, [p.decay for p in key.parts])
         _set_rates(self.optimizer, {id(v): p.rate for v, p in zip(views, key.parts, strict=True)})
         self._step = _bare_step(self.optimizer)
         self._plain = _is_plain_sgd(self.optimizer) and not key.width
-        self.rows = RowVersions(key.rows) if key.width else None
+        self.rows = RowVersions(key.rows, self.made) if key.width else None
         if self._plain:
             for view in views:
                 view.data = torch.empty(0, dtype=value.dtype)  # the optimizer is not used: no second copy
@@ -281,6 +288,8 @@ class KeyStore:
 
     def _optimize(self, gradient: Tensor, lr: float, absent: frozenset[int]) -> None:
         if len(self._views) == 1:
+            if self.made is not None:
+                gradient = self._of_slots(gradient, self.made)
             whole = gradient if gradient.is_sparse else gradient.view(self.key.parts[0].shape)
             self._views[0].grad = None if absent else whole
         else:
@@ -289,6 +298,29 @@ class KeyStore:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self._step(self.optimizer)
+
+    def _of_slots(self, gradient: Tensor, made: RowSlots) -> Tensor:
+        """Return a gradient of rows as one of their slots, `(slots, D)`; rows that are not here yet are made."""
+        rows = gradient.indices()[0]
+        self._make(rows[made.find(rows) < 0], made)
+        slots, order = made.find(rows).sort()
+        return torch.sparse_coo_tensor(
+            slots[None], gradient.values()[order], self._views[0].shape, is_coalesced=True, check_invariants=False
+        )
+
+    def _make(self, rows: Tensor, made: RowSlots) -> None:
+        """Let rows exist that do not yet, with their first values and the optimizer's first state."""
+        assert self.key.begins is not None
+        width, first = self.key.width, made.count
+        view, (part,) = self._views[0], self.key.parts
+        slots = grown(len(view), first + len(rows), self.key.rows)
+        if slots > len(view):
+            more = nn.Parameter(torch.zeros((slots - len(view), width), dtype=self.value.dtype))
+            grow_state(self.optimizer, view, self._make_optimizer([more], [part.decay]))
+            self.value = torch.cat([self.value, more.detach().view(-1)])
+            view.data = self.value.view(slots, width)
+        made.add(rows)
+        view.data[first : made.count] = self.key.begins.values(rows, width, self.value.dtype)
 
     def note_pull(self, worker: str, now_s: float) -> None:
         """Remember which version a worker has, and where compensation needs it, the value."""
@@ -303,8 +335,12 @@ class KeyStore:
             self.rows.forget(worker)
 
     def row_values(self, rows: Tensor) -> Tensor:
-        """Return a copy of rows of a table's key, `(R, D)`."""
-        return self.value.view(-1, self.key.width)[rows]
+        """Return a copy of rows of a table's key, `(R, D)`; what was not made is as it begins, and is not kept."""
+        table = self.value.view(-1, self.key.width)
+        if self.made is None:
+            return table[rows]
+        slots = self.made.find(rows)
+        return with_first(rows, slots >= 0, table[slots[slots >= 0]], self.key, table.dtype)
 
     def set_workers(self, workers: int, batch_parts: int = 1) -> None:
         """Correct momentum and rates for asynchrony among so many workers, where the settings say so.
@@ -319,23 +355,65 @@ class KeyStore:
                 group["momentum"] = self.settings.server_momentum(wanted, workers, batch_parts)
 
     def state(self, full: bool) -> StateTree:
-        """Return a copy of the state: the value, and with `full` all that an update or a count depends on."""
-        state: StateTree = {"value": self.value.clone(), "version": self.version}
+        """Return a copy of the state: the value, and with `full` all that an update or a count depends on.
+
+        Where rows are made one by one, `made` has those that exist in place of the value (see `made_rows`).
+        """
+        state: StateTree = {"version": self.version}
+        state |= {"value": self.value.clone()} if self.made is None else {"made": self._made_state(self.made, full)}
         if self.average is not None:
             state |= {"average": self.average.clone(), "averaged": self.averaged}
         if full:
             optimizer = self.optimizer.state_dict()["state"]
             state |= {
-                "optimizer": {i: {k: _copy(v) for k, v in entry.items()} for i, entry in optimizer.items()},
+                "optimizer": {
+                    i: {k: _copy(v) for k, v in entry.items() if self.made is None or not is_by_row(v, self._views[0])}
+                    for i, entry in optimizer.items()
+                },
                 "watermark": self.applied.watermark,
                 "tasks": sorted(self.applied.tasks),
                 "then": {w: t.clone() for w, (_, _, t) in self._pulled.items() if t is not None},
                 "pulled": {w: v for w, (v, _, _) in self._pulled.items()},
                 "mean_square": {w: t.clone() for w, t in self._mean_square.items()},
             }
-            if self.rows is not None:
+            if self.rows is not None and self.made is None:
                 state["row_updates"] = self.rows.counts.clone()
         return state
+
+    def _made_state(self, made: RowSlots, full: bool) -> dict[str, Tensor]:
+        """Return copies of what is here of rows that exist, in ascending order of rows."""
+        assert self.rows is not None
+        rows, slots = made.in_order()
+        view = self._views[0]
+        state = {ROWS: rows.clone(), VALUE: view.detach()[slots]}
+        if full:
+            entries = self.optimizer.state.get(view, {})
+            state[UPDATES] = self.rows.of(rows)
+            state |= {f"{OPTIMIZER}{name}": value[slots] for name, value in entries.items() if is_by_row(value, view)}
+        return state
+
+    @torch.no_grad()
+    def load_made(self, state: Mapping[str, Tensor]) -> None:
+        """Take over rows that exist, of `made` in a state; more may follow.
+
+        Raises:
+            ValueError: they are none of this key's, or are here already.
+        """
+        rows, made = state[ROWS], self.made
+        fits = all(len(tensor) == len(rows) for tensor in state.values()) and bool((rows.diff() > 0).all())
+        inside = not len(rows) or (int(rows[0]) >= 0 and int(rows[-1]) < self.key.rows)
+        if made is None or self.rows is None or not fits or not inside or bool((made.find(rows) >= 0).any()):
+            raise ValueError(f"not rows of key {self.key.index}")
+        first, view = made.count, self._views[0]
+        self._make(rows, made)
+        here = slice(first, made.count)
+        view.data[here] = state[VALUE]
+        self.rows.load(here, state.get(UPDATES))
+        for name, values in state.items():
+            if name.startswith(OPTIMIZER):
+                entries = self.optimizer.state[view]
+                entry = entries.setdefault(name.removeprefix(OPTIMIZER), torch.zeros_like(view.data))
+                entry[here] = values
 
     def gathered_tasks(self) -> set[int]:
         """Return the shares of versions that are not complete, as tasks."""
@@ -357,6 +435,24 @@ class KeyStore:
         Raises:
             ValueError: it is of another key.
         """
+        if self.made is None:
+            self._load_value(state)
+        elif self.made.count:
+            raise ValueError(f"key {self.key.index} has rows already")
+        self.version = int(state["version"])
+        self._gathered, self.before = {}, None
+        for step, g in state.get("gathered", {}).items():
+            shares, lr = {int(s) for s in g["shares"]}, float(g["lr"])
+            rest = {int(share): gradient for share, gradient in g.get("waiting", {}).items()}
+            self._gathered[int(step)] = _Gathered(
+                g["wanted"], g["batch"], g["total"], shares, g["samples"], lr, rest, frozenset(g.get("absent", ()))
+            )
+        if "optimizer" in state:
+            self._load_rest(state, now_s)
+        if "made" in state:
+            self.load_made(state["made"])
+
+    def _load_value(self, state: StateTree) -> None:
         value = state.get("value")
         if not isinstance(value, Tensor) or value.shape != self.value.shape or value.dtype != self.value.dtype:
             raise ValueError(f"not the state of key {self.key.index}")
@@ -367,23 +463,19 @@ class KeyStore:
             if self.average is not None:
                 self.average.copy_(state.get("average", value))
                 self.averaged = int(state.get("averaged", 0))
-        self.version = int(state["version"])
-        self._gathered, self.before = {}, None
-        for step, g in state.get("gathered", {}).items():
-            shares, lr = {int(s) for s in g["shares"]}, float(g["lr"])
-            rest = {int(share): gradient for share, gradient in g.get("waiting", {}).items()}
-            self._gathered[int(step)] = _Gathered(
-                g["wanted"], g["batch"], g["total"], shares, g["samples"], lr, rest, frozenset(g.get("absent", ()))
-            )
-        if "optimizer" not in state:
-            return
+
+    def _load_rest(self, state: StateTree, now_s: float) -> None:
+        """Take over what updates and counts depend on."""
         whole = self.optimizer.state_dict()
         if not self._plain:  # of a momentum that workers keep now, nothing is
-            self.optimizer.load_state_dict({**whole, "state": state["optimizer"]})
+            saved = state["optimizer"]
+            if self.made is not None:  # what it has of rows follows
+                saved = {i: {**whole["state"].get(i, {}), **entry} for i, entry in saved.items()}
+            self.optimizer.load_state_dict({**whole, "state": saved})
         self.applied = Applied(int(state["watermark"]), set(state["tasks"]))
         self._pulled = {w: (v, now_s, state["then"].get(w)) for w, v in state["pulled"].items()}
         self._mean_square = dict(state["mean_square"])
-        if self.rows is not None:
+        if self.rows is not None and self.made is None:
             self.rows.counts.copy_(state["row_updates"])
 
 

@@ -82,7 +82,7 @@ class Pull(Content):
 
 @content(9)
 class ReadState(Content):
-    """Wants a key's whole state in a copy.
+    """Wants a key's whole state in a copy; of rows that are made one by one, how many exist, and what there is of each.
 
     Attributes:
         place: of 32 hexadecimal digits, the folder among the run's `copies` where the state's tensors go if the server
@@ -127,11 +127,37 @@ class PullRows(Content):
     Attributes:
         task: that looks them up.
         number: rises with each such request of a worker; the answer has it.
+        tag: of the copy `tag`; 0: as they are now.
     """
 
     key: int
     task: int
     number: int
+    tag: int = 0
+
+
+@content(20, ANY_FRAMES)
+class PutRows(Content):
+    """More rows of a key whose state was put: of those that exist it may hold a part (see `made_rows`)."""
+
+    key: int
+    meta: bytes
+
+
+@content(21)
+class ReadRows(Content):
+    """Wants a part of what a copy has of rows that exist; the answer is a `StateOf`, which has it as `part`.
+
+    Attributes:
+        name: of what it is (see `made_rows`).
+        first, count: of the rows that exist, in ascending order.
+    """
+
+    key: int
+    tag: int
+    name: str
+    first: int
+    count: int
 
 
 # To a worker
@@ -230,7 +256,8 @@ class ReplicatedBuffers(Content):
 
 
 TO_PS_SERVER = vocabulary(
-    SetTable, PutState, PushGradient, Pull, PullRows, ReadState, Repushed, OperationDone, Attach, SendBuffers
-)
+    SetTable, PutState, PutRows, PushGradient, Pull, PullRows, ReadState, ReadRows, Repushed, OperationDone, Attach,
+    SendBuffers,
+)  # fmt: skip
 TO_PS_WORKER = vocabulary(PutDone, PushAck, KeyValue, RowValues, Durable, StateOf)
 TO_STANDBY = vocabulary(SetTable, PutState, ReplicatedPush, ReplicatedPull, ReplicatedBuffers)

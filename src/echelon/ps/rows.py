@@ -8,13 +8,14 @@ those alone; how often each row was updated is counted, and staleness is a row's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from echelon.ps.blob import as_frame, read_frame
+from echelon.ps.made_rows import RowSlots
 from echelon.ps.table import KeyRange
 
 _INT32_ROWS = 2**31 - 1
@@ -74,6 +75,15 @@ def read_gradient(frames: Sequence[Any], key: KeyRange, dtype: torch.dtype) -> T
     return row_gradient(rows, read_values(frames[1], len(rows), key, dtype), key)
 
 
+def of_keys(keys: Sequence[KeyRange], rows: Tensor) -> Iterator[tuple[KeyRange, int, Tensor]]:
+    """Divide ascending rows of a table among its keys: each key, its first row, and its rows by number within it."""
+    first = 0
+    for key in keys:
+        low, high = torch.searchsorted(rows, torch.tensor([first, first + key.rows])).tolist()
+        yield key, first, rows[low:high] - first
+        first += key.rows
+
+
 def _index_dtype(key: KeyRange) -> torch.dtype:
     return torch.int32 if key.rows <= _INT32_ROWS else torch.int64
 
@@ -82,17 +92,34 @@ class RowVersions:
     """Counts the updates of each row of a key, and knows which of them each worker's pulled rows have.
 
     Attributes:
-        counts: updates of each row, `(rows of the key,)` int32.
+        counts: updates of each row, `(rows of the key,)` int32; of rows that are made one by one, of each slot.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.counts = torch.zeros(rows, dtype=torch.int32)
+    def __init__(self, rows: int, slots: RowSlots | None = None) -> None:
+        """Count nothing yet; `slots`: of rows that are made one by one."""
+        self.counts = torch.zeros(0 if slots is not None else rows, dtype=torch.int32)
+        self._slots = slots
         self._pulled: dict[str, tuple[int, Tensor, Tensor]] = {}
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return the updates of some rows, `(R,)`; a row that was not made has none."""
+        if self._slots is None:
+            return self.counts[rows]
+        self._make_room()
+        slots = self._slots.find(rows)
+        counts = torch.zeros(len(rows), dtype=torch.int32)
+        counts[slots >= 0] = self.counts[slots[slots >= 0]]
+        return counts
+
+    def _make_room(self) -> None:
+        if self._slots is not None and len(self.counts) < self._slots.count:
+            more = torch.zeros(self._slots.count - len(self.counts), dtype=torch.int32)
+            self.counts = torch.cat([self.counts, more])
 
     def note_pull(self, worker: str, task: int, rows: Tensor) -> None:
         """Remember what a worker has now of some rows, beside those that it pulled for the same task before."""
         had = self._pulled.get(worker)
-        counts = self.counts[rows]
+        counts = self.of(rows)
         if had is not None and had[0] == task:
             rows, counts = torch.cat([had[1], rows]), torch.cat([had[2], counts])
             rows, order = rows.sort(stable=True)
@@ -108,11 +135,18 @@ class RowVersions:
         if had is None or had[0] != task or not len(had[1]):
             return torch.zeros(len(rows), dtype=torch.int32)
         at = torch.searchsorted(had[1], rows).clamp(max=len(had[1]) - 1)
-        return torch.where(had[1][at] == rows, self.counts[rows] - had[2][at], 0)
+        return torch.where(had[1][at] == rows, self.of(rows) - had[2][at], 0)
 
     def updated(self, rows: Tensor) -> None:
-        """Count an update of some rows, each once."""
-        self.counts[rows] += 1
+        """Count an update of some rows, each once; they were made."""
+        self._make_room()
+        self.counts[rows if self._slots is None else self._slots.find(rows)] += 1
+
+    def load(self, slots: slice, counts: Tensor | None) -> None:
+        """Take over the updates of rows that were made just now; None: they had none."""
+        self._make_room()
+        if counts is not None:
+            self.counts[slots] = counts
 
     def forget(self, worker: str) -> None:
         """Drop what is remembered of a worker that is gone."""

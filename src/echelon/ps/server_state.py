@@ -7,7 +7,7 @@ touches a socket, a file or a clock: time comes in as an argument, effects go ou
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from echelon.ps.blob import as_frame, message_of, pack_state, read_frame, unpack
 from echelon.ps.coding import References, downward, upward
 from echelon.ps.durability import Durability, ReplicationLog, held_by_all
 from echelon.ps.keystore import KeyStore, Push, PushOutcome
+from echelon.ps.made_rows import EXIST, values_of, without_rows
 from echelon.ps.messages import (
     BUFFERS_KEY,
     Attach,
@@ -47,7 +48,9 @@ from echelon.ps.messages import (
     PushAck,
     PushGradient,
     PutDone,
+    PutRows,
     PutState,
+    ReadRows,
     ReadState,
     ReplicatedBuffers,
     ReplicatedPull,
@@ -90,6 +93,7 @@ class ServerState:
         self.ended = False
         self._lags, self._operation = False, 0
         self._buffers: dict[str, Tensor] = {}
+        self._filling: dict[int, tuple[KeyStore, int]] = {}  # keys whose rows still come, and how many there are
         self._copies: dict[int, dict[int, StateTree]] = {}
         self._parked: dict[int, list[tuple[bytes, str, Pull]]] = {}
         self._acks: list[tuple[bytes, PushAck]] = []
@@ -101,7 +105,7 @@ class ServerState:
         self._effects: list[Effect] = []
         self._handlers: dict[type[Content], Callable[[bytes, Message, float], None]] = {
             PushGradient: self._push, Pull: self._pull, SetTable: self._set_table, PutState: self._put_state,
-            PullRows: self._pull_rows,
+            PullRows: self._pull_rows, PutRows: self._put_rows, ReadRows: self._read_rows,
             ReadState: self._read_state, SendBuffers: self._send_buffers, Repushed: self._repushed,
             Attach: self._attach, OperationDone: self._operation_done,
         }  # fmt: skip
@@ -277,11 +281,30 @@ class ServerState:
         if index in self.stores:
             return
         key = self.table.keys[index]
-        value = torch.zeros(key.numel, dtype=self.table.torch_dtype)
+        value = torch.zeros(0 if key.begins is not None else key.numel, dtype=self.table.torch_dtype)
         of_rows = self.config.make_row_optimizer if key.width else None
         store = KeyStore(key, value, self._settings, of_rows or self.config.make_optimizer)
         store.load_state(state, now_s)
-        self.stores[index] = store
+        self._filling[index] = store, int(state.get(EXIST, 0))
+        self._look_at_filling(index)
+
+    def _look_at_filling(self, index: int) -> None:
+        """Hold a key once all of its rows that exist have come."""
+        store, rows = self._filling[index]
+        if store.made is None or store.made.count >= rows:
+            self.stores[index] = store
+            del self._filling[index]
+
+    def _put_rows(self, peer: bytes, message: Message, now_s: float) -> None:
+        """Take more rows of a key that is being put; of one that is held already they come too late."""
+        content = message.content
+        assert isinstance(content, PutRows)
+        if content.key not in self.stores:
+            self._filling[content.key][0].load_made(unpack_state(content.meta, message.frames))
+            self._look_at_filling(content.key)
+        self._reply(peer, PutDone(content.key))
+        if self.ready and self._durability.safe:
+            self._join()
 
     def _store_of(self, index: int) -> KeyStore:
         if index not in self.stores:
@@ -399,6 +422,8 @@ class ServerState:
         assert isinstance(pull, Pull)
         if pull.tag:
             state = self._copies.get(pull.tag, {}).get(pull.key)
+            if state is not None and "made" in state:
+                raise ValueError(f"key {pull.key} is pulled by its rows")
             if state is not None:
                 acks = self._take_acks(peer)
                 value = KeyValue(pull.key, state["version"], False, pull.tag, self._life, acks)
@@ -422,9 +447,32 @@ class ServerState:
         if store.rows is None:
             raise ValueError(f"key {pull.key} is none of a table")
         rows = read_rows(message.frames[0], store.key)
-        store.rows.note_pull(message.sender, pull.task, rows)
+        if pull.tag:
+            values = values_of(self._made_in_copy(pull.tag, pull.key), rows, store.key, store.value.dtype)
+        else:
+            store.rows.note_pull(message.sender, pull.task, rows)
+            values = store.row_values(rows)
         answer = RowValues(pull.key, pull.number, self._life, self._take_acks(peer))
-        self._reply(peer, answer, [value_frame(store.row_values(rows))])
+        self._reply(peer, answer, [value_frame(values)])
+
+    def _made_in_copy(self, tag: int, key: int) -> Mapping[str, Tensor]:
+        """Return what a copy has of the rows of a key that exist.
+
+        Raises:
+            ValueError: there is no such copy, or all rows of the key are made at once.
+        """
+        state = self._copies.get(tag, {}).get(key, {})
+        if "made" not in state:
+            raise ValueError(f"no copy {tag} of the rows of key {key}")
+        made: Mapping[str, Tensor] = state["made"]
+        return made
+
+    def _read_rows(self, peer: bytes, message: Message, now_s: float) -> None:
+        content = message.content
+        assert isinstance(content, ReadRows)
+        whole = self._made_in_copy(content.tag, content.key)[content.name]
+        meta, frames = pack_state({"part": whole[content.first : content.first + content.count]})
+        self._reply(peer, StateOf(content.key, content.tag, meta), frames)
 
     def _give(self, peer: bytes, worker: str, store: KeyStore, pull: Pull, now_s: float) -> None:
         """Answer a pull with a key's value, now or once its version is there."""
@@ -459,7 +507,7 @@ class ServerState:
         state = self._copies.get(content.tag, {}).get(content.key)
         if state is None:
             raise ValueError(f"no copy {content.tag} of key {content.key}")
-        meta, frames = pack_state(state)
+        meta, frames = pack_state(without_rows(state))
         answer = StateOf(content.key, content.tag, meta)
         if not content.place:
             self._reply(peer, answer, frames)
@@ -583,6 +631,7 @@ class ServerState:
             case SetTable():
                 self.set_table(table_from_bytes(bytes(message.frames[0])))
                 self.stores.clear()  # everything follows
+                self._filling.clear()
                 self._lags, self._operation = False, 0
             case PutState(key=key, meta=meta):
                 self.put(key, unpack_state(meta, message.frames), now_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -14,32 +14,39 @@ from echelon.core.errors import UserError
 from echelon.core.shards import overlaps
 from echelon.models.tables import sparse_tables
 from echelon.optim.own import NO_RATES
-from echelon.ps.table import Cut, KeyRange, KeyTable, ParameterInfo, cut_table
+from echelon.ps.table import Cut, KeyRange, KeyTable, ParameterInfo, RowStart, cut_table
 
 _NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def model_table(model: nn.Module, cut: Cut, rates: Mapping[str, float] = NO_RATES) -> KeyTable:
+NO_STARTS: Mapping[str, RowStart] = {}
+
+
+def model_table(
+    model: nn.Module, cut: Cut, rates: Mapping[str, float] = NO_RATES, starts: Mapping[str, RowStart] = NO_STARTS
+) -> KeyTable:
     """Cut a model's trainable parameters into keys; biases and normalisation have no weight decay.
 
     Tables with sparse gradients (`sparse=True`) are cut by rows, which travel alone.
 
     Args:
         rates: factors of the learning rate by name of parameter; 1 for those left out.
+        starts: how rows of tables begin that servers make when they are first asked for, by name.
 
     Raises:
         UserError: parameters of several element types, or none.
     """
     listed = set(getattr(model, "no_weight_decay", tuple)())
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    tables = sparse_tables(model)
+    tables, shapes = sparse_tables(model), whole_shapes(model)
     infos = [
         ParameterInfo(
             name,
-            tuple(p.shape),
+            shapes.get(name, tuple(p.shape)),
             not (p.ndim <= 1 or name.endswith(".bias") or name in listed),
             rates.get(name, 1.0),
             name in tables,
+            starts.get(name),
         )
         for name, p in named
     ]
@@ -59,9 +66,18 @@ class KeySpan:
     in_parameter: slice
 
 
-def spans_of(parameters: list[nn.Parameter], table: KeyTable) -> list[KeySpan]:
-    """Match the parameters, behind each other, with the keys' ranges."""
-    bounds = [0, *accumulate(parameter.numel() for parameter in parameters)]
+def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tables with sparse gradients, by name, also where a weight has no rows here."""
+    modules = dict(model.named_modules())
+    return {
+        name: (int(modules[name.rpartition(".")[0]].num_embeddings), weight.shape[1])
+        for name, weight in sparse_tables(model).items()
+    }
+
+
+def spans_of(sizes: Sequence[int], table: KeyTable) -> list[KeySpan]:
+    """Match parameters of so many elements, behind each other, with the keys' ranges."""
+    bounds = [0, *accumulate(sizes)]
     starts = [key.start for key in table.keys]
     return [
         KeySpan(key, index, both.in_second, both.in_first)

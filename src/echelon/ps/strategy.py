@@ -6,6 +6,7 @@ complete; the forward pass of a layer waits only for its own parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,10 +19,13 @@ from echelon.compression.sparse import share_carried
 from echelon.compression.transforms import entropy_coded
 from echelon.core.state_tree import StateTree, StateView
 from echelon.observe.phases import Phase, PhaseClock
+from echelon.parallel.tables import fetch_rows
 from echelon.ps.client import Client, PushInfo
 from echelon.ps.copies import ServersCopy
 from echelon.ps.momentum import SgdTerms, WorkerMomentum
-from echelon.ps.spans import KeySpan, spans_of
+from echelon.ps.rows import of_keys
+from echelon.ps.served_tables import ServedTables
+from echelon.ps.spans import KeySpan, spans_of, whole_shapes
 from echelon.ps.table import KeyRange, KeyTable
 from echelon.sync.ps import ServerSettings
 
@@ -123,8 +127,10 @@ class ParameterServer(ServerHeld):
         self._table, self._client, self._settings = table, client, options.settings
         self._clip, self._clock = options.clip_norm, options.clock
         self._momentum = WorkerMomentum(options.momentum) if options.momentum else None
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._spans = spans_of(self._parameters, table)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._names, self._parameters = [name for name, _ in trained], [p for _, p in trained]
+        shapes = whole_shapes(model)
+        self._spans = spans_of([math.prod(shapes.get(name, p.shape)) for name, p in trained], table)
         self._by_parameter: list[list[KeySpan]] = [[] for _ in self._parameters]
         self._by_key: dict[int, list[KeySpan]] = {}
         for span in self._spans:
@@ -136,6 +142,9 @@ class ParameterServer(ServerHeld):
             for index, spans in enumerate(self._by_parameter)
             if spans and spans[0].key.width
         }
+        of_servers = {self._names[i]: keys for i, keys in self._tables.items() if keys[0].begins is not None}
+        self.served = ServedTables(client, of_servers, table.torch_dtype, self._clock)
+        fetch_rows(model, of_servers, self.served)
         self._last = False
         self._round: _Round | None = None
         self._fired: set[int] | None = None
@@ -146,6 +155,7 @@ class ParameterServer(ServerHeld):
         """Begin a task; `begin_step` fills in its units."""
         missing = {k: len({s.parameter for s in spans}) for k, spans in self._by_key.items()}
         self._round = _Round(info, missing=missing)
+        self.served.begin(info.task)
         self._client.open_task(info.task, len(self._table.keys))
 
     def begin_step(self, units: int, global_units: int) -> int:
@@ -171,6 +181,7 @@ class ParameterServer(ServerHeld):
 
     def leave_out(self) -> None:
         """Push no gradient of this lease: it is done all the same."""
+        self.served.end()
         for parameter in self._parameters:
             parameter.grad = None
         self.step()
@@ -188,6 +199,7 @@ class ParameterServer(ServerHeld):
                 self._push_rows(index)
         for parameter in self._parameters:
             parameter.grad = None
+        self.served.end()
         self._round = None
 
     def load_all(self) -> None:
@@ -203,14 +215,19 @@ class ParameterServer(ServerHeld):
 
     @torch.no_grad()
     def set_parameters(self, values: Mapping[int, Tensor]) -> None:
-        """Set the parameters from values by key; the next task loads its own again."""
-        for parameter, spans in zip(self._parameters, self._by_parameter, strict=True):
+        """Set the parameters from values by key; the next task loads its own again.
+
+        Tables of which only servers have rows are left out.
+        """
+        for name, parameter, spans in zip(self._names, self._parameters, self._by_parameter, strict=True):
+            if name in self.served:
+                continue
             _set(parameter, ((span, values[span.key.index][span.in_key]) for span in spans))
         self._version = [-1] * len(self._parameters)
 
     def key_values(self) -> dict[int, Tensor]:
-        """Return the parameters as they are here, by key."""
-        return {key.index: self._value_of(key) for key in self._table.keys}
+        """Return the parameters as they are here, by key, without those whose rows servers make."""
+        return {key.index: self._value_of(key) for key in self._table.keys if key.begins is None}
 
     def _value_of(self, key: KeyRange) -> Tensor:
         value = torch.empty(key.numel, dtype=self._table.torch_dtype)
@@ -219,6 +236,15 @@ class ParameterServer(ServerHeld):
             value[span.in_key] = flat[span.in_parameter].cpu()
         return value
 
+    def copied_rows(self, key: KeyRange, name: str, first: int, count: int) -> Tensor:
+        """Return a part of what `copy` has of a key's rows that servers make (see `Client.read_rows`).
+
+        Raises:
+            TagLost: a server died meanwhile.
+        """
+        assert self.copy is not None
+        return self._client.read_rows(key, self.copy.tag, name, first, count)
+
     @contextmanager
     def agreed(self, averages: bool = False) -> Iterator[None]:
         """Give the model, inside the block, what is evaluated of `copy`: its average, where the servers have one.
@@ -226,7 +252,7 @@ class ParameterServer(ServerHeld):
         Its own buffers come back afterwards; the next step loads its parameters again.
         """
         assert self.copy is not None
-        with self._with_buffers(self.copy.buffers):
+        with self._with_buffers(self.copy.buffers), self.served.of_copy(self.copy.tag):
             self.set_parameters(self.copy.averages if self._settings.ema else self.copy.values)
             yield
 
@@ -292,7 +318,7 @@ class ParameterServer(ServerHeld):
             parameter.register_post_accumulate_grad_hook(lambda p: self._gradient(index_of[id(p)]))
         for module in self.held.modules():
             index = index_of.get(id(getattr(module, "weight", None)))
-            if index in self._tables and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            if index in self._tables and self._names[index] not in self.served:
                 module.register_forward_pre_hook(
                     lambda m, args, kwargs, i=index: self._pull_rows(i, args[0] if args else kwargs["input"]),
                     with_kwargs=True,
@@ -370,7 +396,7 @@ class ParameterServer(ServerHeld):
             rows = rows[~torch.isin(rows, have)]
         current.rows[index] = rows if have is None else torch.cat([have, rows])
         self._clock.enter(Phase.COMMUNICATE)
-        wanted = [(key, start, within) for key, start, within in _of_keys(self._tables[index], rows) if len(within)]
+        wanted = [(key, start, within) for key, start, within in of_keys(self._tables[index], rows) if len(within)]
         found = self._client.rows([(key, within) for key, _, within in wanted], current.info.task)
         for (_, start, within), values in zip(wanted, found, strict=True):
             table.detach().index_copy_(0, (within + start).to(table.device), values.to(table.device))
@@ -379,17 +405,26 @@ class ParameterServer(ServerHeld):
     def _push_rows(self, index: int) -> None:
         """Push the gradients of the rows of a table that were touched."""
         assert self._round is not None
-        gradient = self._parameters[index].grad
+        gradient = self._rows_gradient(index)
         if gradient is None:
             for key in self._tables[index]:
                 self._client.push_rows(key, None, torch.empty(0), self._round.info)
             return
-        gradient = gradient.detach().coalesce()
-        rows, values = gradient.indices()[0].cpu(), gradient.values().cpu()
+        rows, values = gradient
         first = 0
-        for key, _, within in _of_keys(self._tables[index], rows):
+        for key, _, within in of_keys(self._tables[index], rows):
             self._client.push_rows(key, within, values[first : first + len(within)], self._round.info)
             first += len(within)
+
+    def _rows_gradient(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """Return the gradient of a table: rows `(R,)`, ascending, and values `(R, D)`; None: there is none."""
+        if self._names[index] in self.served:
+            return self.served.gradient(self._names[index])
+        gradient = self._parameters[index].grad
+        if gradient is None:
+            return None
+        gradient = gradient.detach().coalesce()
+        return gradient.indices()[0].cpu(), gradient.values().cpu()
 
     def _gradient(self, index: int) -> None:
         if not self._last or self._round is None:
@@ -433,15 +468,6 @@ class ParameterServer(ServerHeld):
             else:
                 pieces.append(parameter.grad.detach().reshape(-1)[span.in_parameter].cpu())
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _of_keys(keys: Sequence[KeyRange], rows: Tensor) -> Iterator[tuple[KeyRange, int, Tensor]]:
-    """Divide ascending rows of a table among its keys: each key, its first row, and its rows by number within it."""
-    first = 0
-    for key in keys:
-        low, high = torch.searchsorted(rows, torch.tensor([first, first + key.rows])).tolist()
-        yield key, first, rows[low:high] - first
-        first += key.rows
 
 
 def _set(parameter: nn.Parameter, pieces: Iterable[tuple[KeySpan, Tensor]]) -> None:

@@ -13,11 +13,14 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from echelon.parallel.row_values import RowDraw, first_values
 
 OVERLAPPING_KEYS = 3  # of a server: one is received, one applied, one sent
 LEAST_BYTES = 64 * 1024  # below, a message costs more than what it carries
@@ -25,10 +28,45 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 @dataclass(frozen=True)
+class RowStart:
+    """How rows begin that nobody has changed yet: whoever is asked for one makes it.
+
+    Attributes:
+        draw: how the table is drawn.
+        seed: of the run.
+        name: of the table.
+        first: row of the table that is row 0 here.
+    """
+
+    draw: RowDraw
+    seed: int
+    name: str
+    first: int = 0
+
+    def values(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """Return the first values of rows, by their numbers here, `(R, width)`."""
+        return first_values(rows + self.first, width, self.draw, self.seed, self.name, dtype)
+
+    @property
+    def fields(self) -> list[object]:
+        """The same as a message has it."""
+        draw = [self.draw.kind, self.draw.a, self.draw.b, sorted(self.draw.constants.items())]
+        return [*draw, self.seed, self.name, self.first]
+
+    @classmethod
+    def of(cls, fields: Sequence[Any]) -> RowStart:
+        """Read what a message has."""
+        kind, a, b, constants, seed, name, first = fields
+        draw = RowDraw(str(kind), float(a), float(b), {int(row): float(value) for row, value in constants})
+        return cls(draw, int(seed), str(name), int(first))
+
+
+@dataclass(frozen=True)
 class ParameterInfo:
     """What the table must know of a parameter; `decay` is false where weight decay does not apply.
 
-    `rate` is a factor of the learning rate. Of one `by_rows`, an embedding table, rows travel alone.
+    `rate` is a factor of the learning rate. Of one `by_rows`, an embedding table, rows travel alone; `begins`: servers
+    make them, when they are first asked for.
     """
 
     name: str
@@ -36,6 +74,7 @@ class ParameterInfo:
     decay: bool
     rate: float = 1.0
     by_rows: bool = False
+    begins: RowStart | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +99,8 @@ class KeyPart:
 class KeyRange:
     """A range of the flat vector, held by one server; keys are numbered in forward order.
 
-    `width`: elements of a row, where the key is rows of a table that travel alone; 0: it travels as a whole.
+    `width`: elements of a row, where the key is rows of a table that travel alone; 0: it travels as a whole. `begins`:
+    the server makes rows when they are first asked for; None: it is given all of them.
     """
 
     index: int
@@ -69,11 +109,14 @@ class KeyRange:
     server: int
     parts: tuple[KeyPart, ...]
     width: int = 0
+    begins: RowStart | None = None
 
     @property
     def fields(self) -> list[object]:
         """The key as a message has it; one that travels as a whole is written as before there were any tables."""
         whole: list[object] = [self.start, self.stop, self.server, [part.row for part in self.parts]]
+        if self.begins is not None:
+            return [*whole, self.width, self.begins.fields]
         return [*whole, self.width] if self.width else whole
 
     @property
@@ -141,8 +184,8 @@ def table_from_bytes(raw: bytes) -> KeyTable:
         keys = tuple(
             KeyRange(i, int(start), int(stop), int(server),
                 tuple(KeyPart(int(a), int(b), tuple(int(d) for d in s), bool(d), str(n), *map(float, rate))
-                      for a, b, s, d, n, *rate in parts), *map(int, width))
-            for i, (start, stop, server, parts, *width) in enumerate(data["keys"])
+                      for a, b, s, d, n, *rate in parts), *map(int, rows[:1]), *map(RowStart.of, rows[1:]))
+            for i, (start, stop, server, parts, *rows) in enumerate(data["keys"])
         )  # fmt: skip
         servers, chunk, whole, dtype = data["cut"]
         table = KeyTable(keys, int(data["numel"]), Cut(int(servers), int(chunk), bool(whole), str(dtype)))
@@ -174,14 +217,20 @@ def cut_table(parameters: Sequence[ParameterInfo], cut: Cut) -> KeyTable:
     load = [0] * cut.servers
     keys: list[KeyRange] = []
     start = 0
+    rows_before: dict[str, int] = {}
     for index, group in enumerate(groups):
         server = load.index(min(load))
         parts, offset = [], 0
         for numel, shape, info in group:
             parts.append(KeyPart(offset, offset + numel, shape, info.decay, info.name, info.rate))
             offset += numel
-        width = group[0][1][1] if group[0][2].by_rows else 0
-        keys.append(KeyRange(index, start, start + offset, server, tuple(_merged(parts, cut.whole_tensors)), width))
+        of, width, begins = group[0][2], 0, None
+        if of.by_rows:
+            (rows, width), first = group[0][1], rows_before.get(of.name, 0)
+            begins = None if of.begins is None else replace(of.begins, first=first)
+            rows_before[of.name] = first + rows
+        merged = tuple(_merged(parts, cut.whole_tensors))
+        keys.append(KeyRange(index, start, start + offset, server, merged, width, begins))
         load[server] += offset
         start += offset
     return KeyTable(tuple(keys), total, cut)

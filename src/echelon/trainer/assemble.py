@@ -514,7 +514,9 @@ def assemble_worker(
         _record_weights(work, progress, resumes=False)
     split_notes = run_parts.split.notes if run_parts.split else ()
     start = replace(_start_of_workers(ground, run_parts, link), pids=pids)
-    return run, Leases(run, link, state, start, [*work.notes, *run_notes(config, ground.source, split_notes, notes)])
+    return run, Leases(
+        run, link, state, start, [*work.notes, *run_notes(config, ground.source, split_notes, [*notes, *link.notes])]
+    )
 
 
 def _record_weights(work: Work, progress: RunProgress, resumes: bool) -> None:
@@ -548,7 +550,7 @@ def _start_of_workers(ground: _Groundwork, run_parts: RunParts, link: ServerLink
         ground.start(),
         world_size=workers_at_start(link.process, ground.resolved.nodes),
         backend="zmq",
-        parameters=parameter_count(link.servers.held),
+        parameters=link.table.numel,
         layout=layout or None,
         served=True,
     )

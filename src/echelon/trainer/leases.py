@@ -185,6 +185,8 @@ class Leases:
             try:
                 link.client.wait_for_servers(link.settings.servers)
                 link.client.put(link.table, self._state.keys(), link.timeout_s)
+                for key, rows in self._state.rows():
+                    link.client.put_rows(key, rows, link.timeout_s)
                 return
             except TagLost:
                 if time.monotonic() > ends:
@@ -217,7 +219,7 @@ class Leases:
 
     def _evaluate_copy(self, task: EvaluateTask) -> EvaluationDone:
         link, saver = self._link, self._run.saver
-        copy = link.servers.copy = ServersCopy(*link.client.fetch_copy(link.table, task.tag, link.folder))
+        copy = link.servers.copy = ServersCopy(*link.client.fetch_copy(link.table, task.tag, link.folder), task.tag)
         cursor = self._cursor(task, copy)
         saver.best = BestResult.of(task.best, task.best_loss)
         last = task.reason in LAST_REASONS  # this launch is over after it

@@ -31,6 +31,7 @@ from echelon.parallel.split import SplitModel, SplitOptions, recompute_model, sp
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.tables import cut_tables
 from echelon.parallel.zero import DividedUpdate
+from echelon.ps.table import RowStart
 from echelon.sync.base import CutRows, Sync, SyncContext
 from echelon.sync.same_start import equalise
 from echelon.tasks import nest
@@ -64,6 +65,8 @@ class Work:
         loaded: what became of the weights that it starts from, each time that it is built.
         steps: of the run; 0: not known.
         tunings: what tuning has made of the model, likewise.
+        row_starts: how rows of tables begin that servers make, by name, likewise: the model is built without them;
+            None: it is built with all rows.
     """
 
     info: DataInfo
@@ -74,6 +77,7 @@ class Work:
     loaded: list[LoadedWeights] = field(default_factory=list)
     steps: int = 0
     tunings: list[Tuned] = field(default_factory=list)
+    row_starts: dict[str, RowStart] | None = None
 
     @property
     def tuned(self) -> Tuned:
@@ -192,7 +196,7 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     """Build the whole model on this rank's device, the same values on every rank."""
     model, data = work.user_model, model_input(work.info, work.task)
     if model is None and work.tuning.changes_nothing:
-        model = build_by_rows(config, data, world)
+        model = build_by_rows(config, data, world, work.row_starts)
     if model is None:
         model = build_model(config.model, data)
     if is_compiled(model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from echelon.ps.momentum import SgdTerms
 from echelon.ps.spans import model_table
 from echelon.ps.split_worker import SplitWorker
 from echelon.ps.strategy import ParameterServer, WorkerOptions
-from echelon.ps.table import Cut, KeyTable
+from echelon.ps.table import Cut, KeyTable, RowStart
 from echelon.ps.worker_rank import WorkerRank, worker_name
 from echelon.sync.ps import ServerSettings, server_settings
 from echelon.tasks.base import SAMPLE
@@ -31,7 +31,7 @@ from echelon.trainer.parts import Work, build_computing, build_split, build_whol
 from echelon.trainer.precision import PRECISIONS, build_scaler
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.state import RunParts, seed_everything
-from echelon.trainer.tables import check_sparse_model
+from echelon.trainer.tables import check_sparse_model, whole_table_notes
 from echelon.trainer.world import World
 
 
@@ -42,6 +42,7 @@ class ServerLink:
     Attributes:
         servers: the strategy, on the whole model; on a worker that is one rank it is that of the parts.
         folder: what the run's roles share.
+        notes: what a user has to know of how its tables begin.
     """
 
     client: Client
@@ -51,6 +52,7 @@ class ServerLink:
     process: WorkerRank
     timeout_s: float
     folder: Path
+    notes: Sequence[str] = ()
 
 
 def build_worker(
@@ -63,7 +65,8 @@ def build_worker(
     Raises:
         UserError: the model cannot be built, or not be split like this.
     """
-    config = run.config
+    config, starts = run.config, dict[str, RowStart]()
+    work = replace(work, row_starts=starts if process.size == 1 else None)
     full_model = _whole_model(config, work, process, world) if process.leads else None
     if full_model is not None:
         check_complex(full_model, run, process.size)
@@ -78,7 +81,7 @@ def build_worker(
         assert worker is not None
         idle = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)
         return RunParts(worker.module, idle, scaler, None, worker, worker.split), None
-    link = _connect(run, path, process, full_model, clock, worker, work.tuned.rates)
+    link = _connect(run, path, process, full_model, clock, worker, work)
     optimizer = build_optimizer(
         full_model, config.optimizer, config.data.batch_size, run.optimizer.factory, work.tuned.rates,
         sparse_tables(full_model),
@@ -105,7 +108,7 @@ def _connect(
     model: nn.Module,
     clock: PhaseClock,
     worker: SplitWorker | None,
-    rates: Mapping[str, float],
+    work: Work,
 ) -> ServerLink:
     """Make a worker's client, cut the model into the servers' keys, and build the strategy between them."""
     config, settings, timeout_s = run.config, server_settings(run.sync), run.timeout_s
@@ -118,7 +121,8 @@ def _connect(
         )
     )  # fmt: skip
     by_element = run.optimizer.is_split_on_servers and not client.sends_shapes
-    table = model_table(model, Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element), rates)
+    cut = Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element)
+    table = model_table(model, cut, work.tuned.rates, work.row_starts or {})
     client.set_table(table)
     compiled = config.model.compile and worker is None
     reads_ahead = PRECISIONS[config.training.precision].parameters is not None and worker is None
@@ -128,7 +132,8 @@ def _connect(
     if worker is not None:
         worker.servers = servers
         client.while_waiting(worker.channel.tell_idle, worker.channel.idle_s)
-    return ServerLink(client, settings, table, servers, process, timeout_s, roles)
+    notes = whole_table_notes(run, model, work.row_starts or {})
+    return ServerLink(client, settings, table, servers, process, timeout_s, roles, notes)
 
 
 def _whole_model(config: RunConfig, work: Work, process: WorkerRank, world: World) -> nn.Module:

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-from echelon.checkpoint import RANKS, BaseState, CheckpointStore
+from echelon.checkpoint import (
+    RANKS,
+    WRITING,
+    WRITING_PART,
+    Arriving,
+    BaseState,
+    CheckpointStore,
+    part_file,
+    streamed_part,
+)
 from echelon.coordinator.runs import cut_runs, to_runs
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience
 from echelon.core.state_tree import StateTree, StateView
+from echelon.ps.client import TagLost
+from echelon.ps.copies import ServersCopy
 from echelon.ps.messages import BUFFERS_KEY
 from echelon.ps.strategy import ParameterServer
-from echelon.ps.table import KeyTable
+from echelon.ps.table import KeyRange, KeyTable
+from echelon.trainer.made_parts import first_put, model_name, more_puts, served_keys, streamed_tensors, without_made
 from echelon.trainer.saving import Captured, WriterState, stand_by
 from echelon.trainer.state import SINCE, Cursor, averaged
 
@@ -56,6 +72,7 @@ class ServersState:
         self._strategy, self._table, self._per_epoch = strategy, table, steps_per_epoch
         self._patience, self._while_waiting, self._frozen = patience, while_waiting, frozen
         self._since = since
+        self._served = served_keys(table)
         self._restored: dict[int, StateTree] | None = None
         self.below, self.beyond = 0, list[int]()
         self.begins_anew = self.takes_over = False
@@ -82,7 +99,9 @@ class ServersState:
         self._restored = {key: _spread(of_key, cut) for key, of_key in part["keys"].items()}
         if len(part["buffers"]):
             self._restored[BUFFERS_KEY] = {"value": part["buffers"], "version": 0}
-        self._strategy.held.load_state_dict(state["model"])
+        held = self._strategy.held  # tables of which servers alone have rows have none here
+        own = {name: tensor for name, tensor in state["model"].items() if name not in self._served}
+        held.load_state_dict({**held.state_dict(), **own})
         return Cursor(**state["cursor"])
 
     def _cut_further(self, saved: int) -> int:
@@ -111,8 +130,15 @@ class ServersState:
     def keys(self) -> Mapping[int, StateTree]:
         """Return what the servers begin with: what was restored, or the parameters of this worker's new model."""
         if self._restored is not None:
-            return self._restored
-        return {key: {"value": value, "version": 0} for key, value in self._strategy.key_values().items()}
+            return {key: first_put(state) for key, state in self._restored.items()}
+        new: dict[int, StateTree] = {key.index: {"version": 0} for keys in self._served.values() for key in keys}
+        return new | {key: {"value": value, "version": 0} for key, value in self._strategy.key_values().items()}
+
+    def rows(self) -> Iterator[tuple[KeyRange, StateTree]]:
+        """Yield what servers are given after `keys` of rows that exist, a part at a time, each with its key."""
+        for key in self._table.keys:
+            for part in more_puts(self._restored[key.index]) if self._restored is not None else ():
+                yield key, part
 
     def prepare(self, store: CheckpointStore, begins: bool) -> WriterState:
         """Return how this worker's writer stands.
@@ -139,15 +165,20 @@ class ServersState:
         steps = cursor.epoch * self._per_epoch + cursor.batch
         if self.parts > 1:
             beyond |= set(range(steps * self.parts, counted))  # parts of a step that is not complete
-        with self._strategy.saved() as average:
+        with self._room(store) as room, self._strategy.saved() as average:
             moving = {name: tensor for name, tensor in average.items() if name not in self._frozen}
             ema = {"updates": copy.averaged_updates, "average": moving} if average else {}
             held = self._strategy.held.state_dict()
+            lies = self._write_rows(room, copy) if room is not None else {}
+            keys = {index: dict(state) for index, state in copy.keys.items()}
+            for name, of_table in self._served.items():
+                held[name] = lies[model_name(name)]
+                keys |= {key.index: without_made(keys[key.index], key, lies) for key in of_table}
             frozen = {"model": {name: tensor for name, tensor in held.items() if name in self._frozen}}
             known = store.has_base(self._frozen)
             base = BaseState(self._frozen, None if known else frozen) if self._frozen else None
             served = {
-                "table": self._table.fingerprint, "keys": dict(copy.keys), "buffers": copy.buffers,
+                "table": self._table.fingerprint, "keys": keys, "buffers": copy.buffers,
                 "below": steps * self.parts, "beyond": to_runs(beyond), "parts": self.parts,
             }  # fmt: skip
             state = {
@@ -156,7 +187,27 @@ class ServersState:
                 "cursor": asdict(cursor), "world_size": 1, SINCE: self._since,
                 RANKS: {}, "ps": served,
             }  # fmt: skip
-            yield Captured(state, base=base)
+            arriving = None if room is None else Arriving(room, [part_file(0)], lambda state, _: state, with_own=False)
+            yield Captured(state, arriving, base)
+
+    @contextmanager
+    def _room(self, store: CheckpointStore) -> Iterator[Path | None]:
+        """Make the folder for rows that servers make; None: they make none. Where a copy is lost nothing stays."""
+        if not self._served:
+            yield None
+            return
+        room = self._patience.insist(WRITING, lambda: store.room_for_parts(time.time_ns()))
+        try:
+            yield room
+        except TagLost:
+            shutil.rmtree(room, ignore_errors=True)
+            store.close()  # another worker may have the next turn
+            raise
+
+    def _write_rows(self, room: Path, copy: ServersCopy) -> Mapping[str, Any]:
+        """Write rows that servers make, from their copy, to a folder; returns where each part of them lies."""
+        tensors = streamed_tensors(self._table, copy.keys, self._strategy.copied_rows)
+        return self._patience.insist(WRITING_PART, lambda: streamed_part(room / part_file(0), tensors))
 
     def finish(self) -> None:
         """Do nothing: a checkpoint is one part."""

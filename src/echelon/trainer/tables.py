@@ -6,6 +6,8 @@ memory for the rows that it keeps, and for no others.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,6 +22,8 @@ from echelon.models.tables import check_tables, make_sparse, sparse_tables
 from echelon.optim.traits import ON_ROWS, is_sgd
 from echelon.parallel.deferred_init import DeferredInit, named_tensors, without_memory
 from echelon.parallel.row_values import RowDraw, fill_rows
+from echelon.parallel.tables import can_fetch
+from echelon.ps.table import RowStart
 from echelon.sync.ps import server_settings
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.resolved import ResolvedRun
@@ -157,12 +161,18 @@ def table_notes(run: ResolvedRun, model: nn.Module, ranks: int) -> list[str]:
     return notes
 
 
-def build_by_rows(config: RunConfig, data: ModelInput, world: World) -> nn.Module | None:
+def build_by_rows(
+    config: RunConfig, data: ModelInput, world: World, starts: dict[str, RowStart] | None = None
+) -> nn.Module | None:
     """Build a model with sparse tables whose rows begin with values of their own (see `parallel.row_values`).
 
     Where the layout cuts tables, this rank's rows are all that the weights of these have. What else is random is drawn
     as ever. None, and nothing drawn, where tables cannot be made so: the values are a file's, the model is no built-in
     one, or it draws a table otherwise than element by element alike.
+
+    Args:
+        starts: is told how rows begin, where servers make them: the weights of tables then have none. None: they have
+            this rank's.
     """
     named = config.model
     if not named.sparse_tables or named.weights or "/" in named.name or ":" in named.name:
@@ -174,13 +184,14 @@ def build_by_rows(config: RunConfig, data: ModelInput, world: World) -> nn.Modul
     weights = sparse_tables(model)
     draws = {name: RowDraw.of(recording, weight) for name, weight in weights.items()}
     tied = len(list(model.parameters())) < len(dict(model.named_parameters(remove_duplicate=False)))
-    if tied or None in draws.values():
+    modules = dict(model.named_modules())
+    elsewhere = starts is None or all(can_fetch(modules[name.rpartition(".")[0]]) for name in weights)
+    if tied or None in draws.values() or not elsewhere:
         torch.set_rng_state(generators)
         return None
     others = {name: tensor for name, tensor in named_tensors(model).items() if name not in weights}
     deferred = DeferredInit(recording, others, world.device)
-    spans = {name: _own_span(len(weight), world) for name, weight in weights.items()}
-    modules = dict(model.named_modules())
+    spans = {name: (0, 0) if starts is not None else _own_span(len(w), world) for name, w in weights.items()}
     for name, weight in weights.items():
         start, stop = spans[name]
         rows = weight.new_empty((stop - start, weight.shape[1]))
@@ -196,7 +207,20 @@ def build_by_rows(config: RunConfig, data: ModelInput, world: World) -> nn.Modul
     for name, draw in draws.items():
         assert draw is not None
         fill_rows(made[name].detach(), spans[name][0], draw, config.training.seed, name)
+        if starts is not None:
+            starts[name] = RowStart(draw, config.training.seed, name)
     return model
+
+
+def whole_table_notes(run: ResolvedRun, model: nn.Module, starts: Mapping[str, RowStart]) -> list[str]:
+    """Say in one line that servers are given whole tables, where they cannot make the rows; else nothing."""
+    if starts or not sparse_tables(model):
+        return []
+    return [
+        f"--sync {run.described.strategy.sync}: each worker has memory for whole tables, and the first one sends them "
+        "to the servers; rows that servers make when they are first asked for are those of built-in models with "
+        "--sparse-tables, without --weights and --tune"
+    ]
 
 
 def _own_span(rows: int, world: World) -> Span:

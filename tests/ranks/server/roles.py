@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +27,7 @@ from echelon.coordinator.messages import (
     TrainTask,
 )
 from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig
+from echelon.core.state_tree import StateTree
 from echelon.messages.endpoint import Channel, Sender
 from echelon.messages.identity import RunKeys, derive_keys
 from echelon.messages.sockets import Limits
@@ -36,7 +37,7 @@ from echelon.ps.server import Server, ServerConfig
 from echelon.ps.serving import coordination_policy
 from echelon.ps.spans import model_table
 from echelon.ps.strategy import ParameterServer, WorkerOptions
-from echelon.ps.table import Cut, KeyTable
+from echelon.ps.table import Cut, KeyTable, RowStart
 from echelon.records.file import Recorder
 from echelon.records.kinds import Steps
 from echelon.sync.ps import ServerSettings
@@ -63,6 +64,7 @@ class Cluster:
     roles: list[Server] = field(default_factory=list)
     serving: dict[str, threading.Thread] = field(default_factory=dict)
     windows: list[Steps] = field(default_factory=list)
+    starts: Mapping[str, RowStart] = field(default_factory=dict)
 
     def start(self) -> None:
         """Start scheduler and servers."""
@@ -105,7 +107,7 @@ class Cluster:
 
     def _work(self, number: int, model: nn.Module, gradient: Any, lr: float, seen: list[Any]) -> None:
         client = self.client(number)
-        table = model_table(model, Cut(self.settings.servers, self.settings.chunk_bytes))
+        table = model_table(model, Cut(self.settings.servers, self.settings.chunk_bytes), starts=self.starts)
         try:
             self._tasks(client, model, table, gradient, lr, seen)
         finally:
@@ -120,16 +122,27 @@ class Cluster:
         while (task := client.next_task()) is not None:
             if isinstance(task, SetupTask):
                 client.wait_for_servers(self.settings.servers)
-                states = {k: {"value": v, "version": 0} for k, v in strategy.key_values().items()}
+                states: dict[int, StateTree] = {k.index: {"version": 0} for k in table.keys}
+                states |= {k: {"value": v, "version": 0} for k, v in strategy.key_values().items()}
                 client.put(table, states, 10.0)
                 client.report(SetupDone(task.task, table.fingerprint, self.plan.max_steps, 0, []))
             elif isinstance(task, EvaluateTask):
-                values = client.fetch(table, [k.index for k in table.keys], task.tag, full=False)
-                seen.append((task, torch.cat([values[k.index]["value"] for k in table.keys])))
+                seen.append((task, self._copied(client, table, task.tag)))
                 client.report(EvaluationDone(task.task))
             else:
                 with contextlib.suppress(RunOver):
                     self._train(client, strategy, task, gradient, lr)
+
+    def _copied(self, client: Client, table: KeyTable, tag: int) -> Tensor:
+        """Return all values of the servers' copy, 1-D."""
+        if not self.starts:
+            values = client.fetch(table, [k.index for k in table.keys], tag, full=False)
+            return torch.cat([values[k.index]["value"] for k in table.keys])
+        states, _ = client.fetch_copy(table, tag, self.folder)
+        made = [k for k in table.keys if k.begins is not None]
+        rows = client.rows([(k, torch.arange(k.rows)) for k in made], 0, tag)
+        values = {k.index: of_key.reshape(-1) for k, of_key in zip(made, rows, strict=True)}
+        return torch.cat([values[i] if i in values else states[i]["value"] for i in range(len(table.keys))])
 
     def _train(self, client: Client, strategy: ParameterServer, task: TrainTask, gradient: Any, lr: float) -> None:
         info = PushInfo(task.task, task.step, task.share, task.shares, 0, 1, lr)

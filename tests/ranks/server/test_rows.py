@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from echelon.coordinator.config import TrainingPlan
 from echelon.coordinator.messages import TrainTask
+from echelon.parallel.row_values import RowDraw, fill_rows
+from echelon.ps.table import RowStart
 from echelon.sync.ps import ServerSettings
 from tests.ranks.server.roles import Cluster
 
@@ -44,30 +46,65 @@ def adagrad(tensors: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(tensors, lr=LR)
 
 
-def test_one_asynchronous_worker_is_one_process_and_sends_touched_rows_alone(tmp_path: Path) -> None:
-    def gradient(module: nn.Module, task: TrainTask) -> float:
-        loss: Tensor = module(ids_of(task.step)).square().sum() / IDS
-        loss.backward()
-        return float(loss.detach())
+def gradient(module: nn.Module, task: TrainTask) -> float:
+    loss: Tensor = module(ids_of(task.step)).square().sum() / IDS
+    loss.backward()
+    return float(loss.detach())
 
-    whole = tower()
-    optimizer = adagrad(whole.parameters())
+
+def alone(model: nn.Module) -> Tensor:
+    """Train in one process; returns all parameters, 1-D."""
+    optimizer = adagrad(model.parameters())
     for step in range(STEPS):
-        whole(ids_of(step)).square().sum().div(IDS).backward()
+        model(ids_of(step)).square().sum().div(IDS).backward()
         optimizer.step()
         optimizer.zero_grad()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def touched_rows() -> int:
+    """Count the rows that all steps look up, each once in a step and a table."""
+    return sum(len(torch.cat([ids, ids // 2]).unique()) + len(ids.unique()) for ids in map(ids_of, range(STEPS)))
+
+
+def check_bytes(cluster: Cluster) -> None:
+    item, dense = 8, 8 * (WIDTH * WIDTH + WIDTH)
+    rows = touched_rows() * (WIDTH * item + 4)
+    wire = sum(window.wire_bytes for window in cluster.windows)
+    assert 2 * rows < wire - 2 * STEPS * dense <= 1.2 * 2 * rows
+
+
+def test_one_asynchronous_worker_is_one_process_and_sends_touched_rows_alone(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, ServerSettings(servers=2), adagrad, TrainingPlan(1, STEPS, 0, None, None))
     cluster.start()
     seen: list[Any] = []
     cluster.work(0, tower(), gradient, LR, seen)
     cluster.stop()
-    flat = torch.cat([p.detach().reshape(-1) for p in whole.parameters()])
-    torch.testing.assert_close(seen[-1][1], flat, atol=1e-12, rtol=0)
+    torch.testing.assert_close(seen[-1][1], alone(tower()), atol=1e-12, rtol=0)
+    check_bytes(cluster)
 
-    item, dense = 8, 8 * (WIDTH * WIDTH + WIDTH)
-    touched = 0
-    for ids in map(ids_of, range(STEPS)):
-        touched += len(torch.cat([ids, ids // 2]).unique()) + len(ids.unique())
-    rows = touched * (WIDTH * item + 4)
-    wire = sum(window.wire_bytes for window in cluster.windows)
-    assert 2 * rows < wire - 2 * STEPS * dense <= 1.2 * 2 * rows
+
+def test_rows_that_servers_make_are_those_of_one_process_and_no_worker_has_a_table(tmp_path: Path) -> None:
+    starts = {
+        "items.weight": RowStart(RowDraw("normal", 0.0, 1.0), 3, "items.weight"),
+        "bags.weight": RowStart(RowDraw("uniform", -1.0, 1.0, {2: 0.0}), 3, "bags.weight"),
+    }
+    whole, served = tower(), tower()
+    for name, start in starts.items():
+        fill_rows(whole.get_parameter(name).detach(), 0, start.draw, start.seed, name)
+        module = served.get_submodule(name.removesuffix(".weight"))
+        module.weight = nn.Parameter(torch.empty(0, WIDTH, dtype=torch.float64))
+    plan = TrainingPlan(1, STEPS, 0, None, None)
+    cluster = Cluster(tmp_path, ServerSettings(servers=2), adagrad, plan, starts=starts)
+    cluster.start()
+    seen: list[Any] = []
+    cluster.work(0, served, gradient, LR, seen)
+    cluster.stop()
+    torch.testing.assert_close(seen[-1][1], alone(whole), atol=1e-12, rtol=0)
+    check_bytes(cluster)
+    assert all(len(served.get_parameter(name)) == 0 for name in starts)
+    stores = [store for server in cluster.roles for store in server.state.stores.values() if store.made is not None]
+    looked_up = [torch.cat([i, i // 2]) for i in map(ids_of, range(STEPS))], [*map(ids_of, range(STEPS))]
+    wanted = sum(len(torch.cat(of_table).unique()) for of_table in looked_up)
+    assert sum(store.made.count for store in stores if store.made is not None) == wanted
+    assert sum(store.value.numel() for store in stores) < 2 * ROWS * WIDTH

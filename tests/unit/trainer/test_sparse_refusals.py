@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from echelon.config import build
 from echelon.core.errors import UserError
 from echelon.models.tables import check_tables, make_sparse
+from echelon.parallel.row_values import RowDraw
+from echelon.ps.table import RowStart
 from echelon.run.resolve import resolve
 from echelon.trainer.compatibility import check_strategies
-from echelon.trainer.tables import check_sparse_model
+from echelon.trainer.tables import check_sparse_model, whole_table_notes
 
 ROWS_ALONE = {"optimizer.name": "sparse_adam", "optimizer.weight_decay": 0.0, "model.sparse_tables": True}
 
@@ -94,3 +96,12 @@ def test_tables_are_cut_where_there_are_some() -> None:
 def test_a_model_without_tables_is_refused() -> None:
     with pytest.raises(UserError, match=r"no nn\.Embedding"):
         make_sparse(nn.Linear(2, 2), "model Linear")
+
+
+def test_a_run_says_where_servers_are_given_whole_tables() -> None:
+    run = resolve(build(None, {**ROWS_ALONE, "strategy.sync": "ps"}).config)
+    table = nn.Embedding(5, 2, sparse=True)
+    (note,) = whole_table_notes(run, table, {})
+    assert note.startswith("--sync ps: each worker has memory for whole tables")
+    assert not whole_table_notes(run, table, {"weight": RowStart(RowDraw("normal", 0.0, 1.0), 0, "weight")})
+    assert not whole_table_notes(run, nn.Linear(2, 2), {})
