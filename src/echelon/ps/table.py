@@ -184,7 +184,8 @@ def table_from_bytes(raw: bytes) -> KeyTable:
         keys = tuple(
             KeyRange(i, int(start), int(stop), int(server),
                 tuple(KeyPart(int(a), int(b), tuple(int(d) for d in s), bool(d), str(n), *map(float, rate))
-                      for a, b, s, d, n, *rate in parts), *map(int, rows[:1]), *map(RowStart.of, rows[1:]))
+                      for a, b, s, d, n, *rate in parts),
+                int(rows[0]) if rows else 0, RowStart.of(rows[1]) if rows[1:] else None)
             for i, (start, stop, server, parts, *rows) in enumerate(data["keys"])
         )  # fmt: skip
         servers, chunk, whole, dtype = data["cut"]

@@ -1,13 +1,14 @@
-"""A worker that may take little memory more than a process with torch has: `python -m ... ADDRESS FOLDER [whole]`.
+"""A worker that may take little memory more than a process with torch: `python -m ... ADDRESS FOLDER CGROUP [whole]`.
 
-It trains a built-in model of large tables as a run's worker does, saves each copy that it is to evaluate, and goes on
-from the newest checkpoint, if there is one. `whole`: it builds the tables whole, as where servers cannot make rows.
+It enters a cgroup, whose limit counts what it takes from then on. It trains a built-in model of large tables as a
+worker of a run does, saves each copy that it is to evaluate, and goes on from the newest checkpoint, if there is one.
+With `whole` it builds the tables whole, as where servers cannot make rows.
 """
 
 from __future__ import annotations
 
 import json
-import resource
+import os
 import sys
 from pathlib import Path
 
@@ -80,13 +81,6 @@ def built(starts: dict[str, RowStart] | None, ids: int = IDS) -> nn.Module:
     )
 
 
-def limit_memory() -> None:
-    """Let this process have `LIMIT_BYTES` more of data than it has now."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    now = next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmData:"))
-    resource.setrlimit(resource.RLIMIT_DATA, (now + LIMIT_BYTES, now + LIMIT_BYTES))
-
-
 class _Worker:
     def __init__(self, client: Client, folder: Path) -> None:
         starts: dict[str, RowStart] = {}
@@ -147,8 +141,8 @@ def main() -> None:
     torch.set_num_threads(1)
     client = Client(ClientConfig("worker0", KEYS, sys.argv[1], read("none"), 0, 0, 120.0))
     built(None, 50)(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)).sum().backward()
-    limit_memory()  # beyond what any worker needs: what was imported, and threads
-    if sys.argv[3:] == ["whole"]:
+    (Path(sys.argv[3]) / "cgroup.procs").write_text(str(os.getpid()))
+    if sys.argv[4:] == ["whole"]:
         built(None)
         return
     worker = _Worker(client, Path(sys.argv[2]))
