@@ -136,7 +136,7 @@ class PullRows(Content):
     tag: int = 0
 
 
-@content(20, ANY_FRAMES)
+@content(35, ANY_FRAMES)
 class PutRows(Content):
     """More rows of a key whose state was put: of those that exist it may hold a part (see `made_rows`)."""
 
@@ -144,7 +144,7 @@ class PutRows(Content):
     meta: bytes
 
 
-@content(21)
+@content(36)
 class ReadRows(Content):
     """Wants a part of what a copy has of rows that exist; the answer is a `StateOf`, which has it as `part`.
 

@@ -7,6 +7,7 @@ servers have of each row that exists, for a resume.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,13 +37,13 @@ def streamed_tensors(table: KeyTable, keys: Mapping[int, StateView], read: ReadR
         counts = {key.index: int(keys[key.index][EXIST]) for key in of_table}
         shape = sum(key.rows for key in of_table), of_table[0].width
         found[model_name(name)] = StreamedTensor(
-            table.torch_dtype, shape, lambda ks=of_table, ns=counts: _whole_table(ks, ns, table.torch_dtype, read)
+            table.torch_dtype, shape, partial(_whole_table, of_table, counts, table.torch_dtype, read)
         )
         for key in of_table:
             count = counts[key.index]
             for field, (dtype, *of_row) in keys[key.index][BY_ROW].items():
                 found[key_name(key, field)] = StreamedTensor(
-                    getattr(torch, dtype), (count, *of_row), lambda k=key, f=field, n=count: _parts(k, f, n, read)
+                    getattr(torch, dtype), (count, *of_row), partial(_parts, key, field, count, read)
                 )
     return found
 
