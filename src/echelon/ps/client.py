@@ -47,7 +47,7 @@ class Client:
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
         self.connection = Connection(config)
-        self._changes_at_copy = 0
+        self._changes_at_put = self._changes_at_copy = 0
 
     @property
     def _copy_is_lost(self) -> bool:
@@ -202,6 +202,7 @@ class Client:
                 meta, frames = pack_state(state)
                 yield _server_of(table, index), PutState(index, meta), frames
 
+        self._changes_at_put = self.connection.changes
         self._fetch(messages, set(states), "the servers to take their keys", deadline_s)
 
     def put_rows(self, key: KeyRange, rows: StateTree, deadline_s: float) -> None:
@@ -215,7 +216,8 @@ class Client:
         """
         meta, frames = pack_state(rows)
         content = PutRows(key.index, meta)
-        self._fetch(lambda: [(key.server, content, frames)], {key.index}, "a server to take rows", deadline_s)
+        what, since = "a server to take rows", self._changes_at_put
+        self._fetch(lambda: [(key.server, content, frames)], {key.index}, what, deadline_s, since)
 
     def read_rows(self, key: KeyRange, tag: int, name: str, first: int, count: int) -> Tensor:
         """Read a part of what the servers' copy `tag` has of the rows of a key that exist.
@@ -229,9 +231,8 @@ class Client:
         """
         content = ReadRows(key.index, tag, name, first, count)
         what = f"rows of the copy {tag}"
-        if self._copy_is_lost:
-            raise TagLost(what)
-        answers = self._fetch(lambda: [(key.server, content, [])], {key.index}, what, self.config.timeout_s)
+        timeout_s, since = self.config.timeout_s, self._changes_at_copy
+        answers = self._fetch(lambda: [(key.server, content, [])], {key.index}, what, timeout_s, since)
         answer = answers[key.index]
         assert isinstance(answer.content, StateOf)
         part: Tensor = unpack_state(answer.content.meta, answer.frames)["part"]
@@ -287,9 +288,11 @@ class Client:
         wanted: set[int],
         what: str,
         deadline_s: float,
+        since: int | None = None,
     ) -> dict[int, Message]:
+        """Send messages and wait for an answer of each key; `since`: no server may have come back since so many did."""
         connection = self.connection
-        changes = connection.changes
+        changes = connection.changes if since is None else since
         connection.fetched = {}
         connection.do(lambda: connection.send_apart(messages()))
         connection.wait_until(

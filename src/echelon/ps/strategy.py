@@ -273,8 +273,10 @@ class ParameterServer(ServerHeld):
         own = self.flat_buffers()
         if len(flat) == len(own):
             self.load_buffers(flat)
-        yield
-        self.load_buffers(own)
+        try:
+            yield
+        finally:  # a copy may be lost while it is evaluated
+            self.load_buffers(own)
 
     def flat_buffers(self) -> Tensor:
         """Return all floating-point buffers (BatchNorm statistics), 1-D float32 on the CPU."""

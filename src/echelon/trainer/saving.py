@@ -461,13 +461,14 @@ class Saver:
         self._postponed = not self._wait_for_writers(for_disk=last)
         if self._postponed:
             return False
-        self._last_step, self._has_saved = cursor.step, True
+        self._has_saved = True
         with self._state.captured(cursor, self._store) as captured:
             if captured is not None:
                 tree = {**captured.tree, "fingerprint": asdict(self._fingerprint), **self._results()}
                 self._store.save(
                     cursor.step, tree, metric=metric, arriving=captured.arriving, base=captured.base, reason=reason
                 )
+        self._last_step = cursor.step
         return True
 
     def _results(self) -> StateView:

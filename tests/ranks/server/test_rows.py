@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -84,27 +85,65 @@ def test_one_asynchronous_worker_is_one_process_and_sends_touched_rows_alone(tmp
     check_bytes(cluster)
 
 
+STARTS = {
+    "items.weight": RowStart(RowDraw("normal", 0.0, 1.0), 3, "items.weight"),
+    "bags.weight": RowStart(RowDraw("uniform", -1.0, 1.0, {2: 0.0}), 3, "bags.weight"),
+}
+
+
+def whole_tower() -> Tower:
+    """Build the model with tables whose rows begin as `STARTS` says."""
+    model = tower()
+    for name, start in STARTS.items():
+        fill_rows(model.get_parameter(name).detach(), 0, start.draw, start.seed, name)
+    return model
+
+
+def served_tower() -> Tower:
+    """Build the model with tables that have no rows."""
+    model = tower()
+    for name in STARTS:
+        table = model.get_submodule(name.removesuffix(".weight"))
+        table.weight = nn.Parameter(torch.empty(0, WIDTH, dtype=torch.float64))
+    return model
+
+
 def test_rows_that_servers_make_are_those_of_one_process_and_no_worker_has_a_table(tmp_path: Path) -> None:
-    starts = {
-        "items.weight": RowStart(RowDraw("normal", 0.0, 1.0), 3, "items.weight"),
-        "bags.weight": RowStart(RowDraw("uniform", -1.0, 1.0, {2: 0.0}), 3, "bags.weight"),
-    }
-    whole, served = tower(), tower()
-    for name, start in starts.items():
-        fill_rows(whole.get_parameter(name).detach(), 0, start.draw, start.seed, name)
-        module = served.get_submodule(name.removesuffix(".weight"))
-        module.weight = nn.Parameter(torch.empty(0, WIDTH, dtype=torch.float64))
-    plan = TrainingPlan(1, STEPS, 0, None, None)
-    cluster = Cluster(tmp_path, ServerSettings(servers=2), adagrad, plan, starts=starts)
+    plan, served = TrainingPlan(1, STEPS, 0, None, None), served_tower()
+    cluster = Cluster(tmp_path, ServerSettings(servers=2), adagrad, plan, starts=STARTS)
     cluster.start()
     seen: list[Any] = []
     cluster.work(0, served, gradient, LR, seen)
     cluster.stop()
-    torch.testing.assert_close(seen[-1][1], alone(whole), atol=1e-12, rtol=0)
+    torch.testing.assert_close(seen[-1][1], alone(whole_tower()), atol=1e-12, rtol=0)
     check_bytes(cluster)
-    assert all(len(served.get_parameter(name)) == 0 for name in starts)
+    assert all(len(served.get_parameter(name)) == 0 for name in STARTS)
     stores = [store for server in cluster.roles for store in server.state.stores.values() if store.made is not None]
     looked_up = [torch.cat([i, i // 2]) for i in map(ids_of, range(STEPS))], [*map(ids_of, range(STEPS))]
     wanted = sum(len(torch.cat(of_table).unique()) for of_table in looked_up)
     assert sum(store.made.count for store in stores if store.made is not None) == wanted
     assert sum(store.value.numel() for store in stores) < 2 * ROWS * WIDTH
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_rows_of_a_server_that_dies_are_made_or_come_again(tmp_path: Path, replicas: int) -> None:
+    settings, plan = ServerSettings(replicas=replicas, snapshot_every=2), TrainingPlan(1, STEPS, 0, None, None)
+    cluster = Cluster(tmp_path, settings, adagrad, plan, starts=STARTS)
+    cluster.start()
+    if replicas:
+        cluster.server(0, "standby0")
+    struck: list[int] = []
+
+    def strike(module: nn.Module, task: TrainTask) -> float:
+        if task.step == STEPS // 2 and not struck:
+            struck.append(task.step)
+            cluster.kill(cluster.servers[0])
+            if not replicas:
+                cluster.server(0)
+        return gradient(module, task)
+
+    seen: list[Any] = []
+    cluster.work(0, served_tower(), strike, LR, seen)
+    cluster.stop()
+    assert struck
+    torch.testing.assert_close(seen[-1][1], alone(whole_tower()), atol=1e-12, rtol=0)
