@@ -153,3 +153,29 @@ def test_a_study_that_is_stopped_leaves_no_run_in_the_queue(tmp_path: Path, clus
         assert study.end() == 130, study.text()
         assert cluster.ask("squeue", "-h", "-o", "%i") == ""
         assert [any(run.glob("checkpoints/step-*")) for run in sorted(first.glob("*"))] == [True, False, False, False]
+
+
+@pytest.mark.slow
+def test_a_run_of_an_array_is_followed_and_stopped_by_itself(tmp_path: Path, cluster: SlurmCluster) -> None:
+    given = ("digits", *SMALL, "--model", "mlp", "--workers", "1", "--max-steps", "900", "--seeds", "2")
+    given += ("--eval-every", "0", "--epochs", "1000", "--try", "sync=allreduce", "--try", "compression=int8")
+    with Runs(tmp_path) as runs:
+        study = _study(runs, cluster, *given, "--on", "slurm(nodes=1)", "--at-once", "2")
+        folder = study.folder / "runs"
+        study.wait_for(lambda: sum(bool(read_records(run, Steps)) for run in folder.glob("*")) == 2, "two at once")
+        first, second = [run for run in sorted(folder.glob("*")) if read_records(run, Steps)]
+        there = cluster.environment
+        followed = runs.start("logs", str(second), "-f", folder="followed", environment=there)
+        watched = runs.start("watch", str(second), folder="watched", environment=there)
+        stopped = runs.start("stop", str(first), folder="stopped", environment=there)
+        assert stopped.end() == 0, stopped.text()
+        study.wait_for(lambda: read_records(first, End), "the end of the one that is stopped")
+        assert [end.status for end in read_records(first, End)] == ["stopped"]
+        assert not any(end.status == "stopped" for end in read_records(second, End))
+        logged = runs.start("logs", str(first), folder="logged", environment=there)
+        assert logged.end() == 0 and "epoch 1/1000" in logged.text(), logged.text()
+        study.end()
+        assert "3 of 4 runs completed" in study.text() and "1 stopped" in study.text(), study.text()
+        assert followed.end() == watched.end() == 0, (followed.text(), watched.text())
+        assert [end.status for end in read_records(second, End)] == ["completed"]
+        assert "epoch 75/1000" in followed.text() and "step 900/900" in watched.text()
