@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -18,33 +19,53 @@ from tests.clusters.throttle import throttled
 
 from echelon.records.file import read_records
 from echelon.records.kinds import Checkpoint, Steps
+from echelon.study.intervals import ratio_interval
 
-RUN = ["train", "digits", "--model", "resnet20", "--workers", "2", "--epochs", "3", "--checkpoint-every", "4"]
+RUN = ["train", "digits", "--model", "resnet20", "--workers", "2", "--epochs", "6", "--checkpoint-every", "4"]
 
 
-def timed(folder: Path, *more: str) -> tuple[float, float, int]:
-    """Return the seconds that rank 0 waited for checkpoints, those of all steps, and how many checkpoints."""
+@dataclass(frozen=True)
+class Waited:
+    """What training waited for the checkpoints of a run.
+
+    Attributes:
+        median_s: rank 0, for one checkpoint.
+        share: of the steps' seconds, for all of them.
+        checkpoints: how many.
+    """
+
+    median_s: float
+    share: float
+    checkpoints: int
+
+
+def timed(folder: Path, *more: str) -> Waited:
+    """Train, and return what rank 0 waited for checkpoints."""
     command = [sys.executable, "-m", "echelon", *RUN, "--run", str(folder), *more]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
-    saved = read_records(folder, Checkpoint)
-    return sum(c.blocked_s for c in saved), sum(s.seconds for s in read_records(folder, Steps)), len(saved)
+    waits = [saved.blocked_s for saved in read_records(folder, Checkpoint)]
+    steps_s = sum(window.seconds for window in read_records(folder, Steps))
+    return Waited(statistics.median(waits), sum(waits) / steps_s, len(waits))
 
 
 def main(repeats: int) -> None:
-    """Time both ways in turn."""
-    waits: dict[str, list[float]] = {"folder": [], "mirror": []}
+    """Time both ways in turn, which of them first by turns, and print each run and their ratio."""
+    found: dict[str, list[Waited]] = {"folder": [], "mirror": []}
     with tempfile.TemporaryDirectory() as scratch, rclone(Path(scratch)) as store, throttled(store.port, 10e6) as port:
         os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
         for i in range(repeats):
-            for name in waits:
+            for name in sorted(found, reverse=bool(i % 2)):
                 more = ["--mirror", f"s3://runs/{uuid.uuid4().hex}"] if name == "mirror" else []
-                blocked_s, steps_s, count = timed(Path(scratch) / f"{name}{i}", *more)
-                waits[name].append(blocked_s / count)
+                waited = timed(Path(scratch) / f"{name}{i}", *more)
+                found[name].append(waited)
                 print(
-                    f"{name}: {count} checkpoints, {blocked_s / count * 1e3:.1f} ms waited each, {steps_s:.2f} s steps"
+                    f"{name}: {waited.checkpoints} checkpoints, {waited.median_s * 1e3:.2f} ms waited for one, "
+                    f"{waited.share:.2%} of the steps' time for all",
+                    flush=True,
                 )
-    medians = {name: statistics.median(values) for name, values in waits.items()}
-    print(f"ratio of medians {medians['mirror'] / medians['folder']:.3f}")
+    for what in ("median_s", "share"):
+        mirror, folder = ([getattr(waited, what) for waited in found[name]] for name in ("mirror", "folder"))
+        print(f"{what}, mirror / folder: {ratio_interval(mirror, folder)}")
 
 
 if __name__ == "__main__":
