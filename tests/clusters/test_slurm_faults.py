@@ -22,6 +22,7 @@ STEPS = int(os.environ.get("ECHELON_SLURM_STEPS", "9000"))
 EVERY = 50  # steps between checkpoints
 FAULT_S = 900.0  # until a run goes on after a fault
 SLOW = """\
+import time
 
 
 def wait(image):

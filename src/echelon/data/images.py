@@ -331,8 +331,10 @@ def as_sample(item: Any) -> tuple[Nest, Nest]:
         *several, wanted = item
         given = tuple(several) if len(several) > 1 else several[0]
     else:
+        is_array = isinstance(item, (Tensor, np.ndarray, np.generic))
+        hint = "; arrays of inputs and labels are one by TensorDataset(inputs, labels) of torch" if is_array else ""
         raise UserError(
-            f"items must be (tensor, label), not {_kinds(item)}: or (input, ..., target), or a dict with a target"
+            f"items must be (tensor, label), not {_kinds(item)}: or (input, ..., target), or a dict with a target{hint}"
         )
     return nest.map_leaves(_as_tensor, given), nest.map_leaves(_as_tensor, wanted)
 
