@@ -1,11 +1,12 @@
 """Sparse tables: samples/s and bytes of a step against a dense DistributedDataParallel loop written by hand.
 
-python -m benchmarks.tables
+python -m benchmarks.tables [--model two_tower] [--ratings ratings.csv]
 
-A generated click log, DLRM's kind of model (26 columns of ids from one table), 2 processes on this machine, over
-loopback. All loops have the same batches and model; the hand-written one has a dense gradient and Adam, the others
-sparse gradients, SparseAdam, and rows that travel: of whole tables, or of one that is cut over the processes. They take
-turns, and each figure is the median of its rounds. `--rows 10000000 --no-dense` leaves out the loop that has no room.
+2 processes on this machine, over loopback, and one of two models: DLRM's (26 columns of ids from one table) on a
+generated click log, or two towers on such a log or on the ratings of a file (userId,movieId,rating). All loops have the
+same batches and model; the hand-written one has a dense gradient and Adam, the others sparse gradients, SparseAdam, and
+rows that travel: of whole tables, or of tables that are cut over the processes. They take turns, and each figure is the
+median of its rounds. `--rows 10000000 --no-dense` leaves out the loop that may have no room.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import os
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
+import numpy
+import pandas
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.collectives import registry as paths
@@ -27,6 +32,7 @@ from echelon.collectives.row_exchange import RowExchange
 from echelon.collectives.wire import ring_bytes
 from echelon.compression import read as read_codec
 from echelon.models.builtin.dlrm import DLRM
+from echelon.models.builtin.two_tower import TwoTower
 from echelon.models.tables import make_sparse, sparse_tables
 from echelon.observe.phases import HostClock
 from echelon.optim.build import TableAdam
@@ -40,43 +46,111 @@ RANKS, COLUMNS, NUMBERS = 2, 26, 13
 
 
 @dataclass(frozen=True)
-class Log:
-    """A generated click log.
+class Turns:
+    """How long is measured.
 
     Attributes:
-        rows: of the table.
         batch: samples of a rank and step.
         steps: of a round.
         rounds: of each loop.
         no_dense: leave the hand-written loop out.
     """
 
-    rows: int
     batch: int
     steps: int
     rounds: int
     no_dense: bool = False
 
-    def drawn(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids `(B, 26)`, few of them often and most seldom, numbers `(B, 13)` and clicks `(B, 1)`."""
-        draw = torch.Generator().manual_seed(step * RANKS + rank)
-        ids = (torch.rand(self.batch, COLUMNS, generator=draw) ** 3 * self.rows).long()
-        numbers = torch.randn(self.batch, NUMBERS, generator=draw)
-        return ids, numbers, (numbers[:, :1] > 0).float()
+
+@dataclass(frozen=True)
+class Step:
+    """One batch of a rank: inputs (B, ...) of the model and targets (B, 1)."""
+
+    inputs: tuple[Tensor, ...]
+    targets: Tensor
+
+
+class Work(Protocol):
+    """A model and its data."""
+
+    label: str
+
+    def model(self) -> nn.Module:
+        """Build it."""
+
+    def drawn(self, draw: torch.Generator, count: int) -> Step:
+        """Return a batch of so many samples."""
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each sample, from outputs and targets (B, 1)."""
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """DLRM on a generated click log: ids from one table of `rows`, few of them often and most seldom."""
+
+    rows: int
+    label: str = "dlrm"
+
+    def model(self) -> nn.Module:
+        """Build it."""
+        return DLRM(NUMBERS, COLUMNS, self.rows, 1)
+
+    def drawn(self, draw: torch.Generator, count: int) -> Step:
+        """Return numbers `(B, 13)`, ids `(B, 26)` and clicks `(B, 1)`."""
+        ids = (torch.rand(count, COLUMNS, generator=draw) ** 3 * self.rows).long()
+        numbers = torch.randn(count, NUMBERS, generator=draw)
+        return Step((ids, numbers), (numbers[:, :1] > 0).float())
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross-entropy."""
+        return nn.functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Two towers on ratings `(N, 3)` of users and items, or on a generated log of two tables of `rows` ids each."""
+
+    rows: int
+    ratings: Tensor | None = None
+    label: str = "two_tower"
+
+    def model(self) -> nn.Module:
+        """Build it."""
+        return TwoTower([self.rows] * 2 if self.ratings is None else (self.ratings[:, :2].amax(0).long() + 1).tolist())
+
+    def drawn(self, draw: torch.Generator, count: int) -> Step:
+        """Return users `(B,)`, items `(B,)` and ratings `(B, 1)`."""
+        if self.ratings is None:
+            users, items = (torch.rand(2, count, generator=draw) ** 3 * self.rows).long()
+            return Step((users, items), (users[:, None] % 2).float())
+        rows = self.ratings[torch.randint(len(self.ratings), (count,), generator=draw)]
+        return Step((rows[:, 0].long(), rows[:, 1].long()), rows[:, 2:])
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the squared error."""
+        return (outputs - targets).square()
+
+
+def read_ratings(file: Path) -> Tensor:
+    """Return users and items, numbered from 0, and ratings `(N, 3)` of a table userId,movieId,rating,..."""
+    table = pandas.read_csv(file, usecols=["userId", "movieId", "rating"])
+    columns = [pandas.factorize(table[name])[0] for name in ("userId", "movieId")]
+    return torch.tensor(numpy.stack([*columns, table["rating"].to_numpy()], axis=1), dtype=torch.float32)
 
 
 class _Dense:
     """DistributedDataParallel and Adam, as anyone writes them."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, work: Work) -> None:
         torch.manual_seed(0)
-        self._model = DistributedDataParallel(DLRM(NUMBERS, COLUMNS, log.rows, 1))
+        self._work, self._model = work, DistributedDataParallel(work.model())
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-3)
         self.bytes_a_step = float(ring_bytes(sum(4 * p.numel() for p in self._model.parameters()), RANKS, on_gpu=False))
 
-    def step(self, ids: torch.Tensor, numbers: torch.Tensor, clicks: torch.Tensor) -> None:
+    def step(self, batch: Step) -> None:
         """Take one step."""
-        loss = nn.functional.binary_cross_entropy_with_logits(self._model(ids, numbers), clicks)
+        loss = self._work.losses(self._model(*batch.inputs), batch.targets).mean()
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
@@ -85,10 +159,10 @@ class _Dense:
 class _Sparse:
     """The strategy `allreduce` of this package, with sparse gradients and `sparse_adam`."""
 
-    def __init__(self, log: Log, compression: str, is_cut: bool = False) -> None:
+    def __init__(self, work: Work, compression: str, is_cut: bool = False) -> None:
         torch.manual_seed(0)
-        self._model = DLRM(NUMBERS, COLUMNS, log.rows, 1)
-        make_sparse(self._model, "dlrm")
+        self._work, self._model = work, work.model()
+        make_sparse(self._model, work.label)
         cut_rows = _cut(self._model, compression) if is_cut else None
         groups = [{"params": list(self._model.parameters()), "weight_decay": 0.0}]
         optimizer = TableAdam(groups, sparse_tables(self._model), 1e-3)
@@ -112,14 +186,13 @@ class _Sparse:
         """Bytes that this rank has sent, by step."""
         return sum(self._sync.bytes_sent().values()) / self._steps
 
-    def step(self, ids: torch.Tensor, numbers: torch.Tensor, clicks: torch.Tensor) -> None:
+    def step(self, batch: Step) -> None:
         """Take one step."""
         self._steps += 1
-        divisor = self._sync.begin_step(len(ids), RANKS * len(ids))
+        divisor = self._sync.begin_step(len(batch.targets), RANKS * len(batch.targets))
         with self._sync.micro_batch(last=True):
-            outputs = self._sync.module(ids, numbers)
-            loss = nn.functional.binary_cross_entropy_with_logits(outputs, clicks, reduction="sum") / divisor
-            loss.backward()
+            losses = self._work.losses(self._sync.module(*batch.inputs), batch.targets)
+            (losses.sum() / divisor).backward()
         self._sync.step()
 
 
@@ -131,44 +204,48 @@ def _cut(model: nn.Module, compression: str) -> CutRows:
     return CutRows(exchange, None)
 
 
-def _rank(rank: int, log: Log, port: int) -> None:
+def _rank(rank: int, work: Work, turns: Turns, port: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    loops: dict[str, _Dense | _Sparse] = {} if log.no_dense else {"dense DDP by hand": _Dense(log)}
+    loops: dict[str, _Dense | _Sparse] = {} if turns.no_dense else {"dense DDP by hand": _Dense(work)}
     loops |= {
-        "sparse rows": _Sparse(log, "none"),
-        "sparse rows, int8": _Sparse(log, "int8"),
-        "cut rows": _Sparse(log, "none", is_cut=True),
-        "cut rows, int8": _Sparse(log, "int8", is_cut=True),
+        "sparse rows": _Sparse(work, "none"),
+        "sparse rows, int8": _Sparse(work, "int8"),
+        "cut rows": _Sparse(work, "none", is_cut=True),
+        "cut rows, int8": _Sparse(work, "int8", is_cut=True),
     }
+    draw = torch.Generator().manual_seed(rank)
     taken: dict[str, list[float]] = {name: [] for name in loops}
-    for round_ in range(log.rounds + 1):  # the first one warms up
-        batches = [log.drawn(round_ * log.steps + i, rank) for i in range(log.steps)]
+    for _ in range(turns.rounds + 1):  # the first one warms up
+        batches = [work.drawn(draw, turns.batch) for _ in range(turns.steps)]
         for name, loop in loops.items():
             dist.barrier()
             began = time.perf_counter()
             for each in batches:
-                loop.step(*each)
+                loop.step(each)
             dist.barrier()
-            taken[name].append((time.perf_counter() - began) / log.steps)
+            taken[name].append((time.perf_counter() - began) / turns.steps)
     if rank == 0:
-        _show(log, loops, {name: seconds[1:] for name, seconds in taken.items()})
+        _show(work, turns, loops, {name: seconds[1:] for name, seconds in taken.items()})
     dist.destroy_process_group()
 
 
-def _show(log: Log, loops: dict[str, _Dense | _Sparse], taken: dict[str, list[float]]) -> None:
-    samples = RANKS * log.batch
-    print(f"table of {log.rows} rows of 16, {samples} samples a step, {RANKS} processes")
+def _show(work: Work, turns: Turns, loops: dict[str, _Dense | _Sparse], taken: dict[str, list[float]]) -> None:
+    samples = RANKS * turns.batch
+    tables = " and ".join(f"{len(each):,} x {each.shape[1]}" for each in work.model().parameters() if len(each) > 500)
+    print(f"{work.label}, tables of {tables}, {samples} samples a step, {RANKS} processes")
     print("| loop | samples/s (least to most) | bytes sent a step and rank |\n|---|---|---|")
     for name, seconds in taken.items():
         middle, low, high = (samples / each for each in (statistics.median(seconds), max(seconds), min(seconds)))
-        print(f"| {name} | {middle:.0f} ({low:.0f} to {high:.0f}) | {loops[name].bytes_a_step:.0f} |")
+        print(f"| {name} | {middle:.0f} ({low:.0f} to {high:.0f}) | {loops[name].bytes_a_step:,.0f} |")
 
 
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=("dlrm", "two_tower"), default="dlrm")
+    parser.add_argument("--ratings", type=Path, help="of two_tower: a table of them; else a generated log")
     parser.add_argument("--rows", type=int, default=500_000)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=4)
@@ -176,8 +253,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=29_611)
     parser.add_argument("--no-dense", action="store_true")
     given = parser.parse_args()
-    log = Log(given.rows, given.batch, given.steps, given.rounds, given.no_dense)
-    mp.spawn(_rank, (log, given.port), nprocs=RANKS)
+    if given.ratings and given.model != "two_tower":
+        parser.error("--ratings is of --model two_tower")
+    ratings = read_ratings(given.ratings) if given.ratings else None
+    work = Clicks(given.rows) if given.model == "dlrm" else Pairs(given.rows, ratings)
+    mp.spawn(_rank, (work, Turns(given.batch, given.steps, given.rounds, given.no_dense), given.port), nprocs=RANKS)
 
 
 if __name__ == "__main__":
