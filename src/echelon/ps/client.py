@@ -122,7 +122,8 @@ class Client:
             rows: numbers within the key, ascending, `(R,)`; None: the table has no gradient.
             values: `(R, D)`.
         """
-        self.connection.do(lambda: self.connection.queue_rows_push(key, rows, values, info))
+        start = self.connection.later if self.connection.encodes else self.connection.do
+        start(lambda: self.connection.queue_rows_push(key, rows, values, info))
 
     def rows(self, wanted: Sequence[tuple[KeyRange, Tensor]], task: int, tag: int = 0) -> list[Tensor]:
         """Ask for rows of tables' keys, by their numbers within the key, and wait: the values of each, `(R, D)`.

@@ -17,6 +17,7 @@ from echelon.compression import Compression
 from echelon.compression.base import Codec, Meta, State
 from echelon.compression.transforms import without_transforms
 from echelon.ps.blob import as_frame, copied_frame, read_frame, sent_frame
+from echelon.ps.rows import read_rows, read_values, row_gradient, value_frame
 from echelon.ps.table import KeyRange
 from echelon.sync.ps import server_codec
 
@@ -81,6 +82,53 @@ class KeyCoding:
         if flat.numel() != key.numel:
             raise ValueError(f"{flat.numel()} elements for key {key.index} of {key.numel}")
         return flat
+
+
+class RowCoding:
+    """Encodes and decodes the gradients of rows, where the codec takes rows (`Codec.takes_rows`); else as they are.
+
+    Such a codec keeps nothing, and makes of so many values a message of one length, which tells a server whether the
+    values are encoded: those that the codec cannot hold travel as they are, for all to see.
+    """
+
+    def __init__(self, compression: Compression, dtype: torch.dtype) -> None:
+        self.codec = compression.codec if compression.encodes and compression.codec.takes_rows else None
+        self._dtype = dtype
+
+    def encode(self, values: Tensor, state: State) -> Any:
+        """Return the frame of rows' values, `(R, D)`; they must not change until it was sent.
+
+        Args:
+            state: says on what the codec's draws depend.
+        """
+        if self.codec is None or not values.numel():
+            return value_frame(values)
+        largest = min(self.codec.largest, torch.finfo(values.dtype).max)
+        if not bool((values.abs() <= largest).all()):
+            return value_frame(values)
+        return as_frame(self.codec.to_bytes(self.codec.compress(values.contiguous(), state)).contiguous())
+
+    def gradient(self, frames: Sequence[Any], key: KeyRange) -> Tensor:
+        """Read the sparse gradient of a key from the frames of its rows' numbers and values.
+
+        Raises:
+            ValueError: the frames hold no rows of this key.
+        """
+        if len(frames) != 2:
+            raise ValueError(f"{len(frames)} frames for rows of key {key.index}, which are two")
+        rows = read_rows(frames[0], key)
+        return row_gradient(rows, self._values(frames[1], len(rows), key), key)
+
+    def _values(self, frame: Any, count: int, key: KeyRange) -> Tensor:
+        shape, plain = (count, key.width), count * key.width * self._dtype.itemsize
+        coded = self.codec.n_bytes(count * key.width) if self.codec is not None and count else None
+        message = read_frame(frame, torch.uint8) if coded not in (None, plain) and len(frame) else None
+        if self.codec is None or message is None or message.numel() != coded:
+            return read_values(frame, count, key, self._dtype)
+        try:
+            return self.codec.extract(self.codec.from_bytes(message, Meta(shape, self._dtype)))
+        except (ValueError, RuntimeError, IndexError, OverflowError) as error:
+            raise ValueError(f"not a message of {self.codec.name}: {error}") from None
 
 
 class References:

@@ -46,7 +46,7 @@ from echelon.messages.endpoint import Channel, Sender, SocketTraffic
 from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
 from echelon.messages.sockets import Limits, new_context
-from echelon.ps.coding import KeyCoding, downward, upward
+from echelon.ps.coding import KeyCoding, RowCoding, downward, upward
 from echelon.ps.keystore import PushOutcome
 from echelon.ps.messages import (
     TO_PS_WORKER,
@@ -61,7 +61,7 @@ from echelon.ps.messages import (
     StateOf,
 )
 from echelon.ps.pushes import Outgoing, ServerTraffic
-from echelon.ps.rows import index_frame, read_values, value_frame
+from echelon.ps.rows import index_frame, read_values
 from echelon.ps.table import KeyRange, KeyTable
 from echelon.ps.wakeups import ThreadWakeups
 from echelon.ps.worker_state import (
@@ -124,6 +124,7 @@ class Connection:
     def set_table(self, table: KeyTable) -> None:
         """Take the table of keys: their coding and their values, which are not there yet."""
         self._up = upward(self.config.compression, table.torch_dtype)
+        self._rows_up = RowCoding(self.config.compression, table.torch_dtype)
         self._down = downward(self.config.compression, table.torch_dtype)
         self._plain = KeyCoding(None, table.torch_dtype)
         whole = [key for key in table.keys if not key.width]
@@ -333,7 +334,8 @@ class Connection:
             rows: numbers within the key, ascending, `(R,)`; None: the table has no gradient.
             values: `(R, D)`.
         """
-        frames = [b""] if rows is None else [index_frame(rows, key), value_frame(values)]
+        state = State(f"key{key.index}", self.config.seed, self.config.stream, numbers={"step": info.task})
+        frames = [b""] if rows is None else [index_frame(rows, key), self._rows_up.encode(values, state)]
         push = PushGradient(
             key.index, info.task, info.step, info.share, info.shares, info.units, info.batch,
             0, 0, info.lr, False, [0] if rows is None else [],

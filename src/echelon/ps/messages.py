@@ -39,7 +39,8 @@ class PushGradient(Content):
         absent: parts of the key that got no gradient, by number; the frames have zeros there, and where these are all
             parts, nothing.
 
-    Of a key of a table the frames are the numbers of the rows that have a gradient, ascending, and their values.
+    Of a key of a table the frames are the numbers of the rows that have a gradient, ascending, and their values (see
+    `coding.RowCoding`).
     """
 
     key: int

@@ -63,18 +63,6 @@ def row_gradient(rows: Tensor, values: Tensor, key: KeyRange) -> Tensor:
     return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
 
 
-def read_gradient(frames: Sequence[Any], key: KeyRange, dtype: torch.dtype) -> Tensor:
-    """Read the sparse gradient of a key from the frames of its rows' numbers and values.
-
-    Raises:
-        ValueError: the frames hold no rows of this key.
-    """
-    if len(frames) != 2:
-        raise ValueError(f"{len(frames)} frames for rows of key {key.index}, which are two")
-    rows = read_rows(frames[0], key)
-    return row_gradient(rows, read_values(frames[1], len(rows), key, dtype), key)
-
-
 def of_keys(keys: Sequence[KeyRange], rows: Tensor) -> Iterator[tuple[KeyRange, int, Tensor]]:
     """Divide ascending rows of a table among its keys: each key, its first row, and its rows by number within it."""
     first = 0

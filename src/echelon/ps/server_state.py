@@ -33,7 +33,7 @@ from echelon.core.state_tree import StateTree, StateView
 from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
 from echelon.ps.blob import as_frame, message_of, pack_state, read_frame, unpack_state
-from echelon.ps.coding import References, downward, upward
+from echelon.ps.coding import References, RowCoding, downward, upward
 from echelon.ps.durability import Durability, ReplicationLog, held_by_all
 from echelon.ps.keystore import KeyStore, Push, PushOutcome
 from echelon.ps.made_rows import EXIST, values_of, without_rows
@@ -61,7 +61,7 @@ from echelon.ps.messages import (
     SetTable,
     StateOf,
 )
-from echelon.ps.rows import read_gradient, read_rows, row_gradient, value_frame
+from echelon.ps.rows import read_rows, row_gradient, value_frame
 from echelon.ps.serving import (
     Effect,
     FileState,
@@ -256,6 +256,7 @@ class ServerState:
         self.table = table
         self._keys = len(table.of_server(self.config.index))
         self._coding = upward(self.config.compression, table.torch_dtype)
+        self._row_coding = RowCoding(self.config.compression, table.torch_dtype)
         self._references = References(downward(self.config.compression, table.torch_dtype), self.config.seed)
 
     def _put_state(self, peer: bytes, message: Message, now_s: float) -> None:
@@ -380,7 +381,7 @@ class ServerState:
             gradient = (
                 row_gradient(none, torch.zeros((0, key.width), dtype=dtype), key)
                 if nothing
-                else read_gradient(message.frames, key, dtype)
+                else self._row_coding.gradient(message.frames, key)
             )
             return _push_of(content, worker, gradient, scale, absent)
         if nothing:

@@ -31,7 +31,7 @@ from echelon.trainer.parts import Work, build_computing, build_split, build_whol
 from echelon.trainer.precision import PRECISIONS, build_scaler
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.state import RunParts, seed_everything
-from echelon.trainer.tables import check_sparse_model, whole_table_notes
+from echelon.trainer.tables import check_sparse_model, table_notes, whole_table_notes
 from echelon.trainer.world import World
 
 
@@ -132,7 +132,7 @@ def _connect(
     if worker is not None:
         worker.servers = servers
         client.while_waiting(worker.channel.tell_idle, worker.channel.idle_s)
-    notes = whole_table_notes(run, model, work.row_starts or {})
+    notes = [*table_notes(run, model, process.workers), *whole_table_notes(run, model, work.row_starts or {})]
     return ServerLink(client, settings, table, servers, process, timeout_s, roles, notes)
 
 

@@ -129,7 +129,6 @@ def _check_servers(run: ResolvedRun, label: str, instead: str) -> None:
             f"worker had: leave them out, or {instead}"
         )
     for flag, stands in (
-        (f"--compression {given.compression}", run.compression.encodes),
         (f"--clip-norm {run.config.optimizer.clip_norm:g}", run.config.optimizer.clip_norm > 0),
         (f"--ema {training.ema:g}", training.ema > 0),
         (f"--precision {training.precision}", PRECISIONS[training.precision].parameters is not None),
@@ -143,10 +142,11 @@ def _check_servers(run: ResolvedRun, label: str, instead: str) -> None:
 
 def table_notes(run: ResolvedRun, model: nn.Module, ranks: int) -> list[str]:
     """Say, in sentences, what of a run's choices does not act on its sparse tables."""
-    if ranks == 1 or run.sync.uses_servers or not sparse_tables(model):
+    served = run.sync.uses_servers
+    if (ranks == 1 and not served) or not sparse_tables(model):
         return []
     given = run.described.strategy
-    if not run.sync.sums_in_backward:
+    if not served and not run.sync.sums_in_backward:
         return [f"--sync {given.sync} sends sparse tables whole, whatever rows were touched"]
     notes = []
     if run.compression.encodes and not run.compression.codec.takes_rows:
@@ -154,7 +154,7 @@ def table_notes(run: ResolvedRun, model: nn.Module, ranks: int) -> list[str]:
             f"--compression {given.compression} acts on all but the sparse tables, whose rows travel as they are "
             "(int8, fp16 and bf16 act on rows)"
         )
-    if not run.path.by_backend:
+    if not served and not run.path.by_backend:
         notes.append(
             f"--collective {given.collective} acts on all but the sparse tables: rows go to each worker at once"
         )

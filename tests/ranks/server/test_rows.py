@@ -53,9 +53,13 @@ def gradient(module: nn.Module, task: TrainTask) -> float:
     return float(loss.detach())
 
 
-def alone(model: nn.Module) -> Tensor:
+def sgd(tensors: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(tensors, lr=LR)
+
+
+def alone(model: nn.Module, build: Any = adagrad) -> Tensor:
     """Train in one process; returns all parameters, 1-D."""
-    optimizer = adagrad(model.parameters())
+    optimizer = build(model.parameters())
     for step in range(STEPS):
         model(ids_of(step)).square().sum().div(IDS).backward()
         optimizer.step()
@@ -68,11 +72,12 @@ def touched_rows() -> int:
     return sum(len(torch.cat([ids, ids // 2]).unique()) + len(ids.unique()) for ids in map(ids_of, range(STEPS)))
 
 
-def check_bytes(cluster: Cluster) -> None:
-    item, dense = 8, 8 * (WIDTH * WIDTH + WIDTH)
-    rows = touched_rows() * (WIDTH * item + 4)
+def check_bytes(cluster: Cluster, pushed: int = 8) -> None:
+    """Check what travelled; `pushed`: bytes of an element of a gradient."""
+    dense = WIDTH * WIDTH + WIDTH
+    rows = touched_rows() * (WIDTH * (8 + pushed) + 2 * 4)
     wire = sum(window.wire_bytes for window in cluster.windows)
-    assert 2 * rows < wire - 2 * STEPS * dense <= 1.2 * 2 * rows
+    assert rows < wire - STEPS * dense * 2 * pushed <= 1.2 * rows  # what is dense is encoded both ways
 
 
 def test_one_asynchronous_worker_is_one_process_and_sends_touched_rows_alone(tmp_path: Path) -> None:
@@ -83,6 +88,17 @@ def test_one_asynchronous_worker_is_one_process_and_sends_touched_rows_alone(tmp
     cluster.stop()
     torch.testing.assert_close(seen[-1][1], alone(tower()), atol=1e-12, rtol=0)
     check_bytes(cluster)
+
+
+def test_gradients_of_rows_are_pushed_through_a_codec(tmp_path: Path) -> None:
+    plan = TrainingPlan(1, STEPS, 0, None, None)
+    cluster = Cluster(tmp_path, ServerSettings(servers=2), sgd, plan, compression="fp16")
+    cluster.start()
+    seen: list[Any] = []
+    cluster.work(0, tower(), gradient, LR, seen)
+    cluster.stop()
+    assert 0 < float((seen[-1][1] - alone(tower(), sgd)).abs().max()) < 1e-3
+    check_bytes(cluster, pushed=2)
 
 
 STARTS = {

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from echelon.compression import read
+from echelon.compression.base import Meta, State
 from echelon.messages.framing import Content, Message
 from echelon.messages.identity import derive_keys
 from echelon.messages.plain import Malformed
 from echelon.ps.blob import as_frame, pack_state, read_frame, unpack_state
+from echelon.ps.coding import RowCoding
 from echelon.ps.keystore import KeyStore
 from echelon.ps.messages import Pull, PullRows, PushAck, PushGradient, PutState, RowValues, SetTable
 from echelon.ps.rows import RowVersions, index_frame, row_gradient, value_frame
@@ -155,3 +157,36 @@ def test_rows_that_cannot_be_are_dropped(content: Content, frames: list[Tensor])
     with pytest.raises(Malformed):
         serving.say("a", content, [as_frame(frame) for frame in frames])
     assert torch.equal(serving.state.stores[0].value, serving.start)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "fp16", "bf16", "topk(0.1)", "int8+huffman"])
+def test_gradients_of_rows_go_through_a_codec_that_takes_rows(codec: str) -> None:
+    coding, rows = RowCoding(read(codec), torch.float32), torch.tensor([1, 4, 8])
+    values = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def received(given: Tensor) -> Tensor:
+        frames = [index_frame(rows, KEY), coding.encode(given, State("key0", 3, 1, numbers={"step": 5}))]
+        return coding.gradient([memoryview(bytearray(frame)) for frame in frames], KEY)
+
+    found = received(values)
+    assert torch.equal(found.indices()[0], rows) and found.shape == (ROWS, WIDTH)
+    wanted = values
+    if coding.codec is not None:
+        taken = coding.codec.compress(values, State("key0", 3, 1, numbers={"step": 5}))
+        message = coding.codec.to_bytes(taken)
+        assert message.numel() < values.nbytes
+        wanted = coding.codec.extract(coding.codec.from_bytes(message, Meta((3, WIDTH), torch.float32)))
+    assert (coding.codec is None) == (codec in ("none", "topk(0.1)"))
+    assert torch.equal(found.values(), wanted)
+    overflowed = values.clone()
+    overflowed[0, 0] = torch.inf
+    assert torch.equal(received(overflowed).values(), overflowed)
+    nothing = coding.encode(values[:0], State("key0"))
+    assert not len(coding.gradient([b"", nothing], KEY).indices()[0])
+
+
+def test_a_frame_that_is_no_message_of_the_rows_codec_is_refused() -> None:
+    coding, rows = RowCoding(read("int8"), torch.float32), torch.tensor([1, 4, 8])
+    for size in (1, 4 * WIDTH, 3 * 4 * WIDTH + 4):
+        with pytest.raises(ValueError, match=r"elements for 3 rows|no whole number"):
+            coding.gradient([memoryview(bytearray(index_frame(rows, KEY))), memoryview(bytearray(size))], KEY)

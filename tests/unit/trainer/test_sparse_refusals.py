@@ -14,7 +14,7 @@ from echelon.parallel.row_values import RowDraw
 from echelon.ps.table import RowStart
 from echelon.run.resolve import resolve
 from echelon.trainer.compatibility import check_strategies
-from echelon.trainer.tables import check_sparse_model, whole_table_notes
+from echelon.trainer.tables import check_sparse_model, table_notes, whole_table_notes
 
 ROWS_ALONE = {"optimizer.name": "sparse_adam", "optimizer.weight_decay": 0.0, "model.sparse_tables": True}
 
@@ -28,7 +28,6 @@ ROWS_ALONE = {"optimizer.name": "sparse_adam", "optimizer.weight_decay": 0.0, "m
         ({"optimizer.weight_decay": 0.01}, "add --weight-decay 0"),
         ({"strategy.sync": "ps(mode=sync)"}, "sum none up over workers"),
         ({"strategy.sync": "ps(by_staleness=true)"}, "by_staleness and decay_s need the whole table"),
-        ({"strategy.sync": "ps", "strategy.compression": "int8"}, "and --compression int8 does not work yet"),
         ({"strategy.sync": "ps", "optimizer.clip_norm": 1.0}, "and --clip-norm 1 does not work yet"),
         ({"strategy.sync": "ps", "training.ema": 0.9}, "and --ema 0.9 does not work yet"),
         ({"strategy.sync": "ps", "training.precision": "bf16-params"}, "bf16-params does not work yet"),
@@ -53,6 +52,7 @@ def test_choices_that_touch_other_rows_are_refused(settings: dict[str, Any], wor
         {"strategy.compression": "topk(0.01)"},
         {"strategy.sync": "local(8)"},
         {"strategy.sync": "ps(servers=2)"},
+        {"strategy.sync": "ps", "strategy.compression": "int8"},
         {"strategy.parallel": "dp=2,table=2"},
         {"strategy.parallel": "dp=2,table=2", "strategy.compression": "int8", "optimizer.clip_norm": 1.0},
     ],
@@ -105,3 +105,10 @@ def test_a_run_says_where_servers_are_given_whole_tables() -> None:
     assert note.startswith("--sync ps: each worker has memory for whole tables")
     assert not whole_table_notes(run, table, {"weight": RowStart(RowDraw("normal", 0.0, 1.0), 0, "weight")})
     assert not whole_table_notes(run, nn.Linear(2, 2), {})
+
+
+@pytest.mark.parametrize(("codec", "says"), [("none", False), ("int8", False), ("fp16", False), ("topk(0.01)", True)])
+def test_a_codec_that_takes_no_rows_leaves_those_of_servers_as_they_are_and_it_is_said(codec: str, says: bool) -> None:
+    settings = {**ROWS_ALONE, "strategy.sync": "ps", "strategy.compression": codec}
+    notes = table_notes(resolve(build(None, settings).config), nn.Embedding(9, 4, sparse=True), 1)
+    assert ["rows travel as they are" in note for note in notes] == [True] * says
