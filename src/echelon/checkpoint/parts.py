@@ -26,7 +26,7 @@ from echelon.checkpoint.tree import flatten, moved, slots, unflatten
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience
 from echelon.core.shards import Region
-from echelon.core.state_tree import StateView
+from echelon.core.state_tree import StateTree, StateView
 
 WRITING_PART = "part of a checkpoint"
 """What patience with the disk calls it."""
@@ -110,7 +110,7 @@ def take_parts(state: Any, file: str) -> tuple[Any, dict[str, Tensor]]:
     return replaced(state, "state"), tensors
 
 
-def streamed_part(path: Path, tensors: Mapping[str, StreamedTensor]) -> dict[str, Any]:
+def streamed_part(path: Path, tensors: Mapping[str, StreamedTensor]) -> StateTree:
     """Write tensors that are never in memory whole as a part of a checkpoint, which appears when it is whole.
 
     Returns:
@@ -121,10 +121,10 @@ def streamed_part(path: Path, tensors: Mapping[str, StreamedTensor]) -> dict[str
     """
     tree, _ = flatten({RANKS: {0: {}}, _SHARED: {}})
     _write_whole_file(path, tensors, tree)
-    return {name: _lies_whole(path.name, name, tensor.shape) for name, tensor in tensors.items()}
+    return {name: _whole_entry(path.name, name, tensor.shape) for name, tensor in tensors.items()}
 
 
-def _lies_whole(file: str, name: str, shape: Sequence[int]) -> dict[str, Any]:
+def _whole_entry(file: str, name: str, shape: Sequence[int]) -> StateTree:
     runs = [[[0, size]] for size in shape]
     return {_KEY: {"shape": list(shape), "parts": [{"file": file, "name": name, "runs": runs}]}}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,10 +66,10 @@ def key_name(key: KeyRange, field: str) -> str:
     return f"ps.{key.index}.{field}"
 
 
-def without_made(state: StateView, key: KeyRange, lies: Mapping[str, Any]) -> StateTree:
+def without_made(state: StateView, key: KeyRange, stored: StateView) -> StateTree:
     """Return a key's state as a checkpoint has it, whose rows lie elsewhere."""
     rest = {name: value for name, value in state.items() if name != BY_ROW}
-    return {**rest, "made": {field: lies[key_name(key, field)] for field in state[BY_ROW]}}
+    return {**rest, "made": {field: stored[key_name(key, field)] for field in state[BY_ROW]}}
 
 
 def first_put(state: StateTree) -> StateTree:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from echelon.checkpoint import (
     RANKS,
@@ -169,11 +168,11 @@ class ServersState:
             moving = {name: tensor for name, tensor in average.items() if name not in self._frozen}
             ema = {"updates": copy.averaged_updates, "average": moving} if average else {}
             held = self._strategy.held.state_dict()
-            lies = self._write_rows(room, copy) if room is not None else {}
+            stored = self._write_rows(room, copy) if room is not None else {}
             keys = {index: dict(state) for index, state in copy.keys.items()}
             for name, of_table in self._served.items():
-                held[name] = lies[model_name(name)]
-                keys |= {key.index: without_made(keys[key.index], key, lies) for key in of_table}
+                held[name] = stored[model_name(name)]
+                keys |= {key.index: without_made(keys[key.index], key, stored) for key in of_table}
             frozen = {"model": {name: tensor for name, tensor in held.items() if name in self._frozen}}
             known = store.has_base(self._frozen)
             base = BaseState(self._frozen, None if known else frozen) if self._frozen else None
@@ -204,8 +203,8 @@ class ServersState:
             store.close()  # another worker may have the next turn
             raise
 
-    def _write_rows(self, room: Path, copy: ServersCopy) -> Mapping[str, Any]:
-        """Write rows that servers make, from their copy, to a folder; returns where each part of them lies."""
+    def _write_rows(self, room: Path, copy: ServersCopy) -> StateView:
+        """Write rows that servers make, from their copy, to a folder; returns what stands for each in the state."""
         tensors = streamed_tensors(self._table, copy.keys, self._strategy.copied_rows)
         return self._patience.insist(WRITING_PART, lambda: streamed_part(room / part_file(0), tensors))
 
