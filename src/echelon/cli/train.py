@@ -140,11 +140,12 @@ def _train(resolved: Resolved, way: WayToStart, trials: Sequence[Event] = ()) ->
 
 def _say_first(config: RunConfig) -> None:
     """Say at once what is known of a run whose data has to be read before the rest is."""
-    from echelon.run.start import said_before
+    from echelon.run.start import begin_imports, said_before
 
     if words := said_before(config):
         print_words(words)
         sys.stdout.flush()
+        begin_imports(config)
 
 
 def _elsewhere(config: RunConfig, way: WayToStart) -> bool:

@@ -25,7 +25,6 @@ class LaunchPlan:
 
     Attributes:
         entry: `package.module:function` that each worker calls with `args`.
-        preload: modules imported once, before workers are forked: what makes a restart fast.
         log_dir: each rank's output goes to a file here.
         rendezvous: where the machines meet; None: this one is alone.
         trusted_network: the machines meet without a secret.
@@ -43,7 +42,6 @@ class LaunchPlan:
     rendezvous: Address | None
     max_restarts: int
     log_dir: Path
-    preload: tuple[str, ...] = ()
     trusted_network: bool = False
     link: Link | None = None
     meets_again: bool = False

@@ -76,11 +76,15 @@ class Screen:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Screen:
+        self._said_s = time.monotonic()
+        self._begin()
+        return self
+
+    def _begin(self) -> None:
         if self._visible:
-            self._said_s = time.monotonic()
+            self._over.clear()
             self._thread = threading.Thread(target=self._look, name="echelon-screen", daemon=True)
             self._thread.start()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -95,6 +99,17 @@ class Screen:
             self._thread = None
         if self._progress.live.is_started:
             self._progress.stop()
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Let no thread draw while the block takes: it may fork this process."""
+        was_drawing = self._thread is not None
+        self.close()
+        try:
+            yield
+        finally:
+            if was_drawing:
+                self._begin()
 
     def say(self, text: str) -> None:
         """Print a line, above the bars."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from echelon.config import RunConfig
@@ -50,6 +50,12 @@ class Opening:
         if is_asked and self._folder is not None and not (self._begins or self._resumes):
             self.tells(f"stopped before it began: {self._folder} is not kept")
         self._screen.close()
+
+    @contextmanager
+    def rests(self) -> Iterator[None]:
+        """Let no thread draw while the block forks this process; it shows what it showed before and after."""
+        with self._screen.still():
+            yield
 
     def runs_in(self, folder: Path) -> None:
         """Say where the run is, how it is stopped and how it goes on, unless that was said when it was asked for."""

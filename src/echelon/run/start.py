@@ -25,7 +25,7 @@ from echelon.launch.places.local import start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
 from echelon.launch.supervisor import FirstMachineGone, JobFailed, Refused, StopCut, supervise
 from echelon.observe.callbacks import check_callbacks, check_methods
-from echelon.observe.environment import command_given_t
+from echelon.observe.environment import command_given_t, is_own_command
 from echelon.observe.loggers.base import own_loggers
 from echelon.optim.names import check_optimizer_name
 from echelon.records.events import CallbackError, MachineLeft, Refusal, WorkerDied
@@ -59,11 +59,16 @@ if TYPE_CHECKING:
     from echelon.trainer.assemble import UserObjects
     from echelon.trainer.resolved import ResolvedRun
 
-PRELOAD = (
+SHARED = (
     "torch",
     "torch.distributed.checkpoint",
-    "torch.utils.tensorboard",
     "torch._dynamo",
+    "echelon.trainer.compatibility",
+)
+"""What a command imports that checks a run, and its processes as well."""
+PRELOAD = (
+    *SHARED,
+    "torch.utils.tensorboard",
     "echelon.tasks.metrics_import",
     "echelon.run.worker",
 )
@@ -99,7 +104,7 @@ def start(
         Opening(named, plan, told) as opening,
         closing(request.place.build()) as place,
     ):
-        _begin_imports(plan)
+        _begin_imports(request, opening)
         run = check(request, user_objects)  # before anything is in the folder: what is refused leaves nothing behind
         config = replace(settled(run, plan, user_objects), run=named.run)
         parcel = _parcel(user_objects)
@@ -216,7 +221,7 @@ def _start_again_here(
             check_checkpoints(path)
         plan, told = plan_of(request, path), told_by_record(path, config)
         with Opening(config, plan, told, resumes=True) as opening, closing(request.place.build()) as place:
-            _begin_imports(plan)
+            _begin_imports(request, opening)
             run = check(request, user_objects)  # before its description is replaced: what is refused changes nothing
             parcel = _parcel(user_objects)
             if rescan:
@@ -321,7 +326,6 @@ def plan_of(request: LaunchRequest, path: Path, parcel: Parcel | None = None) ->
         rendezvous=request.rendezvous,
         max_restarts=launch.max_restarts,
         log_dir=path / "logs",
-        preload=(*PRELOAD, *packages_of(request.config.model.tune), *(PRELOAD_ROLES if request.uses_servers else ())),
         trusted_network=launch.trusted_network,
         link=request.link,
         node_rank=request.node_rank,
@@ -463,11 +467,27 @@ def _end_before_start(path: Path, record: Recorder) -> None:
         record.write(End("stopped", "it was stopped before it began"))
 
 
-def _begin_imports(plan: LaunchPlan) -> None:
+def begin_imports(config: RunConfig) -> None:
+    """Import what a run needs whose data is read before the rest is known, as `start` does of others.
+
+    Raises:
+        UserError: a name is known by nobody.
+    """
+    _begin_imports(launch_request(config))
+
+
+def _begin_imports(request: LaunchRequest, opening: Opening | None = None) -> None:
     """Start what processes are forked from; they inherit how many files may be open."""
     if remark := allow_open_files():
         say(remark)
-    start_import_server(plan.preload)
+    shared, alone = SHARED if is_own_command() else (), opening.rests if opening else nullcontext
+    start_import_server(_preload(request), shared, alone)
+
+
+def _preload(request: LaunchRequest) -> tuple[str, ...]:
+    """Return the modules that a run's processes need."""
+    servers = PRELOAD_ROLES if request.uses_servers else ()
+    return (*PRELOAD, *packages_of(request.config.model.tune), *servers)
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,76 @@
-"""Imports torchmetrics without `scipy.signal`, which takes as long as half of torch, for the fork server.
+"""Imports torchmetrics for the fork server without what it imports and the metrics of our tasks never use.
 
-torchmetrics imports that module to give it a function that newer versions of it lack, for another library, and uses it
-nowhere in the metrics that tasks take. While it is imported a placeholder has that function already. This is work at
-import, and meant to be: the fork server runs nothing else of ours.
+`scipy.signal` takes as long as half of torch: torchmetrics gives that module a function that newer versions of it
+lack, for another library. `transformers`, where it is installed, takes as long again, for classes that BERTScore and
+its like name. Placeholders stand for both while torchmetrics is imported; such a class imports the true one when it is
+used. This is work at import, and meant to be: the fork server runs nothing else of ours.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
+_TRANSFORMERS = "transformers"
 _UNUSED = "scipy.signal"
 
 
-def _import_metrics() -> None:
-    if _UNUSED in sys.modules or "torchmetrics" in sys.modules:
+class _Later(type):
+    """The type of a class that stands for one of transformers, which is imported when it is used."""
+
+    def true_class(cls) -> Any:
+        """Return the class that it stands for."""
+        return getattr(importlib.import_module(_TRANSFORMERS), cls.__name__)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):  # of what looks at classes, not of what uses this one
+            raise AttributeError(name)
+        return getattr(cls.true_class(), name)
+
+    def __call__(cls, *args: Any, **keywords: Any) -> Any:
+        return cls.true_class()(*args, **keywords)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return _TRANSFORMERS in sys.modules and isinstance(instance, cls.true_class())
+
+
+class _Transformers(ModuleType):
+    """Stands for transformers, of which any class can be named."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Later(name, (), {})
+
+
+@contextmanager
+def _standing_in(placeholder: ModuleType) -> Iterator[None]:
+    """Let a module be the placeholder inside, unless it is imported already."""
+    name = placeholder.__name__
+    if name in sys.modules:
+        yield
         return
-    placeholder = ModuleType(_UNUSED)
-    placeholder.hamming = None  # type: ignore[attr-defined]
-    sys.modules[_UNUSED] = placeholder
+    sys.modules[name] = placeholder
     try:
-        importlib.import_module("torchmetrics.classification")
+        yield
     finally:
-        del sys.modules[_UNUSED]
-        scipy = sys.modules.get("scipy")
-        if scipy is not None and vars(scipy).get("signal") is placeholder:
-            del scipy.signal
+        del sys.modules[name]
+
+
+def _import_metrics() -> None:
+    if "torchmetrics" in sys.modules:
+        return
+    signals = ModuleType(_UNUSED)
+    signals.hamming = None  # type: ignore[attr-defined]
+    with _standing_in(signals), _standing_in(_Transformers(_TRANSFORMERS)):
+        importlib.import_module("torchmetrics.classification")
+    scipy = sys.modules.get("scipy")
+    if scipy is not None and vars(scipy).get("signal") is signals:
+        del scipy.signal
 
 
 _import_metrics()

@@ -14,8 +14,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import wait
@@ -28,11 +28,13 @@ from echelon.core.spec import Quantity
 from echelon.core.stop import STOP_SIGNALS
 from echelon.core.system import short_spins_inside
 from echelon.core.units import format_seconds
+from echelon.launch.forked_server import forked, imported_for_both
 from echelon.launch.places.base import Event, Exited, Place, PlaceFailed, Process, Started, checked_grace
 from echelon.launch.process import IMPORTS_VARIABLE, is_stopped, run_process
 
 _LONGEST_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")  # of a Unix socket's path
 _FILES_FOR_A_START = 8
+Alone = Callable[[], AbstractContextManager[None]]
 _OTHER_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
@@ -155,7 +157,7 @@ class _Importing:
 
     def begins(self) -> None:
         """Give a server that is started now a named pipe, which it closes when it has imported, or dies."""
-        if forkserver._forkserver._forkserver_pid is not None:  # type: ignore[attr-defined]
+        if is_running():
             return  # there is one, which is asked as it is
         name = os.path.join(util.get_temp_dir(), "imports")  # noqa: PTH118  removed with the server's socket
         with suppress(FileNotFoundError):
@@ -181,6 +183,11 @@ class _Importing:
 
 
 IMPORTING = _Importing()
+
+
+def is_running() -> bool:
+    """Whether this process has started the fork server, and not ended it; it may have died."""
+    return forkserver._forkserver._forkserver_pid is not None  # type: ignore[attr-defined]
 
 
 def _lack_of_files() -> str:
@@ -213,11 +220,16 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = script
 
 
-def start_import_server(modules: tuple[str, ...]) -> None:
+def start_import_server(modules: tuple[str, ...], shared: tuple[str, ...] = (), alone: Alone = nullcontext) -> None:
     """Start the fork server, importing `modules` in the background; does nothing while one runs.
 
-    It runs beside the imports of the calling process, and ends when this process ends. Modules must not start threads
-    or touch a GPU when imported.
+    It runs beside the calling process, and ends when that ends. Modules must not start threads or touch a GPU when
+    imported.
+
+    Args:
+        shared: of the modules, those that the calling process needs as well. It imports them before it returns, once
+            for both, if the server can be a fork of it.
+        alone: entered for the fork: lets other threads of this process end meanwhile.
 
     Raises:
         UserError: no folder can hold the server's socket.
@@ -225,6 +237,8 @@ def start_import_server(modules: tuple[str, ...]) -> None:
     if IMPORTING.ended:  # while it dies it looks alive
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
         IMPORTING.ended = False
+    with short_spins_inside():
+        is_shared = not is_running() and imported_for_both(shared)
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["echelon.launch.import_server", *modules, "echelon.launch.imports_done"]
     )
@@ -235,7 +249,7 @@ def start_import_server(modules: tuple[str, ...]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # starting the tracker let some pass again
         tempfile.tempdir = _folder_for_sockets()
         IMPORTING.begins()
-        with short_spins_inside():
+        with short_spins_inside(), alone(), forked() if is_shared else nullcontext():
             forkserver.ensure_running()
     finally:
         os.environ.pop(IMPORTS_VARIABLE, None)
