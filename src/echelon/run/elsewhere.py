@@ -103,7 +103,7 @@ def _prepared(config: RunConfig, cluster: Cluster, model: str, has_objects: bool
     if is_url(config.run):
         check_free(config.run)
     config = _on(at_home(config), config.launch.on)
-    cluster.check(Submission(_folder_to_be(config, model)), versions())
+    cluster.check(Submission(_folder_to_be(config, model), home=home_of(config)), versions())
     with folders.claimed(config, time.time(), model) as config:
         _fill(Path(config.run), home_of(config))
         yield Path(config.run)
@@ -116,9 +116,10 @@ def submitted_again(path: Path, config: RunConfig, cluster: Cluster, has_objects
         UserError: it cannot be, or the place refuses it.
     """
     check_described(_on(config, config.launch.on), cluster, has_objects)
-    cluster.check(Submission(path.absolute()), versions())
+    home = home_of(replace(config, run=str(path)))
+    cluster.check(Submission(path.absolute(), home=home), versions())
     folders.prepare(path, _on(config, config.launch.on), time.time())
-    _fill(path, home_of(replace(config, run=str(path))))
+    _fill(path, home)
     return _hand_over(path, cluster)
 
 
@@ -132,7 +133,7 @@ def text_for(config: RunConfig, cluster: Cluster, model: str) -> str:
     config = at_home(config)
     folder = _folder_to_be(config, model)
     folders.check_new(folder, config)
-    return cluster.text(Submission(folder))
+    return cluster.text(Submission(folder, home=home_of(config)))
 
 
 def _folder_to_be(config: RunConfig, model: str) -> Path:
@@ -161,7 +162,7 @@ def check_described(config: RunConfig, cluster: Cluster, has_objects: bool = Fal
     if splits_model(config) and cluster.machines > 1 and not cluster.shares_disk:
         raise UserError(
             f"--parallel {config.strategy.parallel}: all ranks write parts of a checkpoint of a model that is split: "
-            "leave folder out of --on, and use a disk that all hosts share"
+            "leave folder out of --on ssh, give --on k8s claim and mount: a disk that all machines share"
         )
 
 
@@ -184,8 +185,9 @@ def _fill(run: Path, home: str) -> None:
 
 
 def _hand_over(run: Path, cluster: Cluster) -> Submitted:
-    submission = Submission(run.absolute())
-    job, home = cluster.submit(submission), submission.files.home
+    home = PlaceFiles(run).home
+    submission = Submission(run.absolute(), home=home)
+    job = cluster.submit(submission)
     submission.files.add_job(job)
     where = f"run at {home}, here in {run}" if home else f"run folder {run}"
     say(f"job {job}; {where}; Ctrl-C stops the run after a checkpoint, Ctrl-\\ leaves it to go on")

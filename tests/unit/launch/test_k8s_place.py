@@ -22,13 +22,18 @@ import yaml
 
 from echelon.core.errors import UserError
 from echelon.launch.places import PLACES, PlaceChoice
-from echelon.launch.places.cluster import ChainedJob, JobPhase, NodeRank, PlaceSilent, Submission
+from echelon.launch.places.cluster import ChainedJob, JobPhase, NodeRank, PlaceFiles, PlaceSilent, Submission
 from echelon.launch.places.k8s import JOB_VARIABLE, Kubernetes
-from echelon.messages.identity import make_secret
+from echelon.messages.identity import make_secret, read_secret
+from echelon.storage.archive import Archive, ArchiveWriter, sha256_of
+from echelon.storage.url import open_store
 
 GOLDEN = Path(__file__).with_name("k8s_manifests.yaml")  # written anew by ECHELON_WRITE_GOLDEN=1
+BARE_GOLDEN = Path(__file__).with_name("k8s_bare_manifests.yaml")
 SUBMISSION = Submission(Path("/runs/me/digits 1"), Path("/runs/me"))
 PLACE = 'k8s(image="reg/echelon:1", nodes=2, namespace=ml, claim=runs, mount="/runs", gpus=4, cores=8, memory=64gb)'
+BARE = 'k8s(image="reg/echelon:1", nodes=4, namespace=ml, credentials=store)'
+URL = "s3://bucket/runs/digits 1"
 NO_CLIENT = """
 import sys
 sys.modules["kubernetes"] = None
@@ -48,9 +53,15 @@ def _build(text: str = PLACE) -> Kubernetes:
 def test_manifests_pass_strict_schemas(uid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     monkeypatch.setattr(os, "getuid", lambda: uid)
-    for place in (PLACE, 'k8s(image=i, claim=c, mount="/runs")'):
+    bare = ["Service", "Secret", "ConfigMap", "Job"]
+    for place, kinds in (
+        (PLACE, None),
+        ('k8s(image=i, claim=c, mount="/runs")', None),
+        (BARE, bare),
+        ("k8s(image=i)", bare),
+    ):
         manifests = list(yaml.safe_load_all(_build(place).text(SUBMISSION)))
-        assert [m["kind"] for m in manifests] == ["Service", "Secret", "Job"]
+        assert [m["kind"] for m in manifests] == (kinds or ["Service", "Secret", "Job"])
         for manifest in manifests:
             schemas.validate(manifest, "1.31", strict=True)
 
@@ -58,17 +69,19 @@ def test_manifests_pass_strict_schemas(uid: int, monkeypatch: pytest.MonkeyPatch
 def test_manifests_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 1000)
     monkeypatch.setattr(os, "getgid", lambda: 100)
-    text = _build().text(SUBMISSION)
-    if os.environ.get("ECHELON_WRITE_GOLDEN"):
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
+    for place, golden in ((PLACE, GOLDEN), (BARE, BARE_GOLDEN)):
+        text = _build(place).text(SUBMISSION)
+        if os.environ.get("ECHELON_WRITE_GOLDEN"):
+            golden.write_text(text)
+        assert text == golden.read_text()
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("k8s", "image must be given"),
-        ('k8s(image=i, mount="/runs")', "claim must be given"),
+        ('k8s(image=i, mount="/runs")', "claim and mount belong together"),
+        ("k8s(image=i, claim=runs)", "claim and mount belong together"),
         ("k8s(image=i, claim=c, mount=runs)", "mount must be an absolute path"),
         ('k8s(image=i, claim=c, mount="/r", nodes=0)', "nodes must be at least 1"),
         ('k8s(image=i, claim=c, mount="/r", memory=8h)', "memory must be a size"),
@@ -86,6 +99,12 @@ def test_a_folder_that_pods_do_not_see(tmp_path: Path) -> None:
         _build().check(Submission(tmp_path, Path("/runs")), {})
     with pytest.raises(UserError, match=r"the working folder .* is not below mount=/runs"):
         _build().check(Submission(Path("/runs/a"), tmp_path), {})
+
+
+@pytest.mark.parametrize("home", ["", "file:///tmp/run"])
+def test_without_a_volume_a_run_must_live_at_a_url(home: str) -> None:
+    with pytest.raises(UserError, match="give --run URL, such as s3://BUCKET/runs/NAME; or claim and mount"):
+        _build(BARE).check(Submission(Path("/home/me/run"), Path("/home/me"), home=home), {})
 
 
 def test_a_machine_without_the_client(tmp_path: Path) -> None:
@@ -114,6 +133,7 @@ class _Api(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.kept: dict[str, dict[str, Any]] = {}
         self.pods: list[dict[str, Any]] = []
+        self.logs: dict[str, str] = {}  # of pods
         self.refuses = ""  # paths that end like this
 
 
@@ -131,6 +151,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def _text(self, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain")
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
     def _path(self) -> str:
         return self.path.partition("?")[0]
 
@@ -147,6 +174,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self._path().endswith("/pods"):
             self._answer(200, {"items": self.server.pods})
+        elif self._path().endswith("/log"):
+            self._text(self.server.logs[self._path().split("/")[-2]])
         elif self._path().endswith("/jobs"):
             kept = [value for path, value in self.server.kept.items() if path.startswith(f"{self._path()}/")]
             self._answer(200, {"items": kept})
@@ -238,6 +267,102 @@ def test_a_job_is_made_followed_and_stopped(tmp_path: Path, api: _Api) -> None:
     assert place.state(name).phase is JobPhase.ENDED
     assert place.submit(submission) == name  # in the place of the one that was suspended
     assert "suspend" not in api.kept[f"/apis/batch/v1/namespaces/ml/jobs/{name}"]["spec"]
+
+
+def _pod(name: str, number: int, made: str, state: dict[str, Any]) -> dict[str, Any]:
+    status = {"name": "echelon", "image": "i", "imageID": "", "ready": True, "restartCount": 0, "state": state}
+    return {
+        "metadata": {
+            "name": name, "creationTimestamp": f"2026-01-01T00:00:{made}Z",
+            "annotations": {"batch.kubernetes.io/job-completion-index": str(number)},
+        },
+        "spec": {"containers": [{"name": "echelon"}]}, "status": {"containerStatuses": [status]},
+    }  # fmt: skip
+
+
+RUNNING: dict[str, Any] = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+
+
+def _over(code: int, message: str = "") -> dict[str, Any]:
+    return {"terminated": {"exitCode": code, "message": message}}
+
+
+def _bare(tmp_path: Path, api: _Api) -> tuple[Kubernetes, Path, dict[str, Any]]:
+    """Submit a run without a volume whose home is a folder in the place of a bucket; returns its Job too."""
+    submission = Submission(tmp_path / "copy-of-run", tmp_path, home=URL)
+    (submission.run / "machines").mkdir(parents=True)
+    (submission.run / "logs").mkdir()
+    for name, text in (("config.yaml", "a: 1\n"), ("launch.json", "{}")):
+        (submission.run / name).write_text(text)
+    submission.files.prepare(f"file://{tmp_path}/bucket")
+    (submission.files.folder / "versions").write_text("{}")
+    make_secret(submission.run / "machines")
+    place = _build("k8s(image=i, nodes=2, namespace=ml)")
+    place.check(submission, {})
+    name = place.submit(submission)
+    submission.files.add_job(name)
+    return place, submission.run, api.kept[f"/apis/batch/v1/namespaces/ml/jobs/{name}"]
+
+
+def test_without_a_volume_the_description_travels_and_what_pods_print_is_brought(tmp_path: Path, api: _Api) -> None:
+    place, run, job = _bare(tmp_path, api)
+    name = job["metadata"]["name"]
+    described = api.kept[f"/api/v1/namespaces/ml/configmaps/{name}"]
+    assert described["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
+    assert described["data"] == {
+        "config.yaml": "a: 1\n", "launch.json": "{}", "versions": "{}", "home": f"file://{tmp_path}/bucket",
+        "meeting": json.dumps({"address": f"{name}-0.{name}:29400"}),
+    }  # fmt: skip
+    secret = read_secret(run / "machines").hex()
+    assert secret not in json.dumps([described, job]) + PlaceFiles(run).text.read_text()
+
+    writer = ArchiveWriter(Archive(open_store(f"file://{tmp_path}/bucket")), honours_conditions=True)
+    writer.claim(None)
+    (tmp_path / "record").write_text("first\n")
+    (tmp_path / "weights").write_text("much")
+    sent = {name: (tmp_path / of, sha256_of(tmp_path / of))
+            for name, of in (("record.jsonl", "record"), ("checkpoints/step-1/model", "weights"))}  # fmt: skip
+    writer.commit(sent, "step 1")
+    api.pods = [_pod("a-0-y", 0, "02", RUNNING), _pod("a-0-x", 0, "01", _over(143)), _pod("a-1-z", 1, "01", RUNNING)]
+    api.logs = {"a-0-y": "step 1\n", "a-0-x": "old\n", "a-1-z": "second\n"}
+    job["status"] = {"active": 2, "ready": 2}
+    place.bring(run)
+    assert (run / "logs/node0.out").read_text() == "step 1\n" and not (run / "logs/node1.out").exists()
+    assert (run / "record.jsonl").read_text() == "first\n" and not (run / "checkpoints").exists()
+    place.bring_logs(run)
+    assert (run / "logs/node1.out").read_text() == "second\n" and PlaceFiles(run).ended() is None
+
+
+@pytest.mark.parametrize(
+    ("status", "states", "is_stopped", "ended"),
+    [
+        ({"conditions": [{"type": "Complete", "status": "True"}]}, [_over(0), _over(0)], False, (0, "")),
+        (
+            {"conditions": [{"type": "Failed", "status": "True"}]},
+            [_over(143), _over(2, "torch\nechelon: the pod has torch 2.0\n")], False, (2, "the pod has torch 2.0"),
+        ),
+        ({"conditions": [{"type": "Failed", "status": "True"}]}, [_over(1, "x: bad\n")], False, (1, "x: bad")),
+        ({}, [], True, (143, "")),
+    ],
+)  # fmt: skip
+def test_without_a_volume_the_end_is_what_the_cluster_says(
+    status: dict[str, Any], states: list[dict[str, Any]], is_stopped: bool, ended: tuple[int, str], tmp_path: Path,
+    api: _Api,
+) -> None:  # fmt: skip
+    place, run, job = _bare(tmp_path, api)
+    job["status"] = status
+    if is_stopped:
+        PlaceFiles(run).stop.write_text("")
+        place.stop(job["metadata"]["name"])
+    api.pods = [_pod(f"p-{number}", number, "01", state) for number, state in enumerate(states)]
+    api.logs = {f"p-{number}": "" for number in range(len(states))}
+    place.bring(run)
+    assert PlaceFiles(run).ended() == ended
+
+
+def test_a_flow_needs_a_volume() -> None:
+    with pytest.raises(UserError, match="for a flow needs claim and mount"):
+        _build(BARE).chained_text(ChainedJob("a", Path("/a.sh"), {0: ["python", "x"]}))
 
 
 def test_steps_of_a_flow_are_jobs(tmp_path: Path, api: _Api) -> None:

@@ -25,6 +25,7 @@ NODE_MODULE = "echelon.run.node"
 PLACE_FOLDER = "place"  # below a run's folder
 MIRRORED_FILE = ".mirrored.json"  # in a run's folder: what it has in common with its copy at a URL; travels with it
 ANSWER_S = 60.0
+MEETING = "meeting-"  # begins the name of the file that says where the first machine of a start answers
 _HOME = "home"
 
 
@@ -55,11 +56,13 @@ class Submission:
         run: its folder, absolute, which all machines see.
         folder: where relative names of data and code begin.
         python: the interpreter.
+        home: the URL at which the run lives; empty: it lives in its folder.
     """
 
     run: Path
     folder: Path = field(default_factory=Path.cwd)
     python: str = sys.executable
+    home: str = ""
 
     @property
     def command(self) -> list[str]:
@@ -367,13 +370,13 @@ class PlaceFiles:
 
     def meet_at(self, node_rank: NodeRank, address: str) -> None:
         """Tell the other machines of a start where the first one answers."""
-        for old in self.folder.glob("meeting-*"):
+        for old in self.folder.glob(f"{MEETING}*"):
             old.unlink()
-        write_atomic(self.folder / f"meeting-{node_rank.start}", json.dumps({"address": address}))
+        write_atomic(self.folder / f"{MEETING}{node_rank.start}", json.dumps({"address": address}))
 
     def meeting(self, node_rank: NodeRank) -> str:
         """Return where the first machine of a start answers; empty while that is not known."""
-        name = f"meeting-{node_rank.start}"
+        name = f"{MEETING}{node_rank.start}"
         # the folder is listed: over a network, a file that was not there a moment ago may stay so in a cache
         if name not in {path.name for path in self.folder.iterdir()}:
             return ""

@@ -3,24 +3,22 @@
 If a pod loses its node, Kubernetes makes a new one, and the other pods wait for it. Not yet seen on a real cluster.
 
 Helps: Runs on a Kubernetes cluster.
-Needs: echelon[kubernetes], a kubeconfig, an image with the same versions as here, and a volume that all pods and this
-    machine see at the same path.
+Needs: echelon[kubernetes], a kubeconfig, an image with the same versions as here; and a volume that all pods and this
+    machine see at the same path, or a URL at which the run lives (--run), with code and data in the image or at URLs.
 """
 
 from __future__ import annotations
 
 import base64
-import json
 import math
 import os
 import re
 import shlex
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
@@ -28,23 +26,27 @@ import yaml
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.core.spec import Quantity
+from echelon.launch.places import k8s_bare
 from echelon.launch.places.base import checked_grace
 from echelon.launch.places.cluster import (
     ANSWER_S,
+    MEETING,
     NODE_MODULE,
     ChainedJob,
     Cluster,
     JobPhase,
     JobState,
     NodeRank,
+    PlaceFiles,
     PlaceSilent,
     Submission,
 )
+from echelon.launch.places.k8s_client import client_for, in_words, silent
 from echelon.launch.plan import visible_gpus
 from echelon.messages.identity import SECRET_VARIABLE, read_secret
 
 if TYPE_CHECKING:
-    from kubernetes.client import ApiClient
+    pass
 
 PORT = 29400  # of the first pod, whose network is its own
 _FLOW_LABEL, _NUMBER_LABEL = "echelon/flow", "echelon/step"
@@ -52,6 +54,7 @@ JOB_VARIABLE = "ECHELON_K8S_JOB"
 SECRETS_FOLDER = "machines"  # below a run's folder
 _KEY = "secret"
 _GPU = "nvidia.com/gpu"
+_COMPLETE = "complete"
 _DEATHS = 20  # of pods for each node, before the Job is given up
 Manifest = dict[str, Any]  # a part of one, as Kubernetes has it in JSON
 _FINAL_CODES = [1, 2, 126, 127]  # failed, refused, no such command
@@ -70,8 +73,11 @@ class Kubernetes(Cluster):
         gpus: GPUs of each pod.
         cores: CPU cores of each pod; 0: the cluster's default.
         memory: memory of each pod, such as 64gb; left out: the cluster's default.
-        claim: persistent volume claim with the runs, the data and the code.
+        claim: persistent volume claim with the runs, the data and the code; left out: pods share nothing, and the run
+            lives at a URL (--run).
         mount: path at which the claim is mounted, in the pods and on this machine.
+        credentials: Secret of the namespace whose keys are set as environment variables in the pods, such as those of
+            an object store.
         python: interpreter in the image.
         grace: how long a pod that is stopped or evicted has to save a checkpoint and end, such as 10m; left out: 10m.
         context: context of the kubeconfig; empty: its current one.
@@ -85,6 +91,7 @@ class Kubernetes(Cluster):
     memory: Quantity | None = None
     claim: str = ""
     mount: str = ""
+    credentials: str = ""
     python: str = "python"
     context: str = ""
     grace: Quantity | None = None
@@ -98,16 +105,22 @@ class Kubernetes(Cluster):
         Raises:
             ValueError: names the setting.
         """
-        for name in ("image", "claim", "mount"):
-            if not getattr(self, name):
-                raise ValueError(f'{name} must be given: k8s(image="I", claim=runs, mount="/runs")')
-        if not PurePosixPath(self.mount).is_absolute():
+        if not self.image:
+            raise ValueError('image must be given: k8s(image="I", nodes=2)')
+        if bool(self.claim) != bool(self.mount):
+            raise ValueError('claim and mount belong together: k8s(image="I", claim=runs, mount="/runs")')
+        if self.mount and not PurePosixPath(self.mount).is_absolute():
             raise ValueError("mount must be an absolute path")
         if self.nodes < 1 or self.gpus < 0 or self.cores < 0:
             raise ValueError("nodes must be at least 1, gpus and cores at least 0")
         if self.memory is not None and self.memory.kind != "size":
             raise ValueError("memory must be a size, such as 64gb")
         checked_grace("grace", self.grace)
+
+    @property
+    def shares_disk(self) -> bool:
+        """Whether pods and this machine see the volume of a claim."""
+        return bool(self.claim)
 
     @property
     def machines(self) -> int:
@@ -125,14 +138,16 @@ class Kubernetes(Cluster):
         Raises:
             UserError: names the setting.
         """
+        if not self.shares_disk:
+            k8s_bare.check_home(submission.home)
         for what, path in (("--run", submission.run), ("the working folder", submission.folder)):
-            if not path.is_relative_to(self.mount):
+            if self.shares_disk and not path.is_relative_to(self.mount):
                 raise UserError(f"--on k8s: {what} {path} is not below mount={self.mount}, which is all that pods see")
-        with _in_words():
-            self._client()
+        with in_words():
+            client_for(self.context)
 
     def manifests(self, submission: Submission) -> list[Manifest]:
-        """Return the Service, the Secret without what it holds, and the Job."""
+        """Return the Service, the Secret without what it holds, for pods without a volume a ConfigMap, and the Job."""
         name = _job_name(submission)
         metadata = {"name": name, "namespace": self.namespace, "labels": {"app": "echelon"}}
         service = {
@@ -144,9 +159,11 @@ class Kubernetes(Cluster):
             "backoffLimit": _DEATHS * self.nodes, "podFailurePolicy": {"rules": _failure_rules()},
             "template": {"metadata": {"labels": {"app": "echelon"}}, "spec": self._pod(submission, name)},
         }  # fmt: skip
+        described = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
         return [
             {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
             {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque"},
+            *([] if self.shares_disk else [described]),
             {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job},
         ]
 
@@ -158,32 +175,49 @@ class Kubernetes(Cluster):
             "terminationGracePeriodSeconds": math.ceil(self.stop_s),
             "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}},
             "containers": [self._container(submission, name)],
-            "volumes": self._volumes(),
+            "volumes": self._volumes(name),
         }
-        if os.getuid():  # files of the run are its user's
+        if self.shares_disk and os.getuid():  # files of the run are its user's
             pod["securityContext"] = {"runAsUser": os.getuid(), "runAsGroup": os.getgid()}
         return pod
 
-    def _volumes(self) -> list[Manifest]:
-        return [
-            {"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        ]
+    def _volumes(self, name: str) -> list[Manifest]:
+        shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+        if self.shares_disk:
+            return [{"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}}, shm]
+        return [{"name": "runs", "emptyDir": {}}, k8s_bare.described_volume(name, f"{MEETING}{name}"), shm]
 
-    def _container(self, submission: Submission, name: str) -> Manifest:
+    def _mounts(self) -> list[Manifest]:
+        shm = {"name": "shm", "mountPath": "/dev/shm"}
+        if self.shares_disk:
+            return [{"name": "runs", "mountPath": self.mount}, shm]
+        described = {"name": "described", "mountPath": str(k8s_bare.DESCRIBED), "readOnly": True}
+        return [{"name": "runs", "mountPath": str(k8s_bare.RUNS)}, described, shm]
+
+    def _shell_text(self, submission: Submission) -> str:
+        """Return what a pod's shell runs; it becomes the node command, which gets the signal that ends a pod."""
+        node_command = f"{shlex.quote(self.python)} -m {NODE_MODULE}"
+        if not self.shares_disk:
+            return k8s_bare.shell_text(submission.run, node_command)
         run = shlex.quote(str(submission.run))
         output = f'{shlex.quote(str(submission.run / "logs"))}/node"$JOB_COMPLETION_INDEX".out'
-        # exec: the signal that ends a pod goes to the node command itself, which saves a checkpoint
-        command = f"exec {shlex.quote(self.python)} -m {NODE_MODULE} {run} >>{output} 2>&1"
+        return f"exec {node_command} {run} >>{output} 2>&1"
+
+    def _container(self, submission: Submission, name: str) -> Manifest:
         needs = {_GPU: str(self.gpus)} if self.gpus else {}
         needs |= {"memory": str(math.ceil(self.memory.value))} if self.memory is not None else {}
         secret = {"secretKeyRef": {"name": name, "key": _KEY}}
         container: Manifest = {
-            "name": "echelon", "image": self.image, "command": ["/bin/sh", "-c", command],
-            "workingDir": str(submission.folder),
+            "name": k8s_bare.CONTAINER, "image": self.image, "command": ["/bin/sh", "-c", self._shell_text(submission)],
             "env": [{"name": JOB_VARIABLE, "value": name}, {"name": SECRET_VARIABLE, "valueFrom": secret}],
-            "volumeMounts": [{"name": "runs", "mountPath": self.mount}, {"name": "shm", "mountPath": "/dev/shm"}],
+            "volumeMounts": self._mounts(),
         }  # fmt: skip
+        if self.shares_disk:
+            container["workingDir"] = str(submission.folder)
+        else:  # for the log is all that is left of a pod
+            container["terminationMessagePolicy"] = "FallbackToLogsOnError"
+        if self.credentials:
+            container["envFrom"] = [{"secretRef": {"name": self.credentials}}]
         requests = needs | ({"cpu": str(self.cores)} if self.cores else {})
         resources = {"limits": needs, "requests": requests}
         return container | {"resources": {kind: amounts for kind, amounts in resources.items() if amounts}}
@@ -199,21 +233,25 @@ class Kubernetes(Cluster):
             UserError: the cluster is not reached, or refuses.
         """
         write_atomic(submission.files.text, self.text(submission))
-        service, secret, job = self.manifests(submission)
+        service, secret, *described, job = self.manifests(submission)
         name = job["metadata"]["name"]
         submission.files.meet_at(_node_rank(0, name, name), f"{name}-0.{name}:{PORT}")
         key = read_secret(submission.run / SECRETS_FOLDER).hex()
         secret["data"] = {_KEY: base64.b64encode(key.encode()).decode()}
-        with _in_words():
+        for part in described:
+            part["data"] = k8s_bare.description(submission.files, submission.run, f"{MEETING}{name}")
+        with in_words():
             self._remove(name)
             batch, core = self._apis()
             made = batch.create_namespaced_job(self.namespace, job, _request_timeout=ANSWER_S)
             owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": made.metadata.uid}
-            for part in (service, secret):
+            for part in (service, secret, *described):
                 part["metadata"] = part["metadata"] | {"ownerReferences": [owner]}
             try:
                 core.create_namespaced_service(self.namespace, service, _request_timeout=ANSWER_S)
                 core.create_namespaced_secret(self.namespace, secret, _request_timeout=ANSWER_S)
+                for part in described:
+                    core.create_namespaced_config_map(self.namespace, part, _request_timeout=ANSWER_S)
             except Exception:
                 self._remove(name)
                 raise
@@ -236,8 +274,46 @@ class Kubernetes(Cluster):
             if error.status != _NOT_FOUND:
                 raise
 
+    def bring(self, run: Path) -> None:
+        """Bring what the first pod printed, what the run's URL tells, and how the run ended, where there is no volume.
+
+        Raises:
+            PlaceSilent: the cluster or the store does not answer now.
+        """
+        if self.shares_disk:
+            return
+        self._bring_logs(run, first_alone=True)
+        files = PlaceFiles(run)
+        if files.home:
+            k8s_bare.bring_told(files.home, run)
+
+    def bring_logs(self, run: Path) -> None:
+        """Bring what all pods printed, likewise.
+
+        Raises:
+            PlaceSilent: the cluster does not answer now.
+        """
+        if not self.shares_disk:
+            self._bring_logs(run, first_alone=False)
+
+    def _bring_logs(self, run: Path, first_alone: bool) -> None:
+        files = PlaceFiles(run)
+        if not (job := files.job()):
+            return
+        with silent():
+            state, (_, core) = self.state(job), self._apis()
+            ends = k8s_bare.bring_logs(core, self.namespace, job, run, first_alone)
+        if state.phase is JobPhase.ENDED and files.ended() is None:
+            k8s_bare.note_end(files, state.text == _COMPLETE, files.stop.exists(), ends)
+
     def chained_text(self, job: ChainedJob) -> str:
-        """Return the Jobs of steps, one pod each."""
+        """Return the Jobs of steps, one pod each.
+
+        Raises:
+            UserError: there is no volume, by which steps tell each other what they made.
+        """
+        if not self.shares_disk:
+            raise UserError("--on k8s for a flow needs claim and mount: its steps read what others wrote")
         return yaml.safe_dump_all(self._steps(job).values(), sort_keys=False)
 
     def _steps(self, job: ChainedJob) -> dict[int, Manifest]:
@@ -252,13 +328,14 @@ class Kubernetes(Cluster):
             output = shlex.quote(str(job.script.with_name(f"{name}.out")))
             words = shlex.join([self.python, *command[1:]])
             container = {
-                "name": "echelon", "image": self.image, "command": ["/bin/sh", "-c", f"exec {words} >>{output} 2>&1"],
-                "volumeMounts": [{"name": "runs", "mountPath": self.mount}, {"name": "shm", "mountPath": "/dev/shm"}],
+                "name": k8s_bare.CONTAINER, "image": self.image,
+                "command": ["/bin/sh", "-c", f"exec {words} >>{output} 2>&1"],
+                "volumeMounts": self._mounts(),
                 "resources": {"requests": requests, **({"limits": limits} if limits else {})},
             }  # fmt: skip
             pod: Manifest = {
                 "restartPolicy": "Never", "terminationGracePeriodSeconds": math.ceil(self.stop_s),
-                "containers": [container], "volumes": self._volumes(),
+                "containers": [container], "volumes": self._volumes(name),
             }  # fmt: skip
             if os.getuid():
                 pod["securityContext"] = {"runAsUser": os.getuid(), "runAsGroup": os.getgid()}
@@ -279,13 +356,14 @@ class Kubernetes(Cluster):
         Raises:
             UserError: the cluster is not reached, or refuses.
         """
+        text = self.chained_text(job)
         if not job.script.is_relative_to(self.mount):
             raise UserError(
                 f"--on k8s: {job.script.parent} is not below mount={self.mount}, which is all that pods see"
             )
-        write_atomic(job.script, self.chained_text(job))
+        write_atomic(job.script, text)
         given = {}
-        with _in_words():
+        with in_words():
             batch, _ = self._apis()
             for number, manifest in self._steps(job).items():
                 given[number] = str(manifest["metadata"]["name"])
@@ -299,7 +377,7 @@ class Kubernetes(Cluster):
         Raises:
             PlaceSilent: the cluster does not answer now.
         """
-        with _silent():
+        with silent():
             batch, _ = self._apis()
             labelled = f"{_FLOW_LABEL}={_step_name(name)}"
             found = batch.list_namespaced_job(self.namespace, label_selector=labelled, _request_timeout=ANSWER_S).items
@@ -314,7 +392,7 @@ class Kubernetes(Cluster):
         """
         from kubernetes.client import ApiException
 
-        with _silent():
+        with silent():
             batch, core = self._apis()
             try:
                 found = batch.read_namespaced_job(job, self.namespace, _request_timeout=ANSWER_S)
@@ -344,7 +422,7 @@ class Kubernetes(Cluster):
         Raises:
             PlaceSilent: the cluster does not answer now.
         """
-        with _silent():
+        with silent():
             batch, _ = self._apis()
             batch.patch_namespaced_job(job, self.namespace, {"spec": {"suspend": True}}, _request_timeout=ANSWER_S)
 
@@ -367,28 +445,8 @@ class Kubernetes(Cluster):
     def _apis(self) -> tuple[Any, Any]:
         from kubernetes.client import BatchV1Api, CoreV1Api
 
-        client = self._client()
+        client = client_for(self.context)
         return BatchV1Api(client), CoreV1Api(client)
-
-    def _client(self) -> ApiClient:
-        """Return the official client, for the kubeconfig's cluster or the one that this runs in.
-
-        Raises:
-            UserError: it is not installed, or not configured.
-        """
-        try:
-            from kubernetes.client import ApiClient, Configuration
-            from kubernetes.config import ConfigException, load_incluster_config, new_client_from_config
-        except ImportError:
-            raise UserError("--on k8s needs kubernetes: pip install 'echelon[kubernetes]'") from None
-        try:
-            if "KUBERNETES_SERVICE_HOST" in os.environ and not self.context:
-                inside = Configuration()
-                load_incluster_config(client_configuration=inside)
-                return ApiClient(inside)
-            return new_client_from_config(context=self.context or None)
-        except ConfigException as error:
-            raise UserError(f"--on k8s: {' '.join(str(error).split())}: see `kubectl config view`") from None
 
 
 PLACE = Kubernetes
@@ -397,7 +455,7 @@ PLACE = Kubernetes
 def _failure_rules() -> list[Manifest]:
     def of_exit(values: list[int]) -> Manifest:
         """Return the rule's condition."""
-        return {"containerName": "echelon", "operator": "In", "values": values}
+        return {"containerName": k8s_bare.CONTAINER, "operator": "In", "values": values}
 
     return [
         {"action": "FailJob", "onExitCodes": of_exit(_FINAL_CODES)},
@@ -437,37 +495,3 @@ def _why_waits(pod: Any) -> str:
         if container.state.waiting is not None:
             return str(container.state.waiting.reason)
     return ""
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Let what the client raises be that the cluster does not answer now."""
-    try:
-        from kubernetes.client import ApiException
-        from urllib3.exceptions import HTTPError  # the client brings it
-    except ImportError:
-        raise UserError("--on k8s needs kubernetes: pip install 'echelon[kubernetes]'") from None
-    try:
-        yield
-    except ApiException as error:
-        raise PlaceSilent(f"kubernetes: {_message(error)}") from None
-    except HTTPError as error:
-        raise PlaceSilent(f"kubernetes: {' '.join(str(error).split())}") from None
-
-
-@contextmanager
-def _in_words() -> Iterator[None]:
-    """Let what the client raises be what the user is told."""
-    try:
-        with _silent():
-            yield
-    except PlaceSilent as silent:
-        raise UserError(f"--on k8s: {silent}") from None
-
-
-def _message(error: Any) -> str:
-    """Return what the API server says of a request that it refuses."""
-    try:
-        return str(json.loads(error.body)["message"])
-    except (TypeError, ValueError, KeyError):
-        return f"{error.status} {error.reason}"
