@@ -116,7 +116,7 @@ def resumed(rank: Rank | None, trials: Sequence[Trial], folder: Path) -> None:
         straight.save(5)
         straight.trainer.run(5, 8)
         wanted = straight.close()
-        assert wanted.keys() == ended.keys()
+        assert wanted.keys() == ended.keys(), f"{trial}: {sorted(wanted.keys() ^ ended.keys())}"
         for name, value in wanted.items():
             assert np.array_equal(value, ended[name]), f"{trial}: {name}"
         assert not [name for name in wanted if name.removeprefix("average of ") in frozen and "average" in name], trial
