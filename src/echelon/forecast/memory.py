@@ -36,6 +36,7 @@ from echelon.trainer.precision import to_fp8
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.server_parts import worker_momentum
 from echelon.trainer.start_weights import is_of_rebuilt, start_from
+from echelon.trainer.tables import begin_by_row
 from echelon.trainer.world import choose_device
 
 _SAMPLES = 2  # of the forward pass by which a pipeline is cut
@@ -100,6 +101,7 @@ def rehearse_layout(run: ResolvedRun, info: DataInfo, ranks: int, model: nn.Modu
         UserError: the model cannot be built, or not be split as described.
     """
     config, layout = run.config, run.layout_for(ranks)
+    pulls_rows = model is None and _servers_make_rows(run)
     model = model or _build(run, info, layout)
     example = any_inputs(info, _SAMPLES, next(model.parameters()).dtype)
     samples = max(1, config.data.batch_size // run.batch_parts(layout))
@@ -107,7 +109,9 @@ def rehearse_layout(run: ResolvedRun, info: DataInfo, ranks: int, model: nn.Modu
     cuts = tuple(stage.steps[0].name for stage in stages[1:])
     alone = replace(layout, sizes={**layout.sizes, Axis.DP: 1}, zero1=False, table=1)
     try:
-        peaks = tuple(rehearse(run, info, model, Role(alone, rank, cuts), samples) for rank in range(layout.pp))
+        peaks = tuple(
+            rehearse(run, info, model, Role(alone, rank, cuts, pulls_rows), samples) for rank in range(layout.pp)
+        )
     except NEEDS_VALUES as error:
         return Rehearsed(stages, notes, (), f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
     return Rehearsed(stages, notes, peaks)
@@ -137,13 +141,19 @@ def forecast(
 
 
 def _build(run: ResolvedRun, info: DataInfo, layout: Layout) -> nn.Module:
-    """Build the model; where it is to be split, without memory, as ranks do: it may be larger than one process's."""
+    """Build the model; where ranks have parts of it, without memory, as they do: it may be larger than a process's."""
     described = run.config.model
     data = model_input(info, run.task.fitted(info))
-    if not (layout.splits or layout.table > 1) or ":" in described.name:
+    in_parts = layout.splits or layout.table > 1 or _servers_make_rows(run)
+    if not in_parts or ":" in described.name:
         return build_model(described, data)
     with without_memory():
         return build_model(described, data)
+
+
+def _servers_make_rows(run: ResolvedRun) -> bool:
+    """Whether servers have the rows of tables, and a worker those of its batch."""
+    return run.sync.uses_servers and begin_by_row(run.config)
 
 
 def _leader_bytes(run: ResolvedRun, model: nn.Module, workers: int) -> int:

@@ -175,11 +175,16 @@ class Counter(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Role:
-    """Which rank is rehearsed: of a pipeline, in a layout without replicas; the names that stages begin with."""
+    """Which rank is rehearsed: of a pipeline, in a layout without replicas; the names that stages begin with.
+
+    Attributes:
+        pulls_rows: of tables it has the rows that a batch looks up, and servers have the others.
+    """
 
     layout: Layout
     pipeline_rank: int
     cuts: tuple[str, ...]
+    pulls_rows: bool = False
 
 
 def rehearse(run: ResolvedRun, info: DataInfo, model: nn.Module, role: Role, samples: int) -> Peaks:
@@ -190,14 +195,15 @@ def rehearse(run: ResolvedRun, info: DataInfo, model: nn.Module, role: Role, sam
         samples: of this rank, in one optimizer step.
     """
     cut_over, all_tables = run.layout.table, run.config.model.sparse_tables
+    most_rows = _lookups(info, samples) if role.pulls_rows else None
     run = _alone(run, role)
     config = run.config
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     counter = Counter()
     with _world(role) as world, torch.random.fork_rng(), real_meshes(), mode:
         copied = without_data(model, world.device)
-        if cut_over > 1:
-            shrink_tables(copied, cut_over, all_tables)
+        if cut_over > 1 or most_rows is not None:
+            shrink_tables(copied, cut_over, all_tables, most_rows)
         make_dense(copied)
         work = Work(info, run.task.fitted(info), copied, tuning=run.tuning.last)
         clock = HostClock()
@@ -309,6 +315,12 @@ def _take(step: Step, batch: Batch, run_parts: RunParts) -> None:
 
 def _batch(info: DataInfo, samples: int, layout: Layout) -> Batch:
     return Batch(any_inputs(info, samples), blank_targets(info, samples), samples * layout.fsdp, 0)
+
+
+def _lookups(info: DataInfo, samples: int) -> int:
+    """Return the most rows of a table that a batch can look up."""
+    inputs = [value for value in tree_leaves(any_inputs(info, samples)) if isinstance(value, Tensor)]
+    return sum(value.numel() for value in inputs if not value.is_floating_point())
 
 
 def _bytes(values: Mapping[str, object]) -> int:

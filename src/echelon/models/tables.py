@@ -58,15 +58,17 @@ def make_dense(model: nn.Module) -> None:
             module.sparse = False
 
 
-def shrink_tables(model: nn.Module, cut_over: int, all_tables: bool) -> None:
+def shrink_tables(model: nn.Module, cut_over: int, all_tables: bool, most_rows: int | None = None) -> None:
     """Leave each table the rows of the largest of `cut_over` equal parts, to see how much memory one takes.
 
     Args:
         all_tables: not only those that make sparse gradients.
+        most_rows: that are here at a time, where the others are fetched when they are looked up; None: all.
     """
     for module in model.modules():
         if isinstance(module, _KINDS) and (all_tables or module.sparse):
             rows = -(-len(module.weight) // cut_over)
+            rows = rows if most_rows is None else min(rows, most_rows)
             module.weight = nn.Parameter(module.weight.detach()[:rows].clone(), module.weight.requires_grad)
 
 

@@ -161,6 +161,12 @@ def table_notes(run: ResolvedRun, model: nn.Module, ranks: int) -> list[str]:
     return notes
 
 
+def begin_by_row(config: RunConfig) -> bool:
+    """Whether tables may begin row by row: those of a built-in model, whose values are no file's."""
+    named = config.model
+    return named.sparse_tables and not named.weights and "/" not in named.name and ":" not in named.name
+
+
 def build_by_rows(
     config: RunConfig, data: ModelInput, world: World, starts: dict[str, RowStart] | None = None
 ) -> nn.Module | None:
@@ -175,7 +181,7 @@ def build_by_rows(
             this rank's.
     """
     named = config.model
-    if not named.sparse_tables or named.weights or "/" in named.name or ":" in named.name:
+    if not begin_by_row(config):
         return None
     generators = torch.get_rng_state()
     with without_memory() as recording:

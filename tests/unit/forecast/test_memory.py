@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,29 @@ def test_a_cut_table_takes_a_part_of_its_memory_and_of_its_moments() -> None:
     (whole,), (cut,) = predict("dp=4", 4, models[0], **given), predict("dp=4,table=4", 4, models[1], **given)
     rows = 750 * 64 * 4
     assert (whole.parameters - cut.parameters, whole.optimizer - cut.optimizer) == (rows, 2 * rows)
+
+
+def test_a_worker_of_servers_has_the_rows_that_a_batch_looks_up(tmp_path: Path) -> None:
+    (tmp_path / "ratings.csv").write_text(
+        "user,item,rating\n" + "".join(f"{i},{i + 1},{i % 5}.5\n" for i in range(2000))
+    )
+
+    def of(sync: str) -> Memory:
+        """Return what a rank needs of two towers."""
+        given: dict[str, Any] = {
+            "data.source": str(tmp_path / "ratings.csv"), "data.input": "user,item", "data.target": "rating",
+            "task": "recommendation", "model.name": "two_tower", "model.sparse_tables": True,
+            "optimizer.name": "adagrad", "optimizer.weight_decay": 0.0, "strategy.sync": sync, "data.batch_size": 8,
+        }  # fmt: skip
+        run = resolve(build(None, given).config)
+        found = forecast(run, run.source.open().info, 2)
+        assert not found.unknown
+        return found.memory[0]
+
+    whole, served = of("allreduce"), of("ps(mode=async)")
+    rows = 2 * 8  # at most, of each table
+    assert whole.parameters - served.parameters > 2 * (1800 - rows) * 16 * 4
+    assert served.peak < whole.peak / 2
 
 
 def test_one_process_has_what_its_tensors_take() -> None:
