@@ -22,6 +22,7 @@ from echelon.run.home import bring
 from echelon.run.machine import say
 from echelon.run.outcome import Outcome, RunFailed
 from echelon.run.overview import bring_from_place
+from echelon.run.own_imports import import_metrics
 from echelon.run.resolve import launch_request
 from echelon.run.start import start, start_again
 from echelon.run.trust import check_trust
@@ -354,6 +355,7 @@ def export(run: str | Path, file: str | Path, trust: bool = False, **objects: Un
     """
     export_format(Path(file))
     resolved = usable(run, "best", trust)
+    import_metrics()
     from echelon.inference.export import write_export
 
     given = _user_objects(dict(objects), resolved.config)
@@ -397,6 +399,7 @@ def predict(
     if workers < 0:
         raise UserError(f"workers={workers}: name how many processes predict, or 0 for all cores")
     resolved = usable(run, checkpoint, trust, follow_links)
+    import_metrics()
     from echelon.inference.predict import MaskOutput, device_of, predict_samples
     from echelon.run.trained import load_trained
     from echelon.tasks.base import Writing
@@ -425,6 +428,7 @@ def trained_model(
         UserError: as `predict`.
     """
     resolved = usable(run, checkpoint, trust, follow_links)
+    import_metrics()
     from echelon.run.trained import load_trained
 
     given = _user_objects(dict(objects), resolved.config)

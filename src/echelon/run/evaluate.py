@@ -22,6 +22,7 @@ from echelon.launch.supervisor import Death, JobFailed, Refused, Watch, supervis
 from echelon.observe.screen import Screen
 from echelon.run.job import EVALUATOR, EvaluationFiles
 from echelon.run.machine import ranks_here
+from echelon.run.own_imports import import_metrics
 from echelon.trainer.folder import CHECKPOINTS_FOLDER
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def rescore(
     config = replace(config, strategy=StrategyConfig(), training=replace(config.training, worst_samples=0))
     if workers > 1 and not is_worker():
         return _on_workers(folder, config, checkpoint, workers, objects)
+    import_metrics()
     from echelon.run.evaluator import evaluate_part
 
     return evaluate_part(folder, config, checkpoint, objects)
