@@ -124,16 +124,19 @@ def submitted_again(path: Path, config: RunConfig, cluster: Cluster, has_objects
 
 
 def text_for(config: RunConfig, cluster: Cluster, model: str) -> str:
-    """Return exactly what would be submitted.
+    """Return exactly what would be submitted; says what it lacks.
 
     Raises:
-        UserError: it would be refused.
+        UserError: it would be refused, and there is nothing to show.
     """
     check_described(config, cluster)
     config = at_home(config)
     folder = _folder_to_be(config, model)
     folders.check_new(folder, config)
-    return cluster.text(Submission(folder, home=home_of(config)))
+    submission = Submission(folder, home=home_of(config))
+    if lacking := cluster.lacking(submission):
+        say(f"this would be refused: {lacking}")
+    return cluster.text(submission)
 
 
 def _folder_to_be(config: RunConfig, model: str) -> Path:

@@ -230,6 +230,10 @@ class Cluster(ABC):
             UserError: says why.
         """
 
+    def lacking(self, submission: Submission) -> str:
+        """Return what a run would be refused for whose text can be shown all the same; empty: nothing is known."""
+        return ""
+
     def keep(self, job: str, submission: Submission) -> JobState:
         """Return where a job is, for who follows it: the moment to do what the place itself does not.
 

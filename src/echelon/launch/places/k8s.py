@@ -138,13 +138,17 @@ class Kubernetes(Cluster):
         Raises:
             UserError: names the setting.
         """
-        if not self.shares_disk:
-            k8s_bare.check_home(submission.home)
+        if lacking := self.lacking(submission):
+            raise UserError(lacking)
         for what, path in (("--run", submission.run), ("the working folder", submission.folder)):
             if self.shares_disk and not path.is_relative_to(self.mount):
                 raise UserError(f"--on k8s: {what} {path} is not below mount={self.mount}, which is all that pods see")
         with in_words():
             client_for(self.context)
+
+    def lacking(self, submission: Submission) -> str:
+        """Return what a run without a volume lacks."""
+        return "" if self.shares_disk else k8s_bare.lacking_home(submission.home)
 
     def manifests(self, submission: Submission) -> list[Manifest]:
         """Return the Service, the Secret without what it holds, for pods without a volume a ConfigMap, and the Job."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.errors import USER_ERROR_EXIT_CODE
 from echelon.core.files import write_atomic
 from echelon.launch.places.cluster import ANSWER_S, PLACE_FOLDER, PlaceFiles, PlaceSilent
 from echelon.storage.archive import Archive, DamagedArchive, Part, sha256_of
@@ -37,17 +37,14 @@ class PodEnd:
     words: str
 
 
-def check_home(home: str) -> None:
-    """Refuse a run that would be gone with its pods.
-
-    Raises:
-        UserError: says what to give.
-    """
-    if not home or home.startswith(_OF_THIS_MACHINE):
-        raise UserError(
-            "--on k8s without a volume: the run must live where pods and this machine reach it: give --run URL, such "
-            "as s3://BUCKET/runs/NAME; or claim and mount, a volume that all of them see"
-        )
+def lacking_home(home: str) -> str:
+    """Return why a run would be gone with its pods, and what to give; empty: it lives at a URL that all reach."""
+    if home and not home.startswith(_OF_THIS_MACHINE):
+        return ""
+    return (
+        "--on k8s without a volume: the run must live where pods and this machine reach it: give --run URL, such as "
+        "s3://BUCKET/runs/NAME; or claim and mount, a volume that all of them see"
+    )
 
 
 def description(files: PlaceFiles, run: Path, meeting: str) -> dict[str, str]:
