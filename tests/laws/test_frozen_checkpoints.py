@@ -19,11 +19,12 @@ from tests.ranks.layouts import Trainer, Trial, make_trainer
 from tests.ranks.spawn import Rank, run_ranks
 
 ADAM = {"optimizer.name": "adamw", "optimizer.lr": 0.003}
+CUT = {"strategy.cuts": "blocks.1"}  # times that are measured may cut two starts differently
 ALONE = Trial("vit", settings={"model.tune": "head", "training.ema": 0.9, **ADAM})
 QUICK = (
     Trial("vit", "dp=2", {"model.tune": "head", "training.ema": 0.9, **ADAM}),
     Trial("vit", "fsdp=2", {"model.tune": "last(1)+layer_decay(0.5)", "training.ema": 0.9, **ADAM}),
-    Trial("vit", "pp=2,microbatches=2", {"model.tune": "head", "training.ema": 0.9, **ADAM}),
+    Trial("vit", "pp=2,microbatches=2", {"model.tune": "head", "training.ema": 0.9, **CUT, **ADAM}),
     Trial("vit", "dp=2", {"model.tune": "last(1)", "strategy.sync": "local(period=3)", "training.ema": 0.9, **ADAM}),
 )
 MORE = (
@@ -41,20 +42,20 @@ THAWED = (
     Trial("vit", "dp=2", {"model.tune": UNFREEZE, "training.ema": 0.9, "strategy.compression": "int8", **ADAM}),
     Trial("vit", "fsdp=2", {"model.tune": UNFREEZE, "training.ema": 0.9, **ADAM}),
     Trial("vit", "tp=2", {"model.tune": UNFREEZE, **ADAM}),
-    Trial("vit", "pp=2,microbatches=2", {"model.tune": UNFREEZE, "strategy.cuts": "blocks.1", **ADAM}),
+    Trial("vit", "pp=2,microbatches=2", {"model.tune": UNFREEZE, **CUT, **ADAM}),
     Trial("vit", "dp=2", {"model.tune": UNFREEZE, "strategy.sync": "local(period=3, warmup=0)", **ADAM}),
     Trial("resnet", "dp=2", {"model.tune": UNFREEZE, "strategy.sync": "diloco(period=3, warmup=0)", **BATCHNORM}),
 )
-EVERY_LAYOUT = ("dp=2", "fsdp=2", "tp=2", "pp=2,microbatches=2")
+EVERY_LAYOUT = (("dp=2", ADAM), ("fsdp=2", ADAM), ("tp=2", ADAM), ("pp=2,microbatches=2", {**CUT, **ADAM}))
 LORA = (
-    *(Trial("vit", layout, {"model.tune": "lora(r=2)", "training.ema": 0.9, **ADAM}) for layout in EVERY_LAYOUT),
+    *(Trial("vit", layout, {"model.tune": "lora(r=2)", "training.ema": 0.9, **rest}) for layout, rest in EVERY_LAYOUT),
     Trial("vit", "dp=2", {"model.tune": "lora(r=2)", "strategy.sync": "local(period=3)", **ADAM}),
     Trial("vit", "dp=2", {"model.tune": "lora(r=2)", "strategy.sync": "diloco(period=3)", **ADAM}),
     Trial("vit", "dp=2", {"model.tune": "lora(r=2)", "strategy.compression": "topk(0.1)", "optimizer.momentum": 0.0}),
 )
 LAYERS = (
-    *(Trial("vit", layout, {"model.tune": "head", **ADAM}) for layout in EVERY_LAYOUT[1:3]),
-    *(Trial("vit", layout, {"model.tune": "last(1)+layer_decay(0.5)", **ADAM}) for layout in EVERY_LAYOUT),
+    *(Trial("vit", layout, {"model.tune": "head", **rest}) for layout, rest in EVERY_LAYOUT[1:3]),
+    *(Trial("vit", layout, {"model.tune": "last(1)+layer_decay(0.5)", **rest}) for layout, rest in EVERY_LAYOUT),
 )
 
 
