@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import errno
 import hashlib
 import itertools
 import json
 import os
 import re
 import shlex
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -84,8 +86,8 @@ def hash_output(path: Path, kind: Leaves) -> str:
     roots = [path / name for name in _RUN_PARTS] if kind is Leaves.RUN else [path]
     digest = hashlib.sha256()
     for root in roots:
-        for file in _files(root):
-            digest.update(f"{os.path.relpath(file, path)}\0{file_hash(file)}\n".encode())
+        for file, _ in _files(root):
+            digest.update(f"{os.path.relpath(file, path)}\0{file_hash(Path(file))}\n".encode())
     return digest.hexdigest()
 
 
@@ -103,14 +105,25 @@ def _digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _files(root: Path) -> Iterator[Path]:
+def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the files at or below a path in the order of their names."""
     if root.is_file():
-        yield root
+        yield str(root), root.stat()
         return
     for folder, inner, names in os.walk(root):
         inner.sort()
-        yield from (Path(folder, name) for name in sorted(names) if Path(folder, name).is_file())
+        for name in sorted(names):
+            file = f"{folder}{os.sep}{name}"
+            try:
+                status = os.stat(file)  # noqa: PTH116  as above
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                continue
+            if stat.S_ISREG(status.st_mode):
+                yield file, status
 
 
 def _words(step: FlowStep) -> Iterator[str]:
@@ -155,13 +168,9 @@ def _with_parents(folder: Path) -> list[Path]:
 
 def _listed(path: Path, content: bool) -> Iterator[list[str | int]]:
     """Yield what is known of each file of some data."""
-    for file in _files(path):
-        name = os.path.relpath(file, path)
-        if content:
-            yield [name, file_hash(file)]
-        else:
-            status = file.stat()
-            yield [name, status.st_size, status.st_mtime_ns]
+    for file, status in _files(path):  # text, not paths: of a million files these take most of the time
+        name = file.removeprefix(str(path)).lstrip(os.sep) or os.curdir
+        yield [name, file_hash(Path(file))] if content else [name, status.st_size, status.st_mtime_ns]
 
 
 def _code(base: Path, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
