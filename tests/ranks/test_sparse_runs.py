@@ -80,6 +80,24 @@ def test_servers_make_the_rows_of_one_process_and_a_stopped_run_has_the_bits_of_
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_servers_sum_the_rows_of_all_workers_to_what_one_process_does(tmp_path: Path) -> None:
+    train, summed = _train(tmp_path), ["--workers", "2", "--sync", "ps(mode=sync,servers=2)"]
+    commands = [
+        [*train, "--workers", "1", "--run", "one"],
+        [*train, *summed, "--run", "whole"],
+        [*train, *summed, "--max-steps", "7", "--run", "stopped"],
+        ["resume", "stopped", "--max-steps", "0"],
+    ]
+    results = run_many(tmp_path, commands)
+    assert [result.code for result in results] == [0] * 4, results
+    assert losses_of(tmp_path / "whole") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
+    assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "whole")
+    one, expected, resumed = (_state(tmp_path / name) for name in ("one", "whole", "stopped"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(expected[name], tensor, atol=1e-5, rtol=1e-4)
+        assert torch.equal(expected[name], resumed[name]), name
+
+
 def _state(run: Path) -> dict[str, Tensor]:
     """Return the model of a run's newest checkpoint, in which tensors may lie in parts."""
     found = CheckpointStore(run / "checkpoints", 1).newest()

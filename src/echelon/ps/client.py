@@ -36,9 +36,9 @@ from echelon.ps.messages import (
     StateOf,
 )
 from echelon.ps.table import KeyRange, KeyTable
-from echelon.ps.worker_state import AwaitedRows, ClientConfig, ClientStats, PushInfo, RunOver, TagLost
+from echelon.ps.worker_state import AwaitedRows, ClientConfig, ClientStats, PushInfo, RowsOf, RunOver, TagLost
 
-__all__ = ["Client", "ClientConfig", "ClientStats", "PushInfo", "RunOver", "TagLost"]
+__all__ = ["Client", "ClientConfig", "ClientStats", "PushInfo", "RowsOf", "RunOver", "TagLost"]
 
 
 class Client:
@@ -125,13 +125,10 @@ class Client:
         start = self.connection.later if self.connection.encodes else self.connection.do
         start(lambda: self.connection.queue_rows_push(key, rows, values, info))
 
-    def rows(self, wanted: Sequence[tuple[KeyRange, Tensor]], task: int, tag: int = 0) -> list[Tensor]:
+    def rows(self, wanted: Sequence[tuple[KeyRange, Tensor]], of: RowsOf) -> list[Tensor]:
         """Ask for rows of tables' keys, by their numbers within the key, and wait: the values of each, `(R, D)`.
 
-        What this worker pushed before is in them.
-
-        Args:
-            tag: of the servers' copy that they are of; 0: they are as they are now.
+        What this worker pushed before is in them; where gradients are aggregated, all of the steps before.
 
         Raises:
             RunOver: the run ended without this worker's task.
@@ -139,20 +136,20 @@ class Client:
         """
         connection, began = self.connection, time.perf_counter()
         asked: list[AwaitedRows] = []
-        connection.do(lambda: asked.extend(connection.ask_rows(key, rows, task, tag) for key, rows in wanted))
+        connection.do(lambda: asked.extend(connection.ask_rows(key, rows, of) for key, rows in wanted))
 
         def is_over() -> bool:
             """Whether nothing will come any more."""
-            return self._copy_is_lost if tag else bool(connection.status)
+            return self._copy_is_lost if of.tag else bool(connection.status)
 
         connection.wait_until(lambda: all(a.values is not None for a in asked) or is_over(), "rows of tables")
         values = [awaited.values for awaited in asked if awaited.values is not None]
         if len(values) < len(asked):
             connection.do(lambda: connection.forget_rows(asked))
-            if tag:
-                raise TagLost(f"rows of the copy {tag}")
+            if of.tag:
+                raise TagLost(f"rows of the copy {of.tag}")
             raise RunOver(connection.status)
-        self.stats.waited_s["parameters"] += 0.0 if tag else time.perf_counter() - began
+        self.stats.waited_s["parameters"] += 0.0 if of.tag else time.perf_counter() - began
         return values
 
     def open_task(self, task: int, pushes: int) -> None:

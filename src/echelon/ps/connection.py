@@ -72,6 +72,7 @@ from echelon.ps.worker_state import (
     ClientStats,
     OpenTask,
     PushInfo,
+    RowsOf,
 )
 
 BEAT_S = 0.1
@@ -343,17 +344,14 @@ class Connection:
         self._links[key.server].queue(key.index, Outgoing(push, frames))
         self._links[key.server].flush()
 
-    def ask_rows(self, key: KeyRange, rows: Tensor, task: int, tag: int = 0) -> AwaitedRows:
-        """Ask for rows of a table's key; returns where they will be.
-
-        Args:
-            tag: of the copy that they are of; 0: they are as they are now, behind what was pushed before.
-        """
+    def ask_rows(self, key: KeyRange, rows: Tensor, of: RowsOf) -> AwaitedRows:
+        """Ask for rows of a table's key; returns where they will be."""
         self._row_pulls += 1
-        pull = PullRows(key.index, task, self._row_pulls, tag)
+        version = of.step if self.config.aggregates else 0
+        pull = PullRows(key.index, of.task, self._row_pulls, of.tag, version)
         awaited = AwaitedRows(key, pull, index_frame(rows, key), len(rows))
         self._rows[pull.number] = awaited
-        if tag:
+        if of.tag:
             self.send_apart([(key.server, pull, [awaited.frame])])
         elif key.server in self._links:
             self._links[key.server].queue_rows(pull, awaited.frame)

@@ -18,7 +18,7 @@ from echelon.coordinator.shares import MAX_SHARES
 from echelon.core.state_tree import StateTree
 from echelon.optim.own import ParamGroup
 from echelon.ps.made_rows import OPTIMIZER, ROWS, UPDATES, VALUE, RowSlots, grow_state, grown, is_by_row, with_first
-from echelon.ps.rows import RowVersions
+from echelon.ps.rows import RowVersions, row_gradient
 from echelon.ps.table import KeyRange
 from echelon.sync.ps import ServerSettings
 
@@ -102,6 +102,8 @@ class _Gathered:
     def _sum(self, gradient: Tensor) -> None:
         if self.total is None:
             self.total = gradient.clone()
+        elif gradient.is_sparse:
+            self.total = (self.total + gradient).coalesce()
         else:
             self.total += gradient
 
@@ -126,7 +128,8 @@ class Applied:
 class KeyStore:
     """Value and optimizer of one key. In aggregating modes `version` is the step that is next, else it counts updates.
 
-    In aggregating modes the value before the last update is kept, so that a task of that step can be computed again.
+    In aggregating modes the value before the last update is kept, so that a task of that step can be computed again; of
+    a table's key, the rows that it changed.
     `average` is the exponential moving average of the value, where `settings.ema` asks for it. `memory` is the message
     that the value lies in, if it does: it may be on its way to a worker, so the value must not be changed in place.
     `rows` counts updates by row where the key is of a table, whose gradients are sparse; else None. `made` are the
@@ -142,6 +145,7 @@ class KeyStore:
         self.average = value.clone() if settings.ema else None
         self.averaged = 0
         self.before: Tensor | None = None
+        self._rows_before: tuple[Tensor, Tensor] | None = None
         self._gathered: dict[int, _Gathered] = {}
         self.made = RowSlots() if key.begins is not None else None
         if self.made is None:
@@ -218,8 +222,13 @@ class KeyStore:
         total = gathered.finish()
         if len(gathered.shares) < gathered.wanted and gathered.units:
             # The mean over those that came stands for the batch (Chen et al. 2016).
-            total *= gathered.batch / gathered.units
-        self.before = self.value.clone()
+            total = total * (gathered.batch / gathered.units)
+            total = total.coalesce() if total.is_sparse else total
+        if self.rows is None:
+            self.before = self.value.clone()
+        else:
+            changed = total.indices()[0].clone()
+            self._rows_before = changed, self.row_values(changed)
         self._update(total, gathered.lr, absent=gathered.absent)
         self.version += 1
 
@@ -342,6 +351,16 @@ class KeyStore:
         slots = self.made.find(rows)
         return with_first(rows, slots >= 0, table[slots[slots >= 0]], self.key, table.dtype)
 
+    def row_values_before(self, rows: Tensor) -> Tensor:
+        """Return a copy of rows `(R, D)` as `row_values` does, as they were before the last update."""
+        values = self.row_values(rows)
+        if self._rows_before is not None and len(self._rows_before[0]):
+            changed, before = self._rows_before
+            at = torch.searchsorted(changed, rows).clamp(max=len(changed) - 1)
+            was_changed = changed[at] == rows
+            values[was_changed] = before[at[was_changed]]
+        return values
+
     def set_workers(self, workers: int, batch_parts: int = 1) -> None:
         """Correct momentum and rates for asynchrony among so many workers, where the settings say so.
 
@@ -423,7 +442,8 @@ class KeyStore:
         """Return the state with what is gathered for versions that wait: what acknowledged pushes left here."""
         gathered = {
             step: {"wanted": g.wanted, "batch": g.batch, "samples": g.units, "lr": g.lr, "shares": sorted(g.shares),
-                   "total": _copy(g.total), "waiting": {share: t.clone() for share, t in g.waiting.items()},
+                   "total": _packed(g.total),
+                   "waiting": {share: _packed(t) for share, t in g.waiting.items()},
                    "absent": sorted(g.absent)}
             for step, g in self._gathered.items()
         }  # fmt: skip
@@ -440,17 +460,23 @@ class KeyStore:
         elif self.made.count:
             raise ValueError(f"key {self.key.index} has rows already")
         self.version = int(state["version"])
-        self._gathered, self.before = {}, None
+        self._gathered, self.before, self._rows_before = {}, None, None
         for step, g in state.get("gathered", {}).items():
             shares, lr = {int(s) for s in g["shares"]}, float(g["lr"])
-            rest = {int(share): gradient for share, gradient in g.get("waiting", {}).items()}
+            rest = {int(share): self._unpacked(gradient) for share, gradient in g.get("waiting", {}).items()}
+            total = None if g["total"] is None else self._unpacked(g["total"])
             self._gathered[int(step)] = _Gathered(
-                g["wanted"], g["batch"], g["total"], shares, g["samples"], lr, rest, frozenset(g.get("absent", ()))
+                g["wanted"], g["batch"], total, shares, g["samples"], lr, rest, frozenset(g.get("absent", ()))
             )
         if "optimizer" in state:
             self._load_rest(state, now_s)
         if "made" in state:
             self.load_made(state["made"])
+
+    def _unpacked(self, gradient: Any) -> Tensor:
+        """Return a gradient of this key that `_packed` made ready to travel."""
+        found: Tensor = row_gradient(gradient[ROWS], gradient[VALUE], self.key) if self.key.width else gradient
+        return found
 
     def _load_value(self, state: StateTree) -> None:
         value = state.get("value")
@@ -510,6 +536,13 @@ def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _packed(gradient: Tensor | None) -> Any:
+    """Return a copy of a gradient as a state has it: of rows, their numbers and their values."""
+    if gradient is None or not gradient.is_sparse:
+        return _copy(gradient)
+    return {ROWS: gradient.indices()[0].clone(), VALUE: gradient.values().clone()}
 
 
 def compensate_constant(gradient: Tensor, now: Tensor, then: Tensor, strength: float) -> Tensor:

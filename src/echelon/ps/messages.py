@@ -129,12 +129,14 @@ class PullRows(Content):
         task: that looks them up.
         number: rises with each such request of a worker; the answer has it.
         tag: of the copy `tag`; 0: as they are now.
+        version: where gradients are aggregated, the one that they are of, or a later one where that is over.
     """
 
     key: int
     task: int
     number: int
     tag: int = 0
+    version: int = 0
 
 
 @content(35, ANY_FRAMES)

@@ -17,6 +17,7 @@ from echelon.observe.phases import Phase, PhaseClock
 from echelon.ps.client import Client
 from echelon.ps.rows import of_keys
 from echelon.ps.table import KeyRange
+from echelon.ps.worker_state import RowsOf
 
 
 class RowSum(NamedTuple):
@@ -51,29 +52,28 @@ class ServedTables:
     def __init__(self, client: Client, keys: Mapping[str, Sequence[KeyRange]], dtype: torch.dtype, clock: PhaseClock):
         """Take the keys of each table, by its name, in the order of its rows."""
         self._client, self._keys, self._dtype, self._clock = client, keys, dtype, clock
-        self._task: int | None = None
-        self._tag = 0
+        self._of: RowsOf | None = None  # a task, or a copy that is evaluated
         self._of_task: dict[str, _OfTask] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._keys
 
-    def begin(self, task: int) -> None:
-        """Begin a task: rows of an earlier one may have changed since."""
-        self._task, self._of_task = task, {}
+    def begin(self, task: int, step: int) -> None:
+        """Begin a task of a step: rows of an earlier one may have changed since."""
+        self._of, self._of_task = RowsOf(task, step), {}
 
     def end(self) -> None:
         """End the task: forget its rows and their gradients."""
-        self._task, self._of_task = None, {}
+        self._of, self._of_task = None, {}
 
     @contextmanager
     def of_copy(self, tag: int) -> Iterator[None]:
         """Give lookups inside the block the rows of a copy that the servers keep."""
-        task, self._task, self._tag = self._task, None, tag
+        of, self._of = self._of, RowsOf(tag=tag)
         try:
             yield
         finally:
-            self._task, self._tag = task, 0
+            self._of = of
 
     def gradient(self, name: str) -> RowSum | None:
         """Return the sum of what a task's lookups in a table have got; None: they got nothing."""
@@ -96,12 +96,9 @@ class ServedTables:
             TagLost: a server that held the copy died.
         """
         wanted = rows.cpu()
-        if self._tag:
-            values = self._pulled(name, wanted, 0)
-        elif self._task is not None:
-            values = self._of_this_task(name, wanted, self._task)
-        else:
+        if self._of is None:
             raise RuntimeError(f"rows of {name} are looked up outside of a step and of an evaluation")
+        values = self._pulled(name, wanted, self._of) if self._of.tag else self._of_this_task(name, wanted, self._of)
         return values.to(part.device), _Route(name, wanted)
 
     def send_back(self, route: _Route, gradients: Tensor, touches: bool) -> RowSum:
@@ -110,24 +107,24 @@ class ServedTables:
             self._of_task[route.name].gradients.append(RowSum(route.rows, gradients.detach().cpu()))
         return RowSum(route.rows[:0], gradients[:0])
 
-    def _of_this_task(self, name: str, rows: Tensor, task: int) -> Tensor:
+    def _of_this_task(self, name: str, rows: Tensor, of: RowsOf) -> Tensor:
         have = self._of_task.get(name)
         if have is None:
-            have = self._of_task[name] = _OfTask(rows, self._pulled(name, rows, task))
+            have = self._of_task[name] = _OfTask(rows, self._pulled(name, rows, of))
             return have.values
         new = rows[~torch.isin(rows, have.rows)]
         if len(new):
             both, order = torch.cat([have.rows, new]).sort()
-            have.values = torch.cat([have.values, self._pulled(name, new, task)])[order]
+            have.values = torch.cat([have.values, self._pulled(name, new, of)])[order]
             have.rows = both
         return have.values[torch.searchsorted(have.rows, rows)]
 
-    def _pulled(self, name: str, rows: Tensor, task: int) -> Tensor:
-        """Wait for rows of a table, as they are now or in the copy."""
-        if not self._tag:
+    def _pulled(self, name: str, rows: Tensor, of: RowsOf) -> Tensor:
+        """Wait for rows of a table."""
+        if not of.tag:
             self._clock.enter(Phase.COMMUNICATE)
         wanted = [(key, within) for key, _, within in of_keys(self._keys[name], rows) if len(within)]
-        found = self._client.rows(wanted, task, self._tag)
-        if not self._tag:
+        found = self._client.rows(wanted, of)
+        if not of.tag:
             self._clock.enter(Phase.FORWARD)
         return torch.cat(found) if found else torch.empty((0, self._keys[name][0].width), dtype=self._dtype)

@@ -96,6 +96,7 @@ class ServerState:
         self._filling: dict[int, tuple[KeyStore, int]] = {}  # keys whose rows still come, and how many there are
         self._copies: dict[int, dict[int, StateTree]] = {}
         self._parked: dict[int, list[tuple[bytes, str, Pull]]] = {}
+        self._parked_rows: dict[int, list[tuple[bytes, str, PullRows, Tensor]]] = {}
         self._acks: list[tuple[bytes, PushAck]] = []
         self._numbers: dict[bytes, int] = {}
         self._workers: set[str] = set()
@@ -440,7 +441,7 @@ class ServerState:
             self._give(peer, message.sender, store, pull, now_s)
 
     def _pull_rows(self, peer: bytes, message: Message, now_s: float) -> None:
-        """Give rows of a table as they are now."""
+        """Give rows of a table, of a copy or as they are."""
         pull = message.content
         assert isinstance(pull, PullRows)
         self._refuse_unless_serving()
@@ -450,9 +451,22 @@ class ServerState:
         rows = read_rows(message.frames[0], store.key)
         if pull.tag:
             values = values_of(self._made_in_copy(pull.tag, pull.key), rows, store.key, store.value.dtype)
+            self._answer_rows(peer, pull, values)
         else:
-            store.rows.note_pull(message.sender, pull.task, rows)
-            values = store.row_values(rows)
+            self._give_rows(peer, message.sender, pull, rows)
+
+    def _give_rows(self, peer: bytes, worker: str, pull: PullRows, rows: Tensor) -> None:
+        """Answer a pull of rows, now or once the version of their key is there."""
+        store = self.stores[pull.key]
+        assert store.rows is not None
+        if self._settings.aggregates and pull.version > store.version:
+            self._parked_rows.setdefault(pull.key, []).append((peer, worker, pull, rows))
+            return
+        exact = self._settings.aggregates and pull.version == store.version - 1
+        store.rows.note_pull(worker, pull.task, rows)
+        self._answer_rows(peer, pull, store.row_values_before(rows) if exact else store.row_values(rows))
+
+    def _answer_rows(self, peer: bytes, pull: PullRows, values: Tensor) -> None:
         answer = RowValues(pull.key, pull.number, self._life, self._take_acks(peer))
         self._reply(peer, answer, [value_frame(values)])
 
@@ -501,6 +515,8 @@ class ServerState:
         """Answer the pulls that waited for a key's version."""
         for peer, worker, pull in self._parked.pop(store.key.index, []):
             self._give(peer, worker, store, pull, now_s)
+        for peer, worker, of_rows, rows in self._parked_rows.pop(store.key.index, []):
+            self._give_rows(peer, worker, of_rows, rows)
 
     def _read_state(self, peer: bytes, message: Message, now_s: float) -> None:
         content = message.content

@@ -20,7 +20,7 @@ from echelon.compression.transforms import entropy_coded
 from echelon.core.state_tree import StateTree, StateView
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.tables import fetch_rows
-from echelon.ps.client import Client, PushInfo
+from echelon.ps.client import Client, PushInfo, RowsOf
 from echelon.ps.copies import ServersCopy
 from echelon.ps.momentum import SgdTerms, WorkerMomentum
 from echelon.ps.rows import of_keys
@@ -155,7 +155,7 @@ class ParameterServer(ServerHeld):
         """Begin a task; `begin_step` fills in its units."""
         missing = {k: len({s.parameter for s in spans}) for k, spans in self._by_key.items()}
         self._round = _Round(info, missing=missing)
-        self.served.begin(info.task)
+        self.served.begin(info.task, info.step)
         self._client.open_task(info.task, len(self._table.keys))
 
     def begin_step(self, units: int, global_units: int) -> int:
@@ -399,7 +399,8 @@ class ParameterServer(ServerHeld):
         current.rows[index] = rows if have is None else torch.cat([have, rows])
         self._clock.enter(Phase.COMMUNICATE)
         wanted = [(key, start, within) for key, start, within in of_keys(self._tables[index], rows) if len(within)]
-        found = self._client.rows([(key, within) for key, _, within in wanted], current.info.task)
+        of = RowsOf(current.info.task, current.info.step)
+        found = self._client.rows([(key, within) for key, _, within in wanted], of)
         for (_, start, within), values in zip(wanted, found, strict=True):
             table.detach().index_copy_(0, (within + start).to(table.device), values.to(table.device))
         self._clock.enter(Phase.FORWARD)

@@ -70,6 +70,15 @@ class CachedValue:
     pull: Pull | None = None
 
 
+@dataclass(frozen=True)
+class RowsOf:
+    """Which values of rows are wanted: for a task of a step, behind what was pushed before; of a copy with a tag."""
+
+    task: int = 0
+    step: int = 0
+    tag: int = 0
+
+
 @dataclass
 class AwaitedRows:
     """Rows of a table's key that were asked for: the request, and their values, `(R, D)`, once they came."""

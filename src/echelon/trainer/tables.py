@@ -118,11 +118,6 @@ def _check_servers(run: ResolvedRun, label: str, instead: str) -> None:
         UserError: names both settings and the fix.
     """
     given, training, settings = run.described.strategy, run.config.training, server_settings(run.sync)
-    if settings.aggregates:
-        raise UserError(
-            f"{label} with --sync {given.sync}: servers update rows as they come, and sum none up over workers: use "
-            f"--sync ps(mode=async) or --sync allreduce, or {instead}"
-        )
     if settings.compensation != "none" or settings.by_staleness or settings.decay_s:
         raise UserError(
             f"{label} with --sync {given.sync}: compensation, by_staleness and decay_s need the whole table that a "

@@ -32,7 +32,7 @@ from echelon.messages.endpoint import Channel, Sender
 from echelon.messages.identity import RunKeys, derive_keys
 from echelon.messages.sockets import Limits
 from echelon.observe.phases import HostClock
-from echelon.ps.client import Client, ClientConfig, PushInfo, RunOver
+from echelon.ps.client import Client, ClientConfig, PushInfo, RowsOf, RunOver
 from echelon.ps.server import Server, ServerConfig
 from echelon.ps.serving import coordination_policy
 from echelon.ps.spans import model_table
@@ -140,7 +140,7 @@ class Cluster:
             return torch.cat([values[k.index]["value"] for k in table.keys])
         states, _ = client.fetch_copy(table, tag, self.folder)
         made = [k for k in table.keys if k.begins is not None]
-        rows = client.rows([(k, torch.arange(k.rows)) for k in made], 0, tag)
+        rows = client.rows([(k, torch.arange(k.rows)) for k in made], RowsOf(tag=tag))
         values = {k.index: of_key.reshape(-1) for k, of_key in zip(made, rows, strict=True)}
         return torch.cat([values[i] if i in values else states[i]["value"] for i in range(len(table.keys))])
 

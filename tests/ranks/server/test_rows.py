@@ -163,3 +163,61 @@ def test_rows_of_a_server_that_dies_are_made_or_come_again(tmp_path: Path, repli
     cluster.stop()
     assert struck
     torch.testing.assert_close(seen[-1][1], alone(whole_tower()), atol=1e-12, rtol=0)
+
+
+def gradient_of_share(module: nn.Module, task: TrainTask) -> float:
+    loss: Tensor = module(ids_of(task.step)[task.share :: task.shares]).square().sum() / IDS
+    loss.backward()
+    return float(loss.detach())
+
+
+def alone_in_shares(model: nn.Module, shares: int) -> Tensor:
+    """Train in one process on the sum of the shares' losses; returns all parameters, 1-D."""
+    optimizer = adagrad(model.parameters())
+    for step in range(STEPS):
+        for share in range(shares):
+            model(ids_of(step)[share::shares]).square().sum().div(IDS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("starts", [{}, STARTS], ids=["given", "made"])
+@pytest.mark.parametrize("mode", ["sync", "ssp"])
+def test_rows_of_all_workers_are_summed_before_an_update(tmp_path: Path, mode: str, starts: Any) -> None:
+    settings = ServerSettings("sync", servers=2) if mode == "sync" else ServerSettings("ssp", staleness=0)
+    plan = TrainingPlan(1, STEPS, 0, None, None)
+    cluster = Cluster(tmp_path, settings, adagrad, plan, starts=starts)
+    cluster.start()
+    seen: list[Any] = []
+    for worker in range(2):
+        cluster.work(worker, served_tower() if starts else tower(), gradient_of_share, LR, seen)
+    cluster.stop()
+    expected = alone_in_shares(whole_tower() if starts else tower(), 2)
+    torch.testing.assert_close(seen[-1][1], expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_sums_of_rows_survive_a_server(tmp_path: Path, replicas: int) -> None:
+    settings = ServerSettings("sync", replicas=replicas, snapshot_every=1)
+    cluster = Cluster(tmp_path, settings, adagrad, TrainingPlan(1, STEPS, 0, None, None), starts=STARTS)
+    cluster.start()
+    if replicas:
+        cluster.server(0, "standby0")
+    struck: list[int] = []
+
+    def strike(module: nn.Module, task: TrainTask) -> float:
+        loss = gradient_of_share(module, task)
+        if task.step == STEPS // 2 and task.share and not struck:
+            struck.append(task.step)  # its rows and the other share's may be counted, and wait for each other
+            cluster.kill(cluster.servers[0])
+            if not replicas:
+                cluster.server(0)
+        return loss
+
+    seen: list[Any] = []
+    for worker in range(2):
+        cluster.work(worker, served_tower(), strike, LR, seen)
+    cluster.stop()
+    assert struck
+    torch.testing.assert_close(seen[-1][1], alone_in_shares(whole_tower(), 2), atol=1e-12, rtol=0)
