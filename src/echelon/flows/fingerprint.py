@@ -115,7 +115,7 @@ def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
         for name in sorted(names):
             file = f"{folder}{os.sep}{name}"
             try:
-                status = os.stat(file)  # noqa: PTH116  as above
+                status = os.stat(file)  # noqa: PTH116  text, as `_listed` says
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import util
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -20,9 +21,9 @@ _STANDARD = 3  # input, output, error
 
 
 def imported_for_both(modules: Sequence[str]) -> bool:
-    """Import what this process and its fork server need, where the server may be a fork of this process.
+    """Import what this process and its fork server need, where the server can be a fork of this process.
 
-    Returns whether it may: on Linux, where torch has done nothing yet in this process. What OpenMP or CUDA keep in a
+    Returns whether it can: on Linux, where torch has done nothing yet in this process. What OpenMP or CUDA keep in a
     process that has used them does not survive a fork.
     """
     if not modules or sys.platform != "linux" or _FIRST in sys.modules:
@@ -59,13 +60,24 @@ def _fork(_: object, arguments: Sequence[Any], passed: Sequence[int]) -> int:
     code = 1
     try:
         _let_go_of_files(passed)
-        exec(arguments[-1], {})
+        _be_new()
+        at = arguments.index("-c")
+        sys.argv = ["-c", *arguments[at + 2 :]]
+        exec(arguments[at + 1], {})
+        code = 0
     except SystemExit:
         code = 0
     except Exception:  # noqa: BLE001  what a Python of its own would do: say it and end
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _be_new() -> None:
+    """Let the fork begin as a Python of its own would: with no fork server, whose lock its parent holds meanwhile."""
+    forkserver._forkserver.__init__()  # type: ignore[misc]
+    resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
+    tempfile.tempdir = None  # its parent's sockets may need another folder than the rest
 
 
 def _let_go_of_files(kept: Sequence[int]) -> None:

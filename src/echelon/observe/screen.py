@@ -67,7 +67,7 @@ class Screen:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        self._progress = Progress(*columns, console=self._console, transient=True)
+        self._progress = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
         self._bars: list[Bar] = []
         self._watched: list[tuple[str, Callable[[], bool]]] = []
         self._lock = threading.RLock()
@@ -168,3 +168,5 @@ class Screen:
             self._progress.update(bar.task, description=bar.name, completed=bar.done, total=bar.total, text=bar.text)
         if self._bars and not self._progress.live.is_started:
             self._progress.start()
+        elif self._bars:
+            self._progress.refresh()  # by the one thread that there is

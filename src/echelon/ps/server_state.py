@@ -589,6 +589,10 @@ class ServerState:
             if self.table is not None:
                 self._references.forget(gone)
             self._buffers.pop(gone, None)
+        for key, pulls in self._parked.items():
+            self._parked[key] = [each for each in pulls if each[1] in workers]
+        for key, of_rows in self._parked_rows.items():
+            self._parked_rows[key] = [each for each in of_rows if each[1] in workers]
         self._workers, self._watermark = workers, members.watermark
         for store in self.stores.values():
             store.set_workers(max(1, len(workers)), members.parts)
@@ -649,6 +653,8 @@ class ServerState:
                 self.set_table(table_from_bytes(bytes(message.frames[0])))
                 self.stores.clear()  # everything follows
                 self._filling.clear()
+                self._parked.clear()
+                self._parked_rows.clear()
                 self._lags, self._operation = False, 0
             case PutState(key=key, meta=meta):
                 self.put(key, unpack_state(meta, message.frames), now_s)

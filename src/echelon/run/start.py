@@ -21,7 +21,7 @@ from echelon.launch.link import check_link
 from echelon.launch.logs import prepare_logs
 from echelon.launch.places.base import STOP_S, Place
 from echelon.launch.places.cluster import PlaceFiles
-from echelon.launch.places.local import start_import_server
+from echelon.launch.places.local import is_running, start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
 from echelon.launch.supervisor import FirstMachineGone, JobFailed, Refused, StopCut, supervise
 from echelon.observe.callbacks import check_callbacks, check_methods
@@ -478,6 +478,8 @@ def begin_imports(config: RunConfig) -> None:
 
 def _begin_imports(request: LaunchRequest, opening: Opening | None = None) -> None:
     """Start what processes are forked from; they inherit how many files may be open."""
+    if is_running():  # since the data was to be read
+        return
     if remark := allow_open_files():
         say(remark)
     shared, alone = SHARED if is_own_command() else (), opening.rests if opening else nullcontext

@@ -1,9 +1,9 @@
-"""Imports torchmetrics for the fork server without what it imports and the metrics of our tasks never use.
+"""Imports torchmetrics, for fork server and commands, without what the metrics of our tasks never use of it.
 
 `scipy.signal` takes as long as half of torch: torchmetrics gives that module a function that newer versions of it
 lack, for another library. `transformers`, where it is installed, takes as long again, for classes that BERTScore and
 its like name. Placeholders stand for both while torchmetrics is imported; such a class imports the true one when it is
-used. This is work at import, and meant to be: the fork server runs nothing else of ours.
+used. This is work at import, and meant to be: the fork server imports, and runs nothing else of ours.
 """
 
 from __future__ import annotations

@@ -31,11 +31,14 @@ place.close()
 print("ended")
 """
 WORKER = """
-import os, sys, torch, later
+import multiprocessing, os, sys, tempfile, torch, later
 
 def work(n):
     torch.set_num_threads(2)  # OpenMP starts threads here
     assert torch.ones(400, 400).matmul(torch.ones(400, 400)).sum() == 400 ** 3
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:  # of a user's own
+        assert pool.map(abs, [-1]) == [1]
+    assert tempfile.gettempdir() == os.environ["TMPDIR"], tempfile.gettempdir()
     open(f"forked{n}", "w").write(str(later.IMPORTED_BY != os.getpid()))
     open(f"server{n}", "w").write(str("program.py" in open(f"/proc/{later.IMPORTED_BY}/cmdline").read()))
 """
@@ -46,8 +49,10 @@ def _is_fork(folder: Path, before: str) -> bool:
     (folder / "program.py").write_text(PROGRAM.format(before=before))
     (folder / "worker.py").write_text(WORKER)
     (folder / "later.py").write_text("import os\nIMPORTED_BY = os.getpid()\n")
+    (far := folder / ("x" * 120)).mkdir()  # too long a path for sockets
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{Path.cwd()}", "TMPDIR": str(far)}
     done = subprocess.run(
-        [sys.executable, "program.py"], cwd=folder, env={**os.environ, "PYTHONPATH": f"{folder}:{Path.cwd()}"},
+        [sys.executable, "program.py"], cwd=folder, env=environment,
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
@@ -59,6 +64,22 @@ def _is_fork(folder: Path, before: str) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="a fork of what has imported a framework is safe on Linux alone")
 def test_a_command_that_has_not_used_torch_is_forked_and_keeps_its_locks_to_itself(tmp_path: Path) -> None:
     assert _is_fork(tmp_path, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no fork")
+def test_a_command_of_a_newer_python_runs_with_its_arguments() -> None:
+    """Newer versions of Python hand their server the arguments of the program behind what it is to run."""
+    code = (
+        "import os, sys\n"
+        "from echelon.launch import forked_server\n"
+        "read, write = os.pipe()\n"
+        "text = f'import os, sys; os.write({write}, repr(sys.argv).encode())'\n"
+        "pid = forked_server._fork(b'', [b'python', '-c', text, 'train', '2'], [write])\n"
+        "os.close(write)\n"
+        "print(os.read(read, 100).decode(), os.waitpid(pid, 0)[1])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "['-c', 'train', '2'] 0\n", done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes' command lines are read in /proc")

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import yaml
 
@@ -44,9 +44,6 @@ from echelon.launch.places.cluster import (
 from echelon.launch.places.k8s_client import client_for, in_words, silent
 from echelon.launch.plan import visible_gpus
 from echelon.messages.identity import SECRET_VARIABLE, read_secret
-
-if TYPE_CHECKING:
-    pass
 
 PORT = 29400  # of the first pod, whose network is its own
 _FLOW_LABEL, _NUMBER_LABEL = "echelon/flow", "echelon/step"
@@ -248,7 +245,13 @@ class Kubernetes(Cluster):
             self._remove(name)
             batch, core = self._apis()
             made = batch.create_namespaced_job(self.namespace, job, _request_timeout=ANSWER_S)
-            owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": made.metadata.uid}
+            owner = {
+                "apiVersion": "batch/v1",
+                "kind": "Job",
+                "name": name,
+                "uid": made.metadata.uid,
+                "blockOwnerDeletion": True,
+            }
             for part in (service, secret, *described):
                 part["metadata"] = part["metadata"] | {"ownerReferences": [owner]}
             try:
@@ -410,9 +413,8 @@ class Kubernetes(Cluster):
                     words = f": {condition.message}" if condition.message and condition.type == "Failed" else ""
                     return JobState(JobPhase.ENDED, f"{condition.type.lower()}{words}")
             if found.spec.suspend:
-                return JobState(
-                    JobPhase.RUNS if status.active else JobPhase.ENDED, "stopping" if status.active else "stopped"
-                )
+                going = (status.active or 0) + (status.terminating or 0)  # these save a checkpoint
+                return JobState(JobPhase.RUNS if going else JobPhase.ENDED, "stopping" if going else "stopped")
             lacking = (found.spec.completions or 1) - (status.ready or 0) - (status.succeeded or 0)
             if lacking <= 0:
                 return JobState(JobPhase.RUNS, "running")

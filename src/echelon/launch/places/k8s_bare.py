@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -79,6 +80,8 @@ def shell_text(run: Path, node_command: str) -> str:
 def bring_told(url: str, folder: Path) -> None:
     """Bring what the newest version of a run at a URL tells of it: all but its checkpoints.
 
+    How the run was described for this start stays: what lies there may be of the one before.
+
     Raises:
         PlaceSilent: the store cannot be read now.
     """
@@ -87,7 +90,8 @@ def bring_told(url: str, folder: Path) -> None:
         version = archive.newest()
         for part in version.parts if version is not None else ():
             path = folder / part.name
-            if not part.name.startswith(_CHECKPOINTS) and not _is_there(path, part):
+            stays = part.name in _IN_RUN or part.name.startswith(_CHECKPOINTS)
+            if not stays and not _is_there(path, part):
                 archive.fetch(part, path)
     except (OSError, DamagedArchive) as error:
         raise PlaceSilent(f"{url}: {error}") from error
@@ -121,6 +125,8 @@ def bring_logs(core: Any, namespace: str, job: str, run: Path, first_alone: bool
         core: the client's core API.
         first_alone: of the first pod only.
     """
+    from kubernetes.client import ApiException
+
     found = core.list_namespaced_pod(namespace, label_selector=f"job-name={job}", _request_timeout=ANSWER_S).items
     newest = {int(pod.metadata.annotations[_INDEX]): pod for pod in sorted(found, key=_age)}
     ends = {}
@@ -130,10 +136,21 @@ def bring_logs(core: Any, namespace: str, job: str, run: Path, first_alone: bool
             ends[number] = PodEnd(over.exit_code, last_words(over.message or ""))
         has_begun = any(state.waiting is None for state in states)
         if has_begun and (number == 0 or not first_alone):
-            name = pod.metadata.name
-            text = core.read_namespaced_pod_log(name, namespace, container=CONTAINER, _request_timeout=ANSWER_S)
-            _write_log(run / "logs" / f"node{number}.out", text)
+            with suppress(ApiException):  # its node is gone, perhaps with the log
+                _bring_log(core, namespace, run / "logs", number, pod)
     return ends
+
+
+def _bring_log(core: Any, namespace: str, logs: Path, number: int, pod: Any) -> None:
+    """Keep what a pod has printed, behind what those before it of its number had."""
+    name, made = pod.metadata.name, pod.metadata.creation_timestamp
+    text = core.read_namespaced_pod_log(name, namespace, container=CONTAINER, _request_timeout=ANSWER_S)
+    own = logs / f".node{number}.{made:%Y%m%dT%H%M%S}.{name}"
+    if own.exists() and own.read_text(errors="replace") == text:
+        return
+    write_atomic(own, text)
+    parts = [path.read_text(errors="replace") for path in sorted(logs.glob(f".node{number}.*"))]
+    write_atomic(logs / f"node{number}.out", "".join(parts))
 
 
 def _age(pod: Any) -> Any:
@@ -148,8 +165,3 @@ def last_words(log: str) -> str:
     """
     lines = log.strip().splitlines()
     return lines[-1].removeprefix(_SAID) if lines else ""
-
-
-def _write_log(path: Path, text: str) -> None:
-    if not path.exists() or path.read_text(errors="replace") != text:
-        write_atomic(path, text)

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -187,7 +188,8 @@ IMPORTING = _Importing()
 
 def is_running() -> bool:
     """Whether this process has started the fork server, and not ended it; it may have died."""
-    return forkserver._forkserver._forkserver_pid is not None  # type: ignore[attr-defined]
+    is_ended = IMPORTING.ended  # a while before it is gone
+    return forkserver._forkserver._forkserver_pid is not None and not is_ended  # type: ignore[attr-defined]
 
 
 def _lack_of_files() -> str:
@@ -237,8 +239,10 @@ def start_import_server(modules: tuple[str, ...], shared: tuple[str, ...] = (), 
     if IMPORTING.ended:  # while it dies it looks alive
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
         IMPORTING.ended = False
+    with alone():
+        is_single = threading.active_count() == 1
     with short_spins_inside():
-        is_shared = not is_running() and imported_for_both(shared)
+        is_shared = is_single and not is_running() and imported_for_both(shared)
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["echelon.launch.import_server", *modules, "echelon.launch.imports_done"]
     )
