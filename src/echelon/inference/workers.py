@@ -17,7 +17,8 @@ from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import scratch_folder, write_atomic
 from echelon.core.stop import StopFlag
 from echelon.inference.predict import BatchShare, MaskOutput, PredictedRow, device_of, predict_samples
-from echelon.launch.places.local import Local, start_import_server
+from echelon.launch.fork_server import start_import_server
+from echelon.launch.places.local import Local
 from echelon.launch.plan import LaunchPlan, thread_count, usable_cores, visible_gpus
 from echelon.launch.supervisor import Death, JobFailed, Refused, Watch, supervise
 from echelon.run.job import EvaluationFiles

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from echelon.core.errors import UserError
 from echelon.core.stop import StopFlag
+from echelon.launch.fork_server import end_import_server
 from echelon.launch.places.base import STOP_S
-from echelon.launch.places.local import end_import_server
 from echelon.observe.environment import is_own_command
 from echelon.observe.profile import merge_traces
 from echelon.records.events import Event

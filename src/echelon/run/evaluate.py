@@ -16,7 +16,8 @@ from echelon.core.errors import UserError
 from echelon.core.files import scratch_folder
 from echelon.core.stop import StopFlag
 from echelon.launch.culprit import Living
-from echelon.launch.places.local import Local, start_import_server
+from echelon.launch.fork_server import start_import_server
+from echelon.launch.places.local import Local
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, usable_cores, visible_gpus
 from echelon.launch.supervisor import Death, JobFailed, Refused, Watch, supervise
 from echelon.observe.screen import Screen

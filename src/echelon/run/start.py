@@ -17,11 +17,11 @@ from echelon.core.files import allow_open_files, full_disk_in_words
 from echelon.core.model_names import check_model_name
 from echelon.core.stop import StopFlag, Stopped, stop_on_signals
 from echelon.core.tuning import packages_of
+from echelon.launch.fork_server import is_running, start_import_server
 from echelon.launch.link import check_link
 from echelon.launch.logs import prepare_logs
 from echelon.launch.places.base import STOP_S, Place
 from echelon.launch.places.cluster import PlaceFiles
-from echelon.launch.places.local import is_running, start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
 from echelon.launch.supervisor import FirstMachineGone, JobFailed, Refused, StopCut, supervise
 from echelon.observe.callbacks import check_callbacks, check_methods

@@ -22,7 +22,7 @@ import yaml
 
 from echelon.core.errors import UserError
 from echelon.launch.places import PLACES, PlaceChoice
-from echelon.launch.places.cluster import ChainedJob, JobPhase, NodeRank, PlaceFiles, PlaceSilent, Submission
+from echelon.launch.places.cluster import ChainedJob, JobPhase, JobState, NodeRank, PlaceFiles, PlaceSilent, Submission
 from echelon.launch.places.k8s import JOB_VARIABLE, Kubernetes
 from echelon.messages.identity import make_secret, read_secret
 from echelon.storage.archive import Archive, ArchiveWriter, sha256_of
@@ -175,7 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self._path().endswith("/pods"):
             self._answer(200, {"items": self.server.pods})
         elif self._path().endswith("/log"):
-            self._text(self.server.logs[self._path().split("/")[-2]])
+            log = self.server.logs.get(self._path().split("/")[-2])
+            self._text(log) if log is not None else self._answer(404, {"message": "no log"})
         elif self._path().endswith("/jobs"):
             kept = [value for path, value in self.server.kept.items() if path.startswith(f"{self._path()}/")]
             self._answer(200, {"items": kept})
@@ -263,6 +264,8 @@ def test_a_job_is_made_followed_and_stopped(tmp_path: Path, api: _Api) -> None:
     job["status"] = {"active": 2}
     place.stop(name)
     assert job["spec"]["suspend"] is True and place.state(name).phase is JobPhase.RUNS
+    job["status"] = {"terminating": 2}
+    assert place.state(name) == JobState(JobPhase.RUNS, "stopping"), "its pods save a checkpoint"
     job["status"] = {}
     assert place.state(name).phase is JobPhase.ENDED
     assert place.submit(submission) == name  # in the place of the one that was suspended
@@ -320,14 +323,20 @@ def test_without_a_volume_the_description_travels_and_what_pods_print_is_brought
     writer.claim(None)
     (tmp_path / "record").write_text("first\n")
     (tmp_path / "weights").write_text("much")
-    sent = {name: (tmp_path / of, sha256_of(tmp_path / of))
-            for name, of in (("record.jsonl", "record"), ("checkpoints/step-1/model", "weights"))}  # fmt: skip
+    files = {"record.jsonl": "record", "checkpoints/step-1/model": "weights", "config.yaml": "weights"}
+    sent = {name: (tmp_path / of, sha256_of(tmp_path / of)) for name, of in files.items()}
     writer.commit(sent, "step 1")
     api.pods = [_pod("a-0-y", 0, "02", RUNNING), _pod("a-0-x", 0, "01", _over(143)), _pod("a-1-z", 1, "01", RUNNING)]
     api.logs = {"a-0-y": "step 1\n", "a-0-x": "old\n", "a-1-z": "second\n"}
     job["status"] = {"active": 2, "ready": 2}
     place.bring(run)
     assert (run / "logs/node0.out").read_text() == "step 1\n" and not (run / "logs/node1.out").exists()
+    api.pods.append(_pod("a-0-z", 0, "03", RUNNING))
+    place.bring(run)  # a log that is gone, or not there yet, is nothing
+    api.logs["a-0-z"] = "step 2\n"
+    place.bring(run)
+    assert (run / "logs/node0.out").read_text() == "step 1\nstep 2\n", "of a pod that is replaced it stays"
+    assert (run / "config.yaml").read_text() == "a: 1\n"
     assert (run / "record.jsonl").read_text() == "first\n" and not (run / "checkpoints").exists()
     place.bring_logs(run)
     assert (run / "logs/node1.out").read_text() == "second\n" and PlaceFiles(run).ended() is None

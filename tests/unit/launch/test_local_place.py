@@ -72,7 +72,8 @@ def test_a_time_in_which_no_run_ends_is_refused(grace: str) -> None:
 IMPORTS_LONG = """
 import signal
 from echelon.launch.places.base import Exited, Process, Started
-from echelon.launch.places.local import Local, start_import_server
+from echelon.launch.fork_server import start_import_server
+from echelon.launch.places.local import Local
 
 start_import_server(("slow_to_import",))
 place = Local()
@@ -101,7 +102,7 @@ def test_who_stops_does_not_wait_for_imports(tmp_path: Path, stops: bool, import
 
 SPINS = """
 import multiprocessing, os, sys
-from echelon.launch.places.local import start_import_server
+from echelon.launch.fork_server import start_import_server
 
 if __name__ == "__main__":
     start_import_server(())
@@ -132,7 +133,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from echelon.cli import command
 from echelon.launch.places.base import Exited, Process
-from echelon.launch.places.local import Local, end_import_server, start_import_server
+from echelon.launch.fork_server import end_import_server, start_import_server
+from echelon.launch.places.local import Local
 
 def runs():
     start_import_server(("torch",))  # much to free: it takes a while to die

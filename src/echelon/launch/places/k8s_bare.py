@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from echelon.core.errors import USER_ERROR_EXIT_CODE
 from echelon.core.files import write_atomic
 from echelon.launch.places.cluster import ANSWER_S, PLACE_FOLDER, PlaceFiles, PlaceSilent
+from echelon.launch.places.k8s_client import log_of
 from echelon.storage.archive import Archive, DamagedArchive, Part, sha256_of
 from echelon.storage.url import open_store
 
@@ -125,8 +125,6 @@ def bring_logs(core: Any, namespace: str, job: str, run: Path, first_alone: bool
         core: the client's core API.
         first_alone: of the first pod only.
     """
-    from kubernetes.client import ApiException
-
     found = core.list_namespaced_pod(namespace, label_selector=f"job-name={job}", _request_timeout=ANSWER_S).items
     newest = {int(pod.metadata.annotations[_INDEX]): pod for pod in sorted(found, key=_age)}
     ends = {}
@@ -136,15 +134,15 @@ def bring_logs(core: Any, namespace: str, job: str, run: Path, first_alone: bool
             ends[number] = PodEnd(over.exit_code, last_words(over.message or ""))
         has_begun = any(state.waiting is None for state in states)
         if has_begun and (number == 0 or not first_alone):
-            with suppress(ApiException):  # its node is gone, perhaps with the log
-                _bring_log(core, namespace, run / "logs", number, pod)
+            text = log_of(core, namespace, pod.metadata.name, CONTAINER)
+            if text is not None:
+                _keep_log(run / "logs", number, pod, text)
     return ends
 
 
-def _bring_log(core: Any, namespace: str, logs: Path, number: int, pod: Any) -> None:
+def _keep_log(logs: Path, number: int, pod: Any, text: str) -> None:
     """Keep what a pod has printed, behind what those before it of its number had."""
     name, made = pod.metadata.name, pod.metadata.creation_timestamp
-    text = core.read_namespaced_pod_log(name, namespace, container=CONTAINER, _request_timeout=ANSWER_S)
     own = logs / f".node{number}.{made:%Y%m%dT%H%M%S}.{name}"
     if own.exists() and own.read_text(errors="replace") == text:
         return

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from echelon.core.errors import UserError
-from echelon.launch.places.cluster import PlaceSilent
+from echelon.launch.places.cluster import ANSWER_S, PlaceSilent
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
@@ -34,6 +34,20 @@ def client_for(context: str) -> ApiClient:
         return new_client_from_config(context=context or None)
     except ConfigException as error:
         raise UserError(f"--on k8s: {' '.join(str(error).split())}: see `kubectl config view`") from None
+
+
+def log_of(core: Any, namespace: str, pod: str, container: str) -> str | None:
+    """Return what a pod's container has printed; None: it cannot be had, as where the pod's node is gone.
+
+    Args:
+        core: the client's core API.
+    """
+    from kubernetes.client import ApiException
+
+    try:
+        return str(core.read_namespaced_pod_log(pod, namespace, container=container, _request_timeout=ANSWER_S))
+    except ApiException:
+        return None
 
 
 @contextmanager

@@ -12,31 +12,23 @@ import os
 import signal
 import socket
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 
-from echelon.core.errors import UserError
-from echelon.core.patience import PATIENCE_S, may_pass
+from echelon.core.patience import may_pass
 from echelon.core.spec import Quantity
 from echelon.core.stop import STOP_SIGNALS
-from echelon.core.system import short_spins_inside
 from echelon.core.units import format_seconds
-from echelon.launch.forked_server import forked, imported_for_both
+from echelon.launch.fork_server import IMPORTING
 from echelon.launch.places.base import Event, Exited, Place, PlaceFailed, Process, Started, checked_grace
-from echelon.launch.process import IMPORTS_VARIABLE, is_stopped, run_process
+from echelon.launch.process import is_stopped, run_process
 
-_LONGEST_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")  # of a Unix socket's path
 _FILES_FOR_A_START = 8
-Alone = Callable[[], AbstractContextManager[None]]
-_OTHER_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 @dataclass(eq=False)
@@ -148,50 +140,6 @@ class Local(Place):
 PLACE = Local
 
 
-class _Importing:
-    """Whether the fork server still imports; there is one server in a process, as `multiprocessing` has it."""
-
-    def __init__(self) -> None:
-        self.pipe = -1
-        self.ended = False  # by us: the server may still be dying
-        self._until_s = 0.0
-
-    def begins(self) -> None:
-        """Give a server that is started now a named pipe, which it closes when it has imported, or dies."""
-        if is_running():
-            return  # there is one, which is asked as it is
-        name = os.path.join(util.get_temp_dir(), "imports")  # noqa: PTH118  removed with the server's socket
-        with suppress(FileNotFoundError):
-            os.unlink(name)  # noqa: PTH108  of a server that has ended
-        os.mkfifo(name, 0o600)
-        self.pipe, self._until_s = os.open(name, os.O_RDONLY | os.O_NONBLOCK), time.monotonic() + PATIENCE_S
-        os.environ[IMPORTS_VARIABLE] = name
-
-    def goes_on(self) -> bool:
-        """Return whether it does; False also after a time in which nothing was heard of the server."""
-        if self.pipe < 0:
-            return False
-        if time.monotonic() < self._until_s and not wait([self.pipe], timeout=0):
-            return True
-        self.close()
-        return False
-
-    def close(self) -> None:
-        """Look no more."""
-        if self.pipe >= 0:
-            os.close(self.pipe)
-        self.pipe = -1
-
-
-IMPORTING = _Importing()
-
-
-def is_running() -> bool:
-    """Whether this process has started the fork server, and not ended it; it may have died."""
-    is_ended = IMPORTING.ended  # a while before it is gone
-    return forkserver._forkserver._forkserver_pid is not None and not is_ended  # type: ignore[attr-defined]
-
-
 def _lack_of_files() -> str:
     """Return why a process cannot be started: a fork takes a connection and two pipes here; empty where it can.
 
@@ -220,78 +168,3 @@ def _without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = script
-
-
-def start_import_server(modules: tuple[str, ...], shared: tuple[str, ...] = (), alone: Alone = nullcontext) -> None:
-    """Start the fork server, importing `modules` in the background; does nothing while one runs.
-
-    It runs beside the calling process, and ends when that ends. Modules must not start threads or touch a GPU when
-    imported.
-
-    Args:
-        shared: of the modules, those that the calling process needs as well. It imports them before it returns, once
-            for both, if the server can be a fork of it.
-        alone: entered for the fork: lets other threads of this process end meanwhile.
-
-    Raises:
-        UserError: no folder can hold the server's socket.
-    """
-    if IMPORTING.ended:  # while it dies it looks alive
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
-        IMPORTING.ended = False
-    with alone():
-        is_single = threading.active_count() == 1
-    with short_spins_inside():
-        is_shared = is_single and not is_running() and imported_for_both(shared)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["echelon.launch.import_server", *modules, "echelon.launch.imports_done"]
-    )
-    unblocked, temporary = signal.pthread_sigmask(signal.SIG_BLOCK, []), tempfile.tempdir
-    try:  # what is started inherits what is blocked: signals to the whole group end neither the server nor the tracker
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # starting the tracker let some pass again
-        tempfile.tempdir = _folder_for_sockets()
-        IMPORTING.begins()
-        with short_spins_inside(), alone(), forked() if is_shared else nullcontext():
-            forkserver.ensure_running()
-    finally:
-        os.environ.pop(IMPORTS_VARIABLE, None)
-        tempfile.tempdir = temporary
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-
-
-def end_import_server() -> None:
-    """End the fork server, with whatever it forked that still runs; the next `start_import_server` starts another.
-
-    It is not waited for: to free what it imported takes the kernel as long as a report takes.
-    """
-    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if server is not None:
-        IMPORTING.close()
-        IMPORTING.ended = True
-        os.kill(server, signal.SIGKILL)  # a child that was not waited for: the number is no other process's
-
-
-def _folder_for_sockets() -> str:
-    """Return a folder that can be written and whose path leaves room for a Unix socket's name: the temporary one.
-
-    Another one where that does not fit, which is said.
-
-    Raises:
-        UserError: there is none.
-    """
-    try:
-        wanted = tempfile.gettempdir()
-    except FileNotFoundError:  # neither TMPDIR nor the system's folders can be written
-        wanted = ""
-    usable = [f for f in (wanted, *_OTHER_FOLDERS) if f and len(os.fsencode(f)) <= _LONGEST_FOLDER]
-    for folder in usable:
-        if os.access(folder, os.W_OK | os.X_OK):
-            if folder != wanted:
-                print(f"echelon: {wanted or 'TMPDIR'} is no place for sockets; they are in {folder}", file=sys.stderr)
-            return folder
-    raise UserError(
-        "no folder for sockets: set TMPDIR to a folder that can be written and has a path of at most "
-        f"{_LONGEST_FOLDER} bytes"
-    )

@@ -12,7 +12,8 @@ import pytest
 PROGRAM = """
 import contextlib, fcntl, os, signal, sys, threading
 from echelon.launch.places.base import Exited, Process
-from echelon.launch.places.local import Local, start_import_server
+from echelon.launch.fork_server import start_import_server
+from echelon.launch.places.local import Local
 
 lock = open("lock", "w")
 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -71,10 +72,10 @@ def test_a_command_of_a_newer_python_runs_with_its_arguments() -> None:
     """Newer versions of Python hand their server the arguments of the program behind what it is to run."""
     code = (
         "import os, sys\n"
-        "from echelon.launch import forked_server\n"
+        "from echelon.launch import fork_server\n"
         "read, write = os.pipe()\n"
         "text = f'import os, sys; os.write({write}, repr(sys.argv).encode())'\n"
-        "pid = forked_server._fork(b'', [b'python', '-c', text, 'train', '2'], [write])\n"
+        "pid = fork_server._fork(b'', [b'python', '-c', text, 'train', '2'], [write])\n"
         "os.close(write)\n"
         "print(os.read(read, 100).decode(), os.waitpid(pid, 0)[1])\n"
     )
