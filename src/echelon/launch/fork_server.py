@@ -95,6 +95,7 @@ def start_import_server(modules: tuple[str, ...], shared: tuple[str, ...] = (), 
     if IMPORTING.ended:  # while it dies it looks alive
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
         IMPORTING.ended = False
+    sockets = _folder_for_sockets()  # where there is none, what is imported has no place for temporary files either
     with alone():
         is_single = threading.active_count() == 1
     with short_spins_inside():
@@ -107,7 +108,7 @@ def start_import_server(modules: tuple[str, ...], shared: tuple[str, ...] = (), 
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # starting the tracker let some pass again
-        tempfile.tempdir = _folder_for_sockets()
+        tempfile.tempdir = sockets
         IMPORTING.begins()
         with short_spins_inside(), alone(), _forked() if is_shared else nullcontext():
             forkserver.ensure_running()
