@@ -389,7 +389,15 @@ class CheckpointStore:
             self._failure = error
 
     def _insist(self, action: Callable[[], R]) -> R:
-        return action() if self._patience is None else self._patience.insist(WRITING, action)
+        def in_turn() -> R:
+            """Act; it is no fault of the disk where another worker has taken the turn, and cleaned up here."""
+            try:
+                return action()
+            except OSError:
+                self._check_turn()
+                raise
+
+        return in_turn() if self._patience is None else self._patience.insist(WRITING, in_turn)
 
     def _check_turn(self) -> None:
         """Give a checkpoint up whose writer did not answer for so long that another worker has taken its turn."""

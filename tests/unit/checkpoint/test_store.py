@@ -202,6 +202,28 @@ def test_a_turn_is_taken_from_one_that_does_not_answer(tmp_path: Path) -> None:
     assert names(folder) == ["step-00000004"]
 
 
+def test_one_whose_turn_was_taken_while_it_removed_an_old_checkpoint_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.claim(in_turns=True)
+    store.save(1, small_state(), background=False)
+
+    def taken(path: Path) -> None:
+        """Find nothing to remove: another process took the lock, and cleaned up."""
+        (tmp_path / ".lock").unlink()
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    store.claim(in_turns=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("echelon.checkpoint.files.remove", taken)
+        store.save(2, small_state(), background=False)
+    store.wait()
+    store.claim(in_turns=True)
+    store.save(3, small_state(), background=False)
+    assert names(tmp_path) == ["step-00000003"]
+
+
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot keep checkpoints in .*file"):
