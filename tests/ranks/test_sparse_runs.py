@@ -60,14 +60,7 @@ def test_two_workers_learn_what_one_does_and_a_stopped_run_has_the_bits_of_a_who
 
 def test_servers_make_the_rows_of_one_process_and_a_stopped_run_has_the_bits_of_a_whole_one(tmp_path: Path) -> None:
     train, served = [*_train(tmp_path), "--workers", "1"], ["--sync", "ps(mode=async,servers=2)"]
-    commands = [
-        [*train, "--run", "one"],
-        [*train, *served, "--run", "served"],
-        [*train, *served, "--max-steps", "7", "--run", "stopped"],
-        ["resume", "stopped", "--max-steps", "0"],
-        ["evaluate", "served", "--json"],
-        ["evaluate", "one", "--json"],
-    ]
+    commands = [*_runs(train, train, served), ["evaluate", "served", "--json"], ["evaluate", "one", "--json"]]
     results = run_many(tmp_path, commands)
     assert [result.code for result in results] == [0] * 6, results
     assert losses_of(tmp_path / "served") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
@@ -82,20 +75,24 @@ def test_servers_make_the_rows_of_one_process_and_a_stopped_run_has_the_bits_of_
 
 def test_servers_sum_the_rows_of_all_workers_to_what_one_process_does(tmp_path: Path) -> None:
     train, summed = _train(tmp_path), ["--workers", "2", "--sync", "ps(mode=sync,servers=2)"]
-    commands = [
-        [*train, "--workers", "1", "--run", "one"],
-        [*train, *summed, "--run", "whole"],
-        [*train, *summed, "--max-steps", "7", "--run", "stopped"],
-        ["resume", "stopped", "--max-steps", "0"],
-    ]
-    results = run_many(tmp_path, commands)
+    results = run_many(tmp_path, _runs([*train, "--workers", "1"], train, summed))
     assert [result.code for result in results] == [0] * 4, results
-    assert losses_of(tmp_path / "whole") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
-    assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "whole")
-    one, expected, resumed = (_state(tmp_path / name) for name in ("one", "whole", "stopped"))
+    assert losses_of(tmp_path / "served") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
+    assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "served")
+    one, expected, resumed = (_state(tmp_path / name) for name in ("one", "served", "stopped"))
     for name, tensor in one.items():
         torch.testing.assert_close(expected[name], tensor, atol=1e-5, rtol=1e-4)
         assert torch.equal(expected[name], resumed[name]), name
+
+
+def _runs(alone: list[str], train: list[str], servers: list[str]) -> list[list[str]]:
+    """Return commands that train alone, on servers, and on servers with a stop on the way."""
+    return [
+        [*alone, "--run", "one"],
+        [*train, *servers, "--run", "served"],
+        [*train, *servers, "--max-steps", "7", "--run", "stopped"],
+        ["resume", "stopped", "--max-steps", "0"],
+    ]
 
 
 def _state(run: Path) -> dict[str, Tensor]:

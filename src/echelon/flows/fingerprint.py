@@ -19,6 +19,7 @@ from pathlib import Path
 from echelon.flows.base import TOKEN, Flow, FlowStep, Leaves
 from echelon.trainer.folder import CONFIG_FILE
 
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _BLOCK_BYTES = 1 << 20
 _OWN = re.compile(r"([A-Za-z_][\w.]*):(?:[A-Za-z_]\w*|$)")  # module:function, or what follows `-m`
 _RUN_PARTS = ("checkpoints", "data.json", "tokeniser.json", "columns.json", "model.keras")
@@ -116,12 +117,10 @@ def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
             file = f"{folder}{os.sep}{name}"
             try:
                 status = os.stat(file)  # noqa: PTH116  text, as `_listed` says
-            except (FileNotFoundError, NotADirectoryError):
-                continue
             except OSError as error:
-                if error.errno != errno.ELOOP:
+                if error.errno not in _NO_FILE:
                     raise
-                continue
+                continue  # a link that leads to none, or it was removed meanwhile
             if stat.S_ISREG(status.st_mode):
                 yield file, status
 

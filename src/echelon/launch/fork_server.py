@@ -194,7 +194,7 @@ def _fork(_: object, arguments: Sequence[Any], passed: Sequence[int]) -> int:
     code = 1
     try:
         _let_go_of_files(passed)
-        _be_new()
+        _forget_parent()
         at = arguments.index("-c")
         sys.argv = ["-c", *arguments[at + 2 :]]
         exec(arguments[at + 1], {})
@@ -207,11 +207,11 @@ def _fork(_: object, arguments: Sequence[Any], passed: Sequence[int]) -> int:
         os._exit(code)
 
 
-def _be_new() -> None:
-    """Let the fork begin as a Python of its own would: with no fork server, whose lock its parent holds meanwhile."""
+def _forget_parent() -> None:
+    """Forget what a new Python would not have: the fork server, whose lock the parent holds, and its folders."""
     forkserver._forkserver.__init__()  # type: ignore[misc]
     resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
-    tempfile.tempdir = None  # its parent's sockets may need another folder than the rest
+    tempfile.tempdir = None
 
 
 def _let_go_of_files(kept: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ its URL, and what pods print from the cluster.
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -14,6 +15,7 @@ from typing import Any
 
 from echelon.core.errors import USER_ERROR_EXIT_CODE
 from echelon.core.files import write_atomic
+from echelon.core.stop import stopped_exit_code
 from echelon.launch.places.cluster import ANSWER_S, PLACE_FOLDER, PlaceFiles, PlaceSilent
 from echelon.launch.places.k8s_client import log_of
 from echelon.storage.archive import Archive, DamagedArchive, Part, sha256_of
@@ -111,7 +113,7 @@ def note_end(files: PlaceFiles, is_complete: bool, was_stopped: bool, ends: Mapp
         files.end(0)
         return
     if was_stopped:
-        files.end(143)
+        files.end(stopped_exit_code(signal.SIGTERM))
         return
     refused = [end for _, end in sorted(ends.items()) if end.code == USER_ERROR_EXIT_CODE]
     failed = refused or [end for _, end in sorted(ends.items()) if end.code]
