@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -108,6 +111,49 @@ def _codec(what: str, spec: str, tensor: Tensor, device: str) -> Row:
     return Row(what, "ok" if good else "FAILS", figures)
 
 
+def _resident(device: str) -> Iterator[Row]:
+    """Compare small images of two epochs: loaded in the first, cut from those that lie on the GPU in the second."""
+    from benchmarks.gpu_data import Images
+    from echelon.config import DataConfig
+    from echelon.data import LoaderConfig, Shard, TrainLoader, from_datasets
+
+    source = from_datasets(Images(1000, 32), Images(64, 32), [str(i) for i in range(1000)])
+    data, made = DataConfig("images", batch_size=96, augment="flip_crop", loaders=0), {}
+    for place in ("cpu", device):
+        loader = TrainLoader(source, LoaderConfig(data, 0, torch.device(place)), Shard(0, 1))
+        made[place] = [batch.inputs.cpu() for epoch in (0, 1) for batch in loader.epoch(epoch)]
+        loader.close()
+    same = all(torch.equal(a, b) for a, b in zip(made["cpu"], made[device], strict=True))
+    verdict = ("skipped", ALONE) if device == "cpu" else ("ok" if same else "FAILS", "two epochs of 11 batches")
+    yield Row("images that stay on the device, cropped and mirrored there", *verdict)
+
+
+def _files() -> Iterator[Row]:
+    """Compare JPEG files that the GPU decodes with those that the processor does."""
+    from PIL import Image
+
+    from echelon.config import DataConfig
+    from echelon.data import LoaderConfig, Shard, TrainLoader, open_data
+
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(64):
+            numbers = torch.randint(0, 256, (12, 16, 3), generator=torch.Generator().manual_seed(i), dtype=torch.uint8)
+            path = Path(folder) / f"c{i % 2}" / f"{i}.jpg"
+            path.parent.mkdir(exist_ok=True)
+            Image.fromarray(numbers.numpy()).resize((400, 300), Image.Resampling.BICUBIC).save(path, quality=90)
+        made = {}
+        for place, decode in (("cpu", "cpu"), ("cuda", "gpu")):
+            data = DataConfig(folder, batch_size=20, image_size=224, augment="imagenet", loaders=0, decode=decode)  # type: ignore[arg-type]
+            loader = TrainLoader(open_data(data, 0), LoaderConfig(data, 0, torch.device(place)), Shard(0, 1))
+            made[place] = [batch.inputs.cpu() for batch in loader.epoch(0)]
+            loader.close()
+    apart = torch.cat([(a - b).abs().flatten() for a, b in zip(made["cpu"], made["cuda"], strict=True)])
+    verdict = "ok" if apart.mean() < 0.02 else "FAILS"
+    yield Row(
+        "JPEG files decoded on the GPU", verdict, f"{apart.mean():.1e} apart on average, {apart.max():.1e} at most"
+    )
+
+
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -121,6 +167,13 @@ def feed(device: str) -> Iterator[Row]:
     from echelon.tasks import nest
 
     sanitized = SANITIZED in os.environ  # the sanitizer wants a GPU in loading processes too, which have none
+    try:
+        yield from _resident(device)
+    except SystemError as error:  # from within the sanitizer
+        frames = traceback.extract_tb(error.__traceback__)
+        yield Row("images that stay on the device", "skipped", f"torch's sanitizer: {error}, in {frames[-1].name}")
+    if device == "cuda" and not sanitized:
+        yield from _files()
     for loaders in (0,) if sanitized else (0, 2):
         config = build_config(None, {"data.source": "digits", "data.loaders": loaders, "run": "unused"}).config
         run = resolve(config)

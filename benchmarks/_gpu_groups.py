@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks._gpu_checks import SANITIZED, Row, codecs, feed, versions
 from benchmarks._gpu_ranks import nccl
 from benchmarks._gpu_runs import runs, together
+from benchmarks._gpu_sums import sums
 
 
 def timings(device: str) -> Iterator[Row]:
@@ -51,8 +52,18 @@ GROUPS: dict[str, Group] = {
     "codecs": Group(codecs, 60.0),
     "feed": Group(feed, 45.0),
     "nccl": Group(nccl, 150.0),
+    "sums": Group(sums, 60.0),
     "runs": Group(runs, 150.0),
     "together": Group(together, 240.0),
     "timings": Group(timings, 130.0),
 }
 GROUPS["feed-sanitized"] = replace(GROUPS["feed"], variables=((SANITIZED, "1"),))
+
+
+def group_rows(name: str, device: str, only: Sequence[str] = ()) -> Iterator[Row]:
+    """Find a group's rows; of whole runs those whose names begin with one of `only`, where there are some."""
+    if name in ("runs", "together"):
+        find = runs if name == "runs" else together
+        yield from find(device, tuple(only))
+    else:
+        yield from GROUPS[name].rows(device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from echelon.records.file import read_records
 from echelon.records.kinds import Start, Steps
 
 LIMIT_S = 120.0
+_RAISED = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception|Lost|Failed)\b")
 _NONE: Mapping[str, str] = {}
 _VIT = ("--model", "timm/vit_small_patch16_224", "--image-size", "32", "--optimizer", "adamw", "--lr", "0.0003")
 ALONE: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -36,9 +38,10 @@ ALONE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fp8", ("--precision", "fp8", *_VIT)),
     ("fp8, a ragged last batch", ("--precision", "fp8", *_VIT, "--batch-size", "50")),
     ("compiled", ("--precision", "bf16", "--compile")),
+    ("replayed as CUDA graphs", ("--precision", "bf16", "--compile", "--compile-mode", "reduce-overhead")),
     ("a server", ("--sync", "ps(mode=async)")),
     ("loaders", ("--loaders", "2")),
-    ("EMA, LARS", ("--ema", "0.99", "--optimizer", "lars", "--lr", "1.0")),
+    ("EMA, LARS", ("--ema", "0.99", "--optimizer", "lars", "--lr", "8.0", "--epochs", "6")),
     ("profiled", ("--profile", "3")),
 )
 TOGETHER: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -81,13 +84,17 @@ class Ended:
         return "skipped" if self.words.startswith("echelon: ") else "FAILS"
 
 
-def runs(device: str) -> Iterator[Row]:
+def runs(device: str, only: tuple[str, ...] = ()) -> Iterator[Row]:
     """Train digits in each precision, compiled, by a server; twice deterministically; stopped and resumed."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         at = Path(folder)
+        named = [
+            (name, pool.submit(_alone, at / f"run{i}", device, *arguments))
+            for i, (name, arguments) in enumerate(ALONE)
+            if name.startswith(only or ("",))
+        ]
         repeats = [pool.submit(_alone, at / f"same{turn}", device, "--deterministic") for turn in range(2)]
         resumed = pool.submit(_resumed, at, device)
-        named = [(n, pool.submit(_alone, at / f"run{i}", device, *a)) for i, (n, a) in enumerate(ALONE)]
         for name, future in named:
             ended = future.result()
             verdict = ended.verdict if ended.verdict != "ok" or _learns(ended.losses) else "FAILS"
@@ -98,16 +105,18 @@ def runs(device: str) -> Iterator[Row]:
         yield resumed.result()
 
 
-def together(device: str) -> Iterator[Row]:
+def together(device: str, only: tuple[str, ...] = ()) -> Iterator[Row]:
     """Train digits by two ranks that share a GPU; yields a row a way, beside the same two without a GPU."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         at = Path(folder)
-        killed = pool.submit(_killed, at, device)
         pairs: list[tuple[str, list[Future[Ended]]]] = []
         for i, (name, arguments) in enumerate(TOGETHER if device == "cuda" else TOGETHER[:1]):
+            if not name.startswith(only or ("",)):
+                continue
             places = [(at / f"gpu{i}", device), (at / f"cpu{i}", "cpu")]
             ranks = 4 if name.startswith("replicas of") else 2
             pairs.append((name, [pool.submit(_ranks, run, on, arguments, ranks) for run, on in places]))
+        killed = pool.submit(_killed, at, device)
         for name, futures in pairs:
             yield _compared(name, *(future.result() for future in futures))
         yield killed.result()
@@ -203,7 +212,8 @@ def _last_words(log: Path) -> str:
     """Return the refusal that a log holds, else its last lines."""
     lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
     refusals = [line for line in lines if line.startswith("echelon: ")]
-    return (refusals or [" ".join(lines[-3:])[-300:]])[0] if lines else "no word"
+    raised = [line[-400:] for line in lines if _RAISED.match(line) and "ChildFailedError" not in line]
+    return (refusals or raised or [" ".join(lines[-3:])[-300:]])[0] if lines else "no word"
 
 
 def _resumed(at: Path, device: str) -> Row:

@@ -85,13 +85,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
-        (base / "mine.py").write_text(PREPARE)
-        given = (
-            ("mine:subset", f"{{source: {Path(options.data).resolve()}, images: {options.images}}}", "${subset.data}")
-            if options.data
-            else ("mine:nothing", "{}", "digits")
-        )
-        (base / "flow.yaml").write_text(FLOW.format(**dict(zip(("prepare", "settings", "data"), given))))
+        write_flow(base, options.data, options.images)
         begun, draw, found = time.monotonic(), random.Random(options.seed), []
         run_killed(base, 0, options.longest, draw)
         (base / "flow").rename(base / "calm")  # a run knows the path of its data: all flows have the same
@@ -103,6 +97,22 @@ def main() -> None:
             print(f"run {len(found)}: {time.monotonic() - began:.0f} s, {found[-1]}", flush=True)
             shutil.rmtree(base / "flow")
         print(f"{len(found)} runs: {sum(found, Compared())}")
+
+
+def write_flow(base: Path, data: str, images: int) -> None:
+    """Describe the flow in a folder.
+
+    Args:
+        data: a folder with train/ and test/; empty: digits.
+        images: of each class, of such a folder.
+    """
+    (base / "mine.py").write_text(PREPARE)
+    given = (
+        ("mine:subset", f"{{source: {Path(data).resolve()}, images: {images}}}", "${subset.data}")
+        if data
+        else ("mine:nothing", "{}", "digits")
+    )
+    (base / "flow.yaml").write_text(FLOW.format(**dict(zip(("prepare", "settings", "data"), given))))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
     python -m benchmarks.gpu --folder IMAGES                          # and from an image folder (train/CLASS/*.JPEG)
     python -m benchmarks.gpu --timm-train pytorch-image-models/train.py
     python -m benchmarks.gpu --precisions                             # fp32, bf16, fp16 and fp8 with their losses
+    python -m benchmarks.gpu --small                                  # small images: kept on the GPU, CUDA graphs
 
 Contenders take turns, each a process of its own; a figure is the median over the rounds. The share of the device's
 matrix rate is images/s x operations of forward and backward over what a bf16 product of 8192 x 8192 reaches here.
@@ -18,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from benchmarks._common import (
     paired_ratio,
     update_section,
 )
+from benchmarks._gpu_small import small
 from echelon.records.file import read_records
 from echelon.records.kinds import Steps
 
@@ -44,6 +47,7 @@ _HAND = {
     "hand-written, fused, cuDNN by trial": ["--fused"],
     "the same, one batch on the device": ["--fused", "--resident"],
 }
+ON_GPU = "echelon, JPEG files decoded on the GPU"
 
 
 def main() -> None:
@@ -52,10 +56,14 @@ def main() -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("benchmarks.gpu: no CUDA device here; --device cpu with a small model only tries the script")
     peak = matrix_rate(args.device)
-    sections = [precisions(args)] if args.precisions else [rates(model, args, peak) for model in args.models]
+    if args.small:
+        sections = [small(args)]
+    else:
+        sections = [precisions(args)] if args.precisions else [rates(model, args, peak) for model in args.models]
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     head = f"{environment_line(command_line('benchmarks.gpu'))}\n\nDevice: {device}, {peak / 1e12:.0f} TFLOP/s in bf16."
     title = "GPU: precisions and losses" if args.precisions else "GPU: images per second"
+    title = "GPU: small images" if args.small else title
     text = "\n\n".join([head, *sections])
     print(text) if args.print else update_section(title, text)
 
@@ -68,10 +76,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     for name, default in (("batch", 256), ("steps", 60), ("warm-up", 20), ("image", 224), ("loaders", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--only", nargs="+", default=[], help="contenders whose names begin with one of these")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--precisions", action="store_true", help="one run in each precision, with its losses")
+    parser.add_argument("--small", action="store_true", help="small images and short layers, eager, compiled, replayed")
     parser.add_argument("--print", action="store_true", help="to the terminal, not into RESULTS.md")
     return parser.parse_args()
 
@@ -112,11 +122,12 @@ def rates(model: str, args: argparse.Namespace, peak: float) -> str:
     rows = []
     for source in ["synthetic", *([args.folder] if args.folder else [])]:
         folder = "" if source == "synthetic" else source
-        contenders = ["echelon", *_HAND, *(["timm"] if args.timm_train else [])]
+        contenders = [c for c in _contenders(args, bool(folder)) if c.startswith(tuple(args.only) or "")]
         found: dict[str, list[float]] = {contender: [] for contender in contenders}
         for _, contender in interleave(contenders, args.rounds):
             result = _run(contender, model, folder, args.precision, args)
             found[contender].append(result["images_per_s"])
+            print(f"{model}, {source}, {contender}: {result['images_per_s']:.0f} images/s", file=sys.stderr, flush=True)
             append_result(NAME, {"model": model, "source": source, "contender": contender, **result})
         for contender, values in found.items():
             ratio = paired_ratio(found["echelon"], values)
@@ -127,6 +138,11 @@ def rates(model: str, args: argparse.Namespace, peak: float) -> str:
     header = ["contender", "images", "images/s", "Echelon / this", "share of the matrix rate"]
     terms = f"{model}, {args.image}x{args.image}, batch {args.batch}, {args.precision}, channels_last"
     return f"**{terms}{'' if args.no_compile else ', compiled'}**\n\n{markdown_table(header, rows)}"
+
+
+def _contenders(args: argparse.Namespace, files: bool) -> list[str]:
+    hand = [name for name, settings in _HAND.items() if not (files and "--resident" in settings)]
+    return ["echelon", *([ON_GPU] if files else []), *hand, *(["timm"] if args.timm_train else [])]
 
 
 def precisions(args: argparse.Namespace) -> str:
@@ -145,8 +161,8 @@ def precisions(args: argparse.Namespace) -> str:
 
 
 def _run(contender: str, model: str, folder: str, precision: str, args: argparse.Namespace) -> dict[str, Any]:
-    if contender == "echelon":
-        return _echelon(model, folder, precision, args)
+    if contender.startswith("echelon"):
+        return _echelon(model, folder, precision, args, ["--decode", "gpu"] if contender == ON_GPU else [])
     if contender == "timm":
         return _timm(model, folder, precision, args)
     command = [sys.executable, "-m", "benchmarks._gpu_hand", "--model", model, "--precision", precision]
@@ -157,7 +173,9 @@ def _run(contender: str, model: str, folder: str, precision: str, args: argparse
     return answer
 
 
-def _echelon(model: str, folder: str, precision: str, args: argparse.Namespace) -> dict[str, Any]:
+def _echelon(
+    model: str, folder: str, precision: str, args: argparse.Namespace, more: Sequence[str] = ()
+) -> dict[str, Any]:
     """Run `echelon train` and read its record; the steps before the warm-up's end do not count."""
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"
@@ -166,7 +184,7 @@ def _echelon(model: str, folder: str, precision: str, args: argparse.Namespace) 
         command += [str(run), "--device", args.device, "--batch-size", str(args.batch), "--max-steps", str(args.steps)]
         command += ["--eval-every", "0", "--schedule", "constant", "--epochs", "1000", "--image-size", str(args.image)]
         command += ["--checkpoint-every", "100000", "--loaders", str(args.loaders)]
-        command += ["--augment", "imagenet" if folder else "none", *([] if args.no_compile else ["--compile"])]
+        command += [*more, "--augment", "imagenet" if folder else "none", *([] if args.no_compile else ["--compile"])]
         try:
             _output(
                 command, ECHELON_BENCH_IMAGES=str(max(200, args.steps) * args.batch), ECHELON_BENCH_SIDE=str(args.image)

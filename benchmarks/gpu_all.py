@@ -2,12 +2,13 @@
 
     python -m benchmarks.gpu_all                                # everything, into RESULTS.md
     python -m benchmarks.gpu_all --groups versions codecs       # some of it
+    python -m benchmarks.gpu_all --groups runs --only fp8 EMA   # of whole runs those whose names begin so
     python -m benchmarks.gpu_all --device cpu --out table.md    # without a GPU: tries the command itself
 
 Each group is a process of its own with its own limit; what it has found when that ends stands in the table. Groups:
 versions and what the driver allows; every codec beside the CPU; the feed beside the CPU, under torch's sanitizer too;
-2, 3 and 8 NCCL ranks, on one GPU where the driver allows it; runs in each precision, alone; runs of two ranks in every
-layout, beside a CPU's; timings alone.
+2, 3 and 8 NCCL ranks, on one GPU where the driver allows it; what the sum of a model's gradients costs with each codec;
+runs in each precision, alone; runs of two ranks in every layout, beside a CPU's; timings alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import argparse
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +25,8 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from benchmarks._common import command_line, environment_line, markdown_table, update_section, write_atomically
 
@@ -35,7 +37,7 @@ def main() -> None:
     """Run the groups one after the other, or be one."""
     args = _options()
     if args.group:
-        _be_group(args.group, args.device)
+        _be_group(args)
         return
     from benchmarks._gpu_groups import GROUPS
 
@@ -46,7 +48,7 @@ def main() -> None:
     for name in args.groups or GROUPS:
         group = GROUPS[name]
         left_s = min(group.limit_s, ends - time.monotonic())
-        for cells in _rows_of(name, args.device, left_s, dict(group.variables)):
+        for cells in _rows_of(name, args, left_s, dict(group.variables)):
             rows.append([name, *cells])
             print(" | ".join(rows[-1]), flush=True)
             _write(rows, args.out)
@@ -60,6 +62,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", nargs="+", default=[])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", nargs="+", default=[], help="of whole runs: those whose names begin so")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--out", type=Path, help="a file for the table, in place of RESULTS.md; without a GPU: nowhere")
     parser.add_argument("--group", default="", help=argparse.SUPPRESS)
@@ -71,20 +74,21 @@ def _options() -> argparse.Namespace:
     return args
 
 
-def _be_group(name: str, device: str) -> None:
-    from benchmarks._gpu_groups import GROUPS
+def _be_group(args: argparse.Namespace) -> None:
+    from benchmarks._gpu_groups import group_rows
 
-    for row in GROUPS[name].rows(device):
+    for row in group_rows(args.group, args.device, args.only):
         row.tell()
 
 
-def _rows_of(name: str, device: str, limit_s: float, variables: dict[str, str]) -> Iterator[list[str]]:
+def _rows_of(name: str, args: argparse.Namespace, limit_s: float, variables: dict[str, str]) -> Iterator[list[str]]:
     """Run a group; yields its rows as it finds them, with one more where it was cut off or failed."""
     ends = time.monotonic() + limit_s
     if limit_s <= 1:
         yield ["-", "skipped", "no time left"]
         return
-    command = [sys.executable, "-m", "benchmarks.gpu_all", "--group", name, "--device", device]
+    command = [sys.executable, "-m", "benchmarks.gpu_all", "--group", name, "--device", args.device]
+    command += ["--only", *args.only] if args.only else []
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
@@ -106,10 +110,20 @@ def _rows_of(name: str, device: str, limit_s: float, variables: dict[str, str]) 
                 said = [line.strip() for line in errors if line.strip()]
                 yield ["-", "FAILS", (said or ["no word"])[-1][:200]]
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
-            process.wait()
+            _end_all(process)
             reader.join(timeout=5)
+
+
+def _end_all(process: subprocess.Popen[str]) -> None:
+    """End a process and all that it has started, whatever sessions they are in: ranks left behind would use the GPU."""
+    try:
+        started = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        started = []
+    for each in (process, *started):
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            each.kill()
+    process.wait()
 
 
 def _read(stream: Iterable[str], into: queue.SimpleQueue[str | None]) -> None:

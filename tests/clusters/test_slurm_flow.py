@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks.flow import compare, write_flow
 
 from echelon.flows.base import step_folder
 from echelon.records.file import read_records
@@ -140,3 +141,27 @@ def test_a_training_goes_on_after_its_node_has_failed(tmp_path: Path, cluster: S
     subprocess.run(here, check=True, timeout=600, stdout=subprocess.DEVNULL)
     calm = read_records(step_folder(tmp_path / "here", "train"), FlowStepEnd)
     assert calm[0].outputs == ends[0].outputs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_the_six_steps_with_a_failed_node_leave_what_they_do_here(tmp_path: Path, cluster: SlurmCluster) -> None:
+    """Of benchmarks/flow.py, on digits; CIFAR_FLOW names a folder with train/ and test/ for its images."""
+    write_flow(tmp_path, os.environ.get("CIFAR_FLOW", ""), 60)
+    here = [*ECHELON, "flow", str(tmp_path / "flow.yaml"), "--run", str(tmp_path / "flow")]
+    subprocess.run(here, check=True, timeout=1000, stdout=subprocess.DEVNULL)
+    (tmp_path / "flow").rename(tmp_path / "calm")
+    folder = tmp_path / "flow"
+    follower = subprocess.Popen(
+        _flow(tmp_path, folder), env={**os.environ, **cluster.environment}, stdout=subprocess.PIPE, text=True
+    )
+    trainings = [step_folder(folder, f"pretrain[seed={seed}]") for seed in (0, 1)]
+    _wait_until(lambda: any(read_records(each, FlowStepStart) for each in trainings if each.is_dir()), "a training")
+    node = cluster.ask("squeue", "-h", "-t", "R", "-o", "%N").split()[0]
+    cluster.fail_node(node)
+    _wait_until(lambda: any(len(read_records(e, FlowStepStart)) == 2 for e in trainings if e.is_dir()), "another start")
+    cluster.start_node(node)
+    said, _ = follower.communicate(timeout=1000)
+    assert follower.returncode == 0, said
+    found = compare(tmp_path, 1)
+    assert not found.not_once and not found.different and found.starts > 13, found

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives.adaptation import RETURNED, SENT, Adaptation, split_note, with_note
-from echelon.collectives.messages import HEADER_BYTES, Mailbox, seal, unseal
+from echelon.collectives.messages import HEADER_BYTES, Mailbox, seal, unsealed
 from echelon.compression.base import Codec, Meta, NonFiniteError, State
 from echelon.core.shards import Span, cut
 
@@ -113,15 +113,16 @@ class CompressedAllReduce:
 
     def _encode(self, flat: Tensor, step: int) -> tuple[list[Tensor], bool]:
         """Encode each chunk; if one cannot be, none is usable: all ranks must learn that this sum is void."""
+        chunks = [flat[slice(*chunk)] for chunk in self._chunks]
+        filled = [j for j, chunk in enumerate(chunks) if chunk.numel()]
         try:
-            return [self._body(flat[slice(*c)], s) for c, s in zip(self._chunks, self._states, strict=True)], True
+            payloads = self._sends.compress_parts([chunks[j] for j in filled], [self._states[j] for j in filled])
+            made = {j: self._sends.to_bytes(payload) for j, payload in zip(filled, payloads, strict=True)}
+            return [made[j] if j in made else _void(self._sends, chunk) for j, chunk in enumerate(chunks)], True
         except NonFiniteError:
             for state in self._states:  # ranks count alike
                 state.numbers["step"] = step + 1
-            return [_void(self._sends, flat[slice(*chunk)]) for chunk in self._chunks], False
-
-    def _body(self, chunk: Tensor, state: State) -> Tensor:
-        return self._sends.to_bytes(self._sends.compress(chunk, state)) if chunk.numel() else _void(self._sends, chunk)
+            return [_void(self._sends, chunk) for chunk in chunks], False
 
     def _collect(self, flat: Tensor, bodies: list[Tensor], usable: bool) -> tuple[Tensor | None, int]:
         """Send each chunk to its owner; return the sum of the own chunk (None: void) and the bytes sent."""
@@ -131,13 +132,14 @@ class CompressedAllReduce:
         outgoing = {j: seal(bodies[j], usable) for j in self._post.others() if self._numel(j)}
         senders = self._post.others() if own.numel() else []
         messages, sent = self._exchange(self._sends, outgoing, dict.fromkeys(senders, own.numel()))
-        parts = {j: unseal(m) for j, m in messages.items()} | {me: (bodies[me], usable)}
+        parts = unsealed(messages) | {me: (bodies[me], usable)}
         parts = self._without_notes(parts)
         if not all(good for _, good in parts.values()):
             return None, sent
         total = torch.zeros_like(own)
-        for j in range(self._post.size if own.numel() else 0):
-            self._sends.add_to(total, self._sends.from_bytes(parts[j][0], Meta.of(own)))
+        if own.numel():
+            meta = Meta.of(own)
+            self._sends.add_parts(total, [self._sends.from_bytes(parts[j][0], meta) for j in range(self._post.size)])
         return total, sent
 
     def _noted(self, bodies: list[Tensor], usable: bool) -> list[Tensor]:
@@ -165,19 +167,19 @@ class CompressedAllReduce:
             self._sends_back, outgoing, {j: self._numel(j) for j in others if self._numel(j)}
         )
         messages[me] = message
-        notes = []
-        for j, span in enumerate(self._chunks):
-            if not self._numel(j):
-                continue
-            body, usable = unseal(messages[j])
+        notes, payloads, chunks = [], [], []
+        for j, (body, usable) in unsealed({j: messages[j] for j in range(len(self._chunks)) if self._numel(j)}).items():
             if self.adaptation is not None:
                 note, body = split_note(body, RETURNED)
                 notes.append(note)
-            chunk = flat[slice(*span)]
+            chunk = flat[slice(*self._chunks[j])]
             if usable:
-                self._sends_back.extract(self._sends_back.from_bytes(body, Meta.of(chunk)), chunk)
+                payloads.append(self._sends_back.from_bytes(body, Meta.of(chunk)))
+                chunks.append(chunk)
             else:
                 chunk.fill_(torch.nan)
+        if payloads:
+            self._sends_back.extract_parts(payloads, chunks)
         if self.adaptation is not None:
             self.adaptation.decide(notes)
         return sent

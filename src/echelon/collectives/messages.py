@@ -81,6 +81,7 @@ def seal(body: Tensor, usable: bool) -> Tensor:
     return message
 
 
-def unseal(message: Tensor) -> tuple[Tensor, bool]:
-    """Return a message's body and whether it can be used."""
-    return message[HEADER_BYTES:], bool(message[0])
+def unsealed(messages: Mapping[int, Tensor]) -> dict[int, tuple[Tensor, bool]]:
+    """Return each message's body and whether it can be used; a GPU is waited for once."""
+    words = torch.stack([message[0] for message in messages.values()]).tolist() if messages else []
+    return {j: (message[HEADER_BYTES:], bool(w)) for (j, message), w in zip(messages.items(), words, strict=True)}

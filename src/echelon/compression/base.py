@@ -175,6 +175,24 @@ class Codec(ABC):
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
         """Decode into a tensor of the payload's shape and dtype: a new one, or `out` (contiguous, as many elements)."""
 
+    def compress_parts(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Payload]:
+        """Encode several tensors, each with a state of its own, as `compress` does.
+
+        Raises:
+            NonFiniteError: one holds NaN or infinity; states may have counted a step.
+        """
+        return [self.compress(tensor, state) for tensor, state in zip(tensors, states, strict=True)]
+
+    def extract_parts(self, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
+        """Decode several payloads, each into a tensor of its own, as `extract` does."""
+        for payload, out in zip(payloads, outs, strict=True):
+            self.extract(payload, out)
+
+    def add_parts(self, target: Tensor, payloads: Sequence[Payload]) -> None:
+        """Add several payloads to `target`, one after the other, as `add_to` does."""
+        for payload in payloads:
+            self.add_to(target, payload)
+
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         """Return the state of a tensor of that shape, dtype and device, before the first step."""
         return State(name, seed, stream)

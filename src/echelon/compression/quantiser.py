@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from echelon.compression.base import Codec, Meta, Payload, State, flat32
-from echelon.compression.blocks import Grid, block_count, dequantise, quantise
+from echelon.compression.blocks import Grid, block_count, dequantise, dequantise_parts, quantise, quantise_parts
 from echelon.compression.chunks import Decoder, accumulate, write
 from echelon.compression.wire import Layout
 
@@ -50,6 +51,36 @@ class Quantiser(Codec):
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
         """Add `alpha` times the decoded tensor to `target`, block by block, in place."""
         accumulate(self._decoder(payload), target, alpha)
+
+    def compress_parts(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Payload]:
+        """Do what `compress` does to each; on a GPU in one go."""
+        if tensors[0].device.type == "cpu":
+            return super().compress_parts(tensors, states)
+        made = quantise_parts([flat32(tensor) for tensor in tensors], self.grid, states)
+        for state in states:
+            state.numbers["step"] += 1
+        pairs = zip(made, tensors, strict=True)
+        return [self.payload((scales, self.pack(codes)), Meta.of(tensor)) for (scales, codes), tensor in pairs]
+
+    def extract_parts(self, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
+        """Do what `extract` does to each; on a GPU in one go."""
+        if outs[0].device.type == "cpu":
+            super().extract_parts(payloads, outs)
+            return
+        for out, values in zip(outs, self._decoded(payloads), strict=True):
+            out.view(-1).copy_(values)
+
+    def add_parts(self, target: Tensor, payloads: Sequence[Payload]) -> None:
+        """Do what `add_to` does with each, one after the other; on a GPU they are decoded in one go."""
+        if target.device.type == "cpu":
+            super().add_parts(target, payloads)
+            return
+        for values in self._decoded(payloads):
+            target.view(-1).add_(values)
+
+    def _decoded(self, payloads: Sequence[Payload]) -> list[Tensor]:
+        pairs = [(steps, self.unpack(packed, p.meta.numel)) for p in payloads for steps, packed in [p.tensors]]
+        return dequantise_parts(pairs, self.grid)
 
     def _decoder(self, payload: Payload) -> Decoder:
         steps, packed = payload.tensors

@@ -148,6 +148,10 @@ class DataConfig:
     loaders: int = setting(
         -1, "loading processes per worker; 0: in the worker itself; -1: chosen from the data", above=-1
     )
+    decode: Literal["cpu", "gpu"] = setting(
+        "cpu",
+        "where image files are decoded and resized; gpu: pixels differ by rounding (pip install echelon[gpu-jpeg])",
+    )
     on_nan: Literal["stop", "skip"] = setting(
         "stop",
         "when a sample or a loss is not finite (NaN): stop, or skip that sample or batch",
@@ -194,6 +198,10 @@ class ModelConfig:
     )
     sync_batchnorm: bool = setting(False, "BatchNorm statistics over the whole global batch")
     compile: bool = setting(False, "torch.compile the model")
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"] = setting(
+        "default",
+        "of torch.compile: reduce-overhead replays CUDA graphs, for small models; max-autotune-... tries kernels",
+    )
     channels_last: Literal["auto", "on", "off"] = setting("auto", "memory layout of images; auto: on for GPUs")
 
 

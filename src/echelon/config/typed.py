@@ -17,6 +17,8 @@ class ResumeSettings(TypedDict, total=False):
     """follow links that lead out of the data folder [default: False]"""
     loaders: int
     """loading processes per worker; 0: in the worker itself; -1: chosen from the data [default: -1]"""
+    decode: Literal["cpu", "gpu"]
+    """where image files are decoded and resized; gpu: pixels differ by rounding (pip install echelon[gpu-jpeg]) [default: 'cpu']"""
     on_nan: Literal["stop", "skip"]
     """when a sample or a loss is not finite (NaN): stop, or skip that sample or batch [default: 'stop']"""
     on_bad_image: Literal["stop", "skip"]
@@ -146,6 +148,8 @@ class TrainSettings(ResumeSettings, total=False):
     """BatchNorm statistics over the whole global batch [default: False]"""
     compile: bool
     """torch.compile the model [default: False]"""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"]
+    """of torch.compile: reduce-overhead replays CUDA graphs, for small models; max-autotune-... tries kernels [default: 'default']"""
     channels_last: Literal["auto", "on", "off"]
     """memory layout of images; auto: on for GPUs [default: 'auto']"""
     optimizer: str | Callable[..., Any]

@@ -172,6 +172,13 @@ def _check_training(config: RunConfig) -> None:
         raise UserError("--mixup and --cutmix mix pairs of images: use --on-bad-image stop, or leave them out")
     if training.early_stop and not training.eval_every:
         raise UserError("--early-stop counts evaluations, and --eval-every 0 has one at the end: use --eval-every 1")
+    if config.model.compile_mode != "default" and not config.model.compile:
+        raise UserError(f"--compile-mode {config.model.compile_mode} is a mode of torch.compile: add --compile")
+    if config.model.compile_mode == "reduce-overhead" and training.accumulate > 1:
+        raise UserError(
+            f"--compile-mode reduce-overhead with --accumulate {training.accumulate}: a replayed graph overwrites what "
+            "the part before has left; leave one of them out"
+        )
     if training.max_time:
         parse_max_time(training.max_time)
     if training.precision == "fp8" and training.device == "cpu":

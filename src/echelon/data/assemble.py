@@ -15,8 +15,16 @@ from torch import Tensor
 from echelon.core.errors import UserError
 from echelon.data.augment import FLIP_CROP_DRAWS, IMAGENET_DRAWS, flip_crop, random_resized_crop, resize_and_crop
 from echelon.data.base import CLASS_NUMBER, BadSample
-from echelon.data.decode import CannotDecode
-from echelon.data.images import ImageArray, ImageItems, Images, TensorArray, TensorItems, random_state_kept
+from echelon.data.decode import CannotDecode, Picture
+from echelon.data.images import (
+    EncodedImages,
+    ImageArray,
+    ImageItems,
+    Images,
+    TensorArray,
+    TensorItems,
+    random_state_kept,
+)
 from echelon.data.order import Indices, item_seeds, numbers_in, uniforms
 from echelon.data.ragged import RaggedArray, batch_specs, sample_lengths
 from echelon.data.stream import Stream
@@ -58,6 +66,21 @@ def normalise(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, out: 
     One rounding per operation: the result does not depend on how a batch is cut, on threads or on the device.
     """
     return out.copy_(images).sub_(mean).div_(std)
+
+
+@dataclass(frozen=True)
+class KeptImages:
+    """Images that all lie in memory.
+
+    Attributes:
+        pixels: uint8 `(N, C, S, S)`, before augmentation.
+        labels: `(N,)`.
+        seed: of crops and mirrors (`flip_crop`); None: images stay as they are.
+    """
+
+    pixels: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+    seed: int | None
 
 
 class RowsOfOneShape:
@@ -107,8 +130,7 @@ class ImageRows(RowsOfOneShape):
         targets[:] = self.labels[indices]
         pixels = np.empty(inputs.shape, dtype=np.uint8) if self._recipe.mean else inputs
         bad: list[BadSample] = []
-        if self._recipe.augment == "imagenet":
-            numbers = uniforms(self._recipe.seed, epoch, draws, IMAGENET_DRAWS)
+        if (numbers := self.crop_draws(epoch, draws)) is not None:
             self._decode(indices, pixels, bad, numbers)
         else:
             self._plain(indices, pixels, bad)
@@ -120,6 +142,15 @@ class ImageRows(RowsOfOneShape):
         if self._recipe.mean:
             normalise(torch.from_numpy(pixels), self._mean, self._std, torch.from_numpy(inputs))
         return bad
+
+    def kept_images(self) -> KeptImages | None:
+        """Return the images once every one lies in memory, if what is done to them can be done elsewhere; else None."""
+        recipe = self._recipe
+        if self._kept is None or self._known is None or not self._known.all():
+            return None
+        if recipe.mean or recipe.transform is not None:
+            return None
+        return KeptImages(self._kept, self.labels, recipe.seed if recipe.augment == "flip_crop" else None)
 
     def _plain(self, indices: Indices, pixels: NDArray[np.uint8], bad: list[BadSample]) -> None:
         """Write the images before augmentation, from memory where they are there."""
@@ -153,24 +184,50 @@ class ImageRows(RowsOfOneShape):
         bad: list[BadSample],
         draws: NDArray[np.float64] | None,
     ) -> None:
-        side, shorter = self._recipe.side, self._recipe.shorter
         rows = torch.from_numpy(pixels)
         for row, i in enumerate(indices.tolist()):
             try:
-                picture = self._images.picture(i)
-                if draws is None:
-                    rows[row] = self._in_channels(resize_and_crop(picture, shorter, side))
-                else:
-                    rows[row] = self._in_channels(random_resized_crop(picture, side, draws[row]))
+                rows[row] = self.fitted(self._images.picture(i), None if draws is None else draws[row])
             except CannotDecode as error:
-                path = self._images.path(i)
-                if not self._recipe.skip_bad:
-                    raise UserError(
-                        f"{path}: cannot be decoded ({error}): replace or remove it; "
-                        "training leaves it out with --on-bad-image skip"
-                    ) from error
-                bad.append(BadSample(row, path, str(error)))
+                bad.append(self.refused_or_skipped(row, i, error))
                 rows[row] = 0
+
+    @property
+    def encoded(self) -> EncodedImages | None:
+        """The images, where they lie in files that are decoded again for each epoch; else None."""
+        if self.kept or self._recipe.transform is not None or not isinstance(self._images, EncodedImages):
+            return None
+        return self._images
+
+    def crop_draws(self, epoch: int, draws: Indices) -> NDArray[np.float64] | None:
+        """Return the random numbers of samples' crops, a row each; None: they are not cropped at random."""
+        if self._recipe.augment != "imagenet":
+            return None
+        return uniforms(self._recipe.seed, epoch, draws, IMAGENET_DRAWS)
+
+    def fitted(self, picture: Picture, draws: NDArray[np.float64] | None) -> Tensor:
+        """Return an image as `(C, S, S)`: cropped as its row of `crop_draws` says, or at the centre.
+
+        Raises:
+            CannotDecode: it is damaged.
+        """
+        if draws is None:
+            return self._in_channels(resize_and_crop(picture, self._recipe.shorter, self._recipe.side))
+        return self._in_channels(random_resized_crop(picture, self._recipe.side, draws))
+
+    def refused_or_skipped(self, row: int, i: int, error: CannotDecode) -> BadSample:
+        """Return what is told of image `i`, in a row of a batch, which cannot be decoded.
+
+        Raises:
+            UserError: such images are not to be skipped.
+        """
+        path = self._images.path(i)
+        if not self._recipe.skip_bad:
+            raise UserError(
+                f"{path}: cannot be decoded ({error}): replace or remove it; "
+                "training leaves it out with --on-bad-image skip"
+            ) from error
+        return BadSample(row, path, str(error))
 
     def _make_cache(self) -> tuple[NDArray[np.uint8] | None, NDArray[np.uint8] | None]:
         if self._recipe.augment == "imagenet":

@@ -31,12 +31,30 @@ def flip_crop(pixels_NCHW: NDArray[np.uint8], draws: NDArray[np.float64]) -> NDA
     n, channels, height, width = pixels_NCHW.shape
     padded = np.zeros((n, channels, height + 2 * _PAD, width + 2 * _PAD), dtype=np.uint8)
     padded[:, :, _PAD:-_PAD, _PAD:-_PAD] = pixels_NCHW
-    top, left = (draws[:, :2].T * (2 * _PAD + 1)).astype(np.int64)
+    top, left, is_mirrored = crops_and_mirrors(draws)
     windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
     cropped = windows[np.arange(n), :, top, left]
-    mirrored = np.flatnonzero(draws[:, 2] < 0.5)
+    mirrored = np.flatnonzero(is_mirrored)
     cropped[mirrored] = cropped[mirrored, :, :, ::-1]
     return cropped
+
+
+def crops_and_mirrors(draws: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return what `flip_crop` does to each of N samples, `(3, N)`: top and left of the crop, 1 where it is mirrored."""
+    return np.stack([*(draws[:, :2].T * (2 * _PAD + 1)).astype(np.int64), (draws[:, 2] < 0.5).astype(np.int64)])
+
+
+def cut_and_mirror(pixels_NCHW: Tensor, crops: Tensor) -> Tensor:
+    """Do what `flip_crop` does to images on any device.
+
+    Args:
+        crops: `(3, N)`, from `crops_and_mirrors`.
+    """
+    sample, channel, row, column = (torch.arange(size, device=pixels_NCHW.device) for size in pixels_NCHW.shape)
+    top, left, mirrored = crops[:, :, None]
+    down, across = top + row, left + torch.where(mirrored.bool(), column.flip(0), column)
+    padded = torch.nn.functional.pad(pixels_NCHW, (_PAD, _PAD, _PAD, _PAD))
+    return padded[sample[:, None, None, None], channel[:, None, None], down[:, None, :, None], across[:, None, None]]
 
 
 def random_resized_crop(picture: Picture, side: int, draws: NDArray[np.float64]) -> Tensor:
@@ -94,9 +112,14 @@ def resize_and_crop(picture: Picture, shorter: int, side: int) -> Tensor:
 
 
 def _resized(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Resize `(C, h, w)`; on a GPU the result is float32 and not rounded yet."""
     if pixels.shape[-2:] == (height, width):
         return pixels
     # what torchvision.transforms.v2 calls for uint8, without its dispatch
     return torch.nn.functional.interpolate(
-        pixels[None], size=(height, width), mode="bilinear", align_corners=False, antialias=True
+        (pixels.float() if pixels.is_cuda else pixels)[None],
+        size=(height, width),
+        mode="bilinear",
+        align_corners=False,
+        antialias=True,
     )[0]

@@ -54,12 +54,20 @@ def open_picture(path: str) -> Picture:
     Raises:
         CannotDecode: here, or later from `load`.
     """
+    return picture_of(contents_of(path))
+
+
+def contents_of(path: str) -> bytes:
+    """Read an image file.
+
+    Raises:
+        CannotDecode: it cannot be read.
+    """
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a Path costs more than the reading
-            data = file.readall()
+            return file.readall()
     except OSError as error:
         raise CannotDecode(error.strerror or str(error)) from error
-    return picture_of(data)
 
 
 def picture_of(data: bytes) -> Picture:

@@ -1,9 +1,8 @@
-"""A rank's batches in order, made in this process or by loader processes, on the host or on a GPU."""
+"""A rank's batches in order, made in this process, by loader processes or on a GPU, delivered to its device."""
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.data.assemble import normalise
+from echelon.data.assemble import ImageRows
 from echelon.data.base import BadSample, Batch, DataInfo
+from echelon.data.gpu_images import Decoded, GpuImages, check_library, nvimagecodec
+from echelon.data.on_gpu import CudaFeed, ResidentImages, Staged, fits_beside_training
 from echelon.data.order import Indices, numbers_in
 from echelon.data.pool import Pool
 from echelon.data.ragged import crop, padded_lengths
 from echelon.data.recipe import LoaderConfig, Rows, loader_count
-from echelon.data.slots import Slots
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 
 Pair = tuple[Nest, Nest]
 """Inputs and targets of a batch."""
 Units = Callable[[Nest], int]
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,68 +45,6 @@ class BatchJob:
     def padded_with(self) -> Indices:
         """Return the indices of the samples whose longest a batch is padded to."""
         return self.indices if self.everyone is None else self.everyone
-
-
-@dataclass
-class Staged:
-    """A batch on its way to the device; `done` is recorded behind its copy and normalisation."""
-
-    inputs: Nest
-    targets: Nest
-    done: torch.cuda.Event
-
-
-def _lock(slots: Slots) -> bool:
-    """Page-lock memory that is there already: the GPU reads what the loaders wrote, without a copy between.
-
-    Some systems refuse it (a low limit of locked memory, shared memory of some containers): returns whether it is.
-    """
-    code = torch.cuda.cudart().cudaHostRegister(slots.address, slots.n_bytes, 0)
-    if int(code) == 0:
-        return True
-    logger.warning("the loaders' memory cannot be page-locked (CUDA error %s): each batch is copied once more", code)
-    return False
-
-
-class CudaFeed:
-    """Copies batches to a GPU beside its computation."""
-
-    def __init__(self, device: torch.device, info: DataInfo, slots: Slots | None) -> None:
-        self._device, self._slots = device, slots
-        self._stream = torch.cuda.Stream(device)
-        self._mean = torch.tensor(info.mean).view(-1, 1, 1).mul_(255).to(device)
-        self._std = torch.tensor(info.std).view(-1, 1, 1).mul_(255).to(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # which has written these two
-        if slots is not None and not _lock(slots):
-            self._slots = None  # batches are copied into page-locked memory one by one
-
-    def stage(self, inputs: Nest, targets: Nest) -> Staged:
-        """Start to copy the arrays of a batch; their memory must stay as it is until `done`."""
-        host = nest.map_leaves(torch.from_numpy, (inputs, targets))
-        if self._slots is None:
-            host = nest.map_leaves(torch.Tensor.pin_memory, host)
-        with torch.cuda.stream(self._stream):
-            moved, moved_targets = nest.to_device(host, self._device)
-            if len(self._mean):
-                moved = normalise(moved, self._mean, self._std, torch.empty_like(moved, dtype=torch.float32))
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        return Staged(moved, moved_targets, done)
-
-    def use(self, staged: Staged) -> tuple[Nest, Nest]:
-        """Return the batch for use on the present stream."""
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(staged.done)
-        for leaf in nest.leaves((staged.inputs, staged.targets)):
-            leaf.record_stream(stream)
-        return staged.inputs, staged.targets
-
-    def close(self) -> None:
-        """Unlock the memory."""
-        if self._slots is not None:
-            torch.cuda.synchronize(self._device)
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._slots.address))
-            self._slots = None
 
 
 @dataclass
@@ -139,7 +76,13 @@ class Feed:
         loaders = loader_count(rows, config)
         self.pool = Pool(rows, loaders, most, config.timeout_s) if loaders else None
         self._cuda: CudaFeed | None = None
+        self._resident: ResidentImages | None = None
         self._device, self._info = config.device, info
+        self._decoded: GpuImages | None = None
+        files = rows.encoded if isinstance(rows, ImageRows) and config.decodes_on_gpu else None
+        if files is not None and isinstance(rows, ImageRows):
+            check_library()
+            self._decoded = GpuImages(rows, files, config.device, nvimagecodec(config.device), config.timeout_s)
         self._copying: deque[tuple[int, torch.cuda.Event]] = deque()
         self.bad_images: list[tuple[str, str]] = []
         self._bad_paths: set[str] = set()
@@ -148,6 +91,13 @@ class Feed:
         """Give the batches of `jobs` in order; may be left before its end."""
         if self._device.type == "cuda" and self._cuda is None:
             self._cuda = CudaFeed(self._device, self._info, self.pool.slots if self.pool else None)
+        if self._cuda is not None and (resident := self._on_device()) is not None:
+            for job in jobs:
+                yield self._batch(epoch, job, self._made_on_device(self._cuda, resident, epoch, job))
+            return
+        if self._decoded is not None and self._cuda is not None:
+            yield from self._of_files(self._decoded, self._cuda, epoch, jobs)
+            return
         if self.pool is None:
             for job in jobs:
                 yield self._batch(epoch, job, self._made_here(epoch, job))
@@ -175,6 +125,8 @@ class Feed:
     def close(self) -> None:
         """End the loader processes and unlock their memory."""
         self._settle()
+        if self._decoded is not None:
+            self._decoded.close()
         if self._cuda is not None:
             self._cuda.close()
         if self.pool is not None:
@@ -209,6 +161,29 @@ class Feed:
         staged = cuda.stage(*crop(pool.slots[slot], self._specs(job), slice(size)))
         self._copying.append((slot, staged.done))
         return _OnDevice(staged, bad)
+
+    def _on_device(self) -> ResidentImages | None:
+        """Return the images where all of them lie on the device: from the epoch on before which all are decoded."""
+        if self._resident is None and isinstance(self._rows, ImageRows):
+            kept = self._rows.kept_images()
+            if kept is not None and fits_beside_training(kept.pixels.nbytes, self._device):
+                self._resident = ResidentImages(kept, self._device)
+        return self._resident
+
+    def _made_on_device(self, cuda: CudaFeed, images: ResidentImages, epoch: int, job: BatchJob) -> _Made:
+        if not len(job.indices):
+            return self._without_bad(job, *self._delivered(*self._empty(job)), [])
+        return _Made(*cuda.use(cuda.gather(images, epoch, job.indices)), job.indices)
+
+    def _of_files(self, images: GpuImages, cuda: CudaFeed, epoch: int, jobs: Sequence[BatchJob]) -> Iterator[Batch]:
+        made: Iterator[Decoded] = images.run(epoch, [job.indices for job in jobs if len(job.indices)])
+        for job in jobs:
+            if not len(job.indices):
+                yield self._batch(epoch, job, self._without_bad(job, *self._delivered(*self._empty(job)), []))
+                continue
+            batch = next(made)
+            pair = cuda.use(cuda.normalised(batch.pixels, batch.labels))
+            yield self._batch(epoch, job, self._without_bad(job, *pair, batch.bad))
 
     def _made_here(self, epoch: int, job: BatchJob) -> _Made:
         size = len(job.indices)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from echelon.core.errors import UserError
-from echelon.data.decode import CannotDecode, Picture, as_picture, open_picture, picture_of, rgb_tensor
+from echelon.data.decode import CannotDecode, Picture, as_picture, contents_of, picture_of, rgb_tensor
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 
@@ -85,7 +85,23 @@ class LabelledImages(Dataset[tuple[Tensor, int]], ABC):
         """Return what image `i` is called in messages."""
 
 
-class ImageFiles(LabelledFiles, LabelledImages):
+class EncodedImages(LabelledImages):
+    """Images that lie in image files, whatever these lie in."""
+
+    @abstractmethod
+    def contents(self, i: int) -> bytes:
+        """Return the file of image `i`.
+
+        Raises:
+            CannotDecode: it cannot be read.
+        """
+
+    def picture(self, i: int) -> Picture:
+        """Open image `i`."""
+        return picture_of(self.contents(i))
+
+
+class ImageFiles(LabelledFiles, EncodedImages):
     """Image files under one folder."""
 
     @classmethod
@@ -93,9 +109,9 @@ class ImageFiles(LabelledFiles, LabelledImages):
         """Return files as images."""
         return cls(files.root, files.names, files.labels)
 
-    def picture(self, i: int) -> Picture:
-        """Open image `i`."""
-        return open_picture(self.path(i))
+    def contents(self, i: int) -> bytes:
+        """Return the file of image `i`."""
+        return contents_of(self.path(i))
 
 
 _MOST_OPEN = 128
@@ -143,7 +159,7 @@ def _close_all(descriptors: dict[int, int]) -> None:
 
 
 @dataclass(frozen=True)
-class ImageRanges(LabelledImages):
+class ImageRanges(EncodedImages):
     """Image files that lie within larger files, such as tar shards.
 
     Attributes:
@@ -159,13 +175,12 @@ class ImageRanges(LabelledImages):
     size: NDArray[np.int64]
     labels: Labels
 
-    def picture(self, i: int) -> Picture:
-        """Open image `i`."""
+    def contents(self, i: int) -> bytes:
+        """Return the file of image `i`."""
         try:
-            data = self.files.read(int(self.file[i]), int(self.offset[i]), int(self.size[i]))
+            return self.files.read(int(self.file[i]), int(self.offset[i]), int(self.size[i]))
         except OSError as error:
             raise CannotDecode(error.strerror or str(error)) from error
-        return picture_of(data)
 
     def path(self, i: int) -> str:
         """Return what image `i` is called in messages."""
@@ -180,32 +195,31 @@ class ImageRanges(LabelledImages):
 
 
 @dataclass(frozen=True)
-class ImageCells(LabelledImages):
+class ImageCells(EncodedImages):
     """Image files in a column of a table.
 
     Attributes:
         source: what the table is called in messages.
-        contents: of the files, a column of bytes (`pyarrow.ChunkedArray`); null where the file lies elsewhere.
+        files: their contents, a column of bytes (`pyarrow.ChunkedArray`); null where the file lies elsewhere.
         paths: of the files, a column of strings.
         rows: of the images in the columns, `(N,)`.
     """
 
     source: str
-    contents: Any
+    files: Any
     paths: Any
     rows: NDArray[np.int64]
     labels: Labels
 
-    def picture(self, i: int) -> Picture:
-        """Open image `i`."""
+    def contents(self, i: int) -> bytes:
+        """Return the file of image `i`."""
         row = int(self.rows[i])
-        content = self.contents[row].as_py()
-        if content is not None:
-            return picture_of(content)
+        if (content := self.files[row].as_py()) is not None:
+            return bytes(content)
         path = self.paths[row].as_py()
         if path is None:
             raise CannotDecode("it is missing")
-        return open_picture(path)
+        return contents_of(path)
 
     def path(self, i: int) -> str:
         """Return what image `i` is called in messages."""
@@ -213,7 +227,7 @@ class ImageCells(LabelledImages):
 
     def subset(self, chosen: NDArray[np.int64]) -> ImageCells:
         """Return some of the images."""
-        return ImageCells(self.source, self.contents, self.paths, self.rows[chosen], self.labels[chosen])
+        return ImageCells(self.source, self.files, self.paths, self.rows[chosen], self.labels[chosen])
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from echelon.data.stream import Stream
 from echelon.data.transforms import NO_TRANSFORMS, InputTransform, Transforms, own_transform
 
 Rows = ImageRows | ArrayRows | ItemRows | SoundRows | DrawnRows | MaskRows
-_MOST_LOADERS = 12
 _LEAST_CROPPED = 32  # pixels of side; in smaller images four pixels to a side are too many
 
 
@@ -53,6 +52,11 @@ class LoaderConfig:
         """Build it for a rank started by a launcher, which says in LOCAL_WORLD_SIZE how many ranks are here."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return cls(data, seed, device, here, transforms=transforms)
+
+    @property
+    def decodes_on_gpu(self) -> bool:
+        """Whether image files are decoded where batches are delivered."""
+        return self.data.decode == "gpu" and self.device.type == "cuda"
 
     def transform(self, training: bool) -> InputTransform | None:
         """Return the user's own transform of training, or evaluation, samples; None: there is none.
@@ -146,6 +150,8 @@ def loader_count(rows: Rows, config: LoaderConfig) -> int:
     None for data in memory. On a CPU none either for images that are decoded once and kept: another process would
     only take the model's core. Else as many as the rank's share of the cores feeds.
     """
+    if config.decodes_on_gpu:
+        return 0
     if isinstance(rows, StreamRows):  # each loader would read through all of it
         return 0
     if config.data.loaders >= 0:
@@ -154,7 +160,7 @@ def loader_count(rows: Rows, config: LoaderConfig) -> int:
     if rows.in_memory or (rows.kept and not on_gpu):
         return 0
     cores = (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1) // config.workers_here
-    return max(1, min(_MOST_LOADERS, cores - 1 if on_gpu else cores // 4))
+    return max(1, cores - 1 if on_gpu else cores // 4)
 
 
 def _augment(wanted: str, side: int) -> str:

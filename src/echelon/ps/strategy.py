@@ -34,15 +34,16 @@ from echelon.sync.ps import ServerSettings
 class WorkerOptions:
     """How a worker takes part: the settings of `ps(...)`, and whose time waiting counts as communication.
 
-    `clip_norm`: each worker's gradient is clipped to this norm before it is pushed; 0: not at all. `compile`: the model
-    is compiled, `reads_ahead`: it reads its parameters before its layers are called; then all are waited for before the
-    forward pass. `momentum`: what the worker does to its gradients; None: the servers do it.
+    `clip_norm`: each worker's gradient is clipped to this norm before it is pushed; 0: not at all. `compile_mode`:
+    how torch.compile works; empty: the model is not compiled. `reads_ahead`: it reads its parameters before its layers
+    are called; then, and when it is compiled, all are waited for before the forward pass. `momentum`: what the worker
+    does to its gradients; None: the servers do it.
     """
 
     settings: ServerSettings
     clip_norm: float
     clock: PhaseClock
-    compile: bool = False
+    compile_mode: str = ""
     reads_ahead: bool = False
     momentum: SgdTerms | None = None
 
@@ -122,8 +123,9 @@ class ParameterServer(ServerHeld):
     def __init__(self, model: nn.Module, table: KeyTable, client: Client, options: WorkerOptions) -> None:
         self.held = model
         self.copy: ServersCopy | None = None
-        self.module = cast(nn.Module, torch.compile(model)) if options.compile else model
-        self._waits_inside = not (options.compile or options.reads_ahead)
+        mode = options.compile_mode
+        self.module = cast(nn.Module, torch.compile(model, mode=mode)) if mode else model
+        self._waits_inside = not (mode or options.reads_ahead)
         self._table, self._client, self._settings = table, client, options.settings
         self._clip, self._clock = options.clip_norm, options.clock
         self._momentum = WorkerMomentum(options.momentum) if options.momentum else None

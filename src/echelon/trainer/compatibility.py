@@ -131,6 +131,11 @@ def _check_servers(run: ResolvedRun, ranks: int) -> None:
     sync, size = f"--sync {run.described.strategy.sync}", _worker_size(run, ranks)
     if config.training.precision == "fp16":
         raise UserError(f"{sync} has no gradient scaler on its servers: use --precision bf16 or fp32")
+    if config.model.compile_mode == "reduce-overhead":
+        raise UserError(
+            f"{sync} sends gradients while the next step computes, and a replayed CUDA graph overwrites "
+            "them: leave out --compile-mode reduce-overhead"
+        )
     if config.model.sync_batchnorm:
         raise UserError(f"{sync} has no group for --sync-batchnorm: leave it out, or use --sync allreduce")
     if not run.path.by_backend:

@@ -42,19 +42,28 @@ class GuardSettings:
     say: Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A loss on its way from a GPU; `done` is recorded behind its copy, before the backward pass."""
+
+    value: Tensor
+    done: torch.cuda.Event
+    where: str
+
+
 class LossGuard:
     """Looks at the loss of each step before its gradient is used.
 
     To stop, the rank that sees it raises, and its launcher ends the others. To leave a batch out, all ranks whose
     gradients make one update agree on it before any of them goes on: a small message in each step, sent only where
     batches are to be left out. On a GPU a loss is looked at when the next step begins, unless batches are to be left
-    out: by then it is known, and nothing waits for it.
+    out: its copy was asked for before the backward pass, which goes on beside.
     """
 
     def __init__(self, task: Task, parameters: Iterable[Tensor], world: World, settings: GuardSettings) -> None:
         self._task, self._parameters, self._world, self._settings = task, list(parameters), world, settings
         self._batch: Batch | None = None
-        self._waiting: list[tuple[Tensor, str]] = []
+        self._waiting: list[_Waiting] = []
         self._is_bad = False
         self._told = 0
 
@@ -80,7 +89,7 @@ class LossGuard:
             UserError: it is not finite, and the run is to stop.
         """
         if loss.is_cuda and not self._settings.skip:
-            self._waiting.append((loss.detach(), self._where()))
+            self._waiting.append(_copied(loss.detach(), self._where()))
         elif not math.isfinite(value := loss.item()):
             positions = [] if outputs is None else culprits(self._task, outputs, targets)
             self._found(value, self._where(), self._named([first + each for each in positions]), outputs)
@@ -94,9 +103,10 @@ class LossGuard:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        for loss, where in waiting:
-            if not math.isfinite(float(loss)):
-                self._found(float(loss), where, "", None)
+        for loss in waiting:
+            loss.done.synchronize()  # of the forward pass: reading the loss itself would wait for the whole step
+            if not math.isfinite(value := float(loss.value)):
+                self._found(value, loss.where, "", None)
 
     def leaves_out(self, together: bool) -> bool:
         """Whether this step's batch is left out of training, the same on all ranks that make one update of it.
@@ -165,6 +175,14 @@ class LossGuard:
             return f"sample {chosen[0]} of the data"
         more = f" and {len(chosen) - _MOST_NAMED} more" if len(chosen) > _MOST_NAMED else ""
         return f"samples {', '.join(map(str, chosen[:_MOST_NAMED]))}{more} of the data"
+
+
+def _copied(loss: Tensor, where: str) -> _Waiting:
+    """Ask for a copy of a scalar on a GPU."""
+    value, done = torch.empty((), dtype=loss.dtype, pin_memory=True), torch.cuda.Event()
+    value.copy_(loss, non_blocking=True)
+    done.record()
+    return _Waiting(value, done, where)
 
 
 def culprits(task: Task, outputs: Nest, targets: Nest) -> list[int]:

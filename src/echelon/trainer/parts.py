@@ -156,7 +156,8 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
     if split and _is_split(world):
         sync: Sync = SplitSync(model, split.pieces, lambda: _sync(built, local_model), clock)
     else:
-        compiled = cast(nn.Module, torch.compile(model)) if config.model.compile else model
+        mode = config.model.compile_mode
+        compiled = cast(nn.Module, torch.compile(model, mode=mode)) if config.model.compile else model
         sync = _sync(built, compiled, has_unused=world.group is not None and bool(unused_parameters(model, work)))
     frozen, since = work.tuned.frozen, work.tuning.epoch
     return RunParts(model, optimizer, scaler, ema, sync, split, start_bytes, frozen, since, built.switches)

@@ -124,7 +124,7 @@ def _connect(
     cut = Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element)
     table = model_table(model, cut, work.tuned.rates, work.row_starts or {})
     client.set_table(table)
-    compiled = config.model.compile and worker is None
+    compiled = config.model.compile_mode if config.model.compile and worker is None else ""
     reads_ahead = PRECISIONS[config.training.precision].parameters is not None and worker is None
     momentum = worker_momentum(run, process.workers)
     options = WorkerOptions(settings, config.optimizer.clip_norm, clock, compiled, reads_ahead, momentum)

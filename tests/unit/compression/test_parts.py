@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from echelon.compression import bits, blocks, prefix_code
-from echelon.compression.base import State, fuse_rounds
+from echelon.compression.base import NonFiniteError, State, fuse_rounds
 from echelon.compression.bits import index_bytes, pack_indices, unpack_indices
 from echelon.compression.registry import build
 from echelon.compression.selection import largest
@@ -292,3 +292,31 @@ def test_equal_elements_are_sent_in_turn() -> None:
     total = sum(codec.extract(codec.compress(torch.ones(8), state)) for _ in range(40))
     assert float(total.min()) > 30, "nothing waits for ever"
     codec.compress(torch.zeros(8), codec.init_state("v", torch.empty(8)))
+
+
+@pytest.mark.parametrize("grid", [blocks.Grid(127, 1024), blocks.Grid(7, 100), blocks.Grid(1, 512, 2.5)])
+@pytest.mark.parametrize("sizes", [(1,), (5000, 4999, 5001), (300_000, 300_000), (131_072, 1, 262_145)])
+def test_several_tensors_are_rounded_in_one_go_as_each_alone(grid: blocks.Grid, sizes: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(size, generator=generator) * 3 for size in sizes]
+    states = [State(f"w{j}", 3, j) for j in range(len(sizes))]
+    alone = [blocks.quantise(part, grid, state) for part, state in zip(parts, states)]
+    made = blocks.quantise_parts(parts, grid, states)
+    for (steps, codes), (wanted_steps, wanted_codes) in zip(made, alone):
+        if grid.clip:  # a mean of squares is rounded otherwise
+            torch.testing.assert_close(steps, wanted_steps, rtol=1e-5, atol=0)
+            assert (codes != wanted_codes).float().mean() < 1e-3 or len(codes) == 1
+        else:
+            assert torch.equal(steps, wanted_steps) and torch.equal(codes, wanted_codes)
+    values = blocks.dequantise_parts(made, grid)
+    for (steps, codes), value in zip(made, values):
+        whole = torch.empty(len(codes))
+        for _ in blocks.dequantise(steps, codes, grid, whole):
+            pass
+        assert torch.equal(value, whole)
+
+
+def test_not_finite_in_one_of_several_is_refused() -> None:
+    parts = [torch.ones(10), torch.tensor([1.0, torch.nan])]
+    with pytest.raises(NonFiniteError):
+        blocks.quantise_parts(parts, blocks.Grid(127, 1024), [State("a"), State("b")])

@@ -1,0 +1,130 @@
+"""Batches on a GPU: copied there beside its computation, or cut there from images that stay on it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from echelon.data.assemble import KeptImages, normalise
+from echelon.data.augment import FLIP_CROP_DRAWS, crops_and_mirrors, cut_and_mirror
+from echelon.data.base import DataInfo
+from echelon.data.order import Indices, uniforms
+from echelon.data.slots import Slots
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
+
+RESIDENT_SHARE = 1 / 16  # of a GPU's memory that images may take: what fitted beside them fits still
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Staged:
+    """A batch on its way to the device; `done` is recorded behind its copy and normalisation."""
+
+    inputs: Nest
+    targets: Nest
+    done: torch.cuda.Event
+
+
+def fits_beside_training(n_bytes: int, device: torch.device) -> bool:
+    """Whether data of that size is small beside a GPU's memory."""
+    return n_bytes <= RESIDENT_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+class ResidentImages:
+    """Small images that lie on a device, all of them: batches are cut and mirrored there, with the same bits.
+
+    Args:
+        images: what lies in the host's memory.
+    """
+
+    def __init__(self, images: KeptImages, device: torch.device) -> None:
+        self._pixels, self._labels = (
+            torch.from_numpy(np.require(array, requirements="W")).to(device) for array in (images.pixels, images.labels)
+        )
+        self._seed = images.seed
+
+    def batch(self, epoch: int, draws: Indices) -> tuple[Tensor, Tensor]:
+        """Return the images of some draws, uint8 `(N, C, S, S)`, and their labels `(N,)`."""
+        indices = self._moved(draws % len(self._labels))
+        pixels, labels = self._pixels.index_select(0, indices), self._labels.index_select(0, indices)
+        if self._seed is not None:
+            numbers = crops_and_mirrors(uniforms(self._seed, epoch, draws, FLIP_CROP_DRAWS))
+            pixels = cut_and_mirror(pixels, self._moved(numbers))
+        return pixels, labels
+
+    def _moved(self, numbers: NDArray[np.int64]) -> Tensor:
+        """Copy numbers to the device without waiting for what it does."""
+        host, device = torch.from_numpy(numbers), self._pixels.device
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+class CudaFeed:
+    """Copies batches to a GPU beside its computation."""
+
+    def __init__(self, device: torch.device, info: DataInfo, slots: Slots | None) -> None:
+        self._device, self._slots = device, slots
+        self._stream = torch.cuda.Stream(device)
+        self._mean = torch.tensor(info.mean).view(-1, 1, 1).mul_(255).to(device)
+        self._std = torch.tensor(info.std).view(-1, 1, 1).mul_(255).to(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # which has written these two
+        if slots is not None and not _lock(slots):
+            self._slots = None  # batches are copied into page-locked memory one by one
+
+    def stage(self, inputs: Nest, targets: Nest) -> Staged:
+        """Start to copy the arrays of a batch; their memory must stay as it is until `done`."""
+        host = nest.map_leaves(torch.from_numpy, (inputs, targets))
+        if self._slots is None:
+            host = nest.map_leaves(torch.Tensor.pin_memory, host)
+        with torch.cuda.stream(self._stream):
+            return self._staged(*nest.to_device(host, self._device))
+
+    def gather(self, images: ResidentImages, epoch: int, draws: Indices) -> Staged:
+        """Start to make a batch of images that are on the GPU."""
+        with torch.cuda.stream(self._stream):
+            return self._staged(*images.batch(epoch, draws))
+
+    def normalised(self, pixels: Tensor, labels: Tensor) -> Staged:
+        """Start to normalise images that are on the GPU, and known to be complete."""
+        pixels.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            return self._staged(pixels, labels)
+
+    def use(self, staged: Staged) -> tuple[Nest, Nest]:
+        """Return the batch for use on the present stream."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(staged.done)
+        for leaf in nest.leaves((staged.inputs, staged.targets)):
+            leaf.record_stream(stream)
+        return staged.inputs, staged.targets
+
+    def close(self) -> None:
+        """Unlock the memory."""
+        if self._slots is not None:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._slots.address))
+            self._slots = None
+
+    def _staged(self, inputs: Nest, targets: Nest) -> Staged:
+        if len(self._mean):
+            inputs = normalise(inputs, self._mean, self._std, torch.empty_like(inputs, dtype=torch.float32))
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        return Staged(inputs, targets, done)
+
+
+def _lock(slots: Slots) -> bool:
+    """Page-lock memory that is there already: the GPU reads what the loaders wrote, without a copy between.
+
+    Some systems refuse it (a low limit of locked memory, shared memory of some containers): returns whether it is.
+    """
+    code = torch.cuda.cudart().cudaHostRegister(slots.address, slots.n_bytes, 0)
+    if int(code) == 0:
+        return True
+    logger.warning("the loaders' memory cannot be page-locked (CUDA error %s): each batch is copied once more", code)
+    return False
