@@ -52,12 +52,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(size.width, 3 * size.heads * self.head_dim)
         self.proj = nn.Linear(size.heads * self.head_dim, size.width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, T, D) to (N, T, D)."""
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Map (N, T, D) to (N, T, D); `seen` (N, 1, 1, T) tells which tokens may be looked at, None: all."""
         samples, tokens, _ = x.shape
         qkv = self.qkv(x).view(samples, tokens, 3, self.num_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=self.causal)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -84,9 +84,9 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(size.width)
         self.mlp = FeedForward(size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, T, D) to (N, T, D)."""
-        x = x + self.attn(self.norm1(x))
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Map (N, T, D) to (N, T, D); `seen`: see `Attention`."""
+        x = x + self.attn(self.norm1(x), seen)
         return x + self.mlp(self.norm2(x))
 
 
