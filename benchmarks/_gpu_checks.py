@@ -161,9 +161,9 @@ def _wait(device: str) -> None:
 
 def feed(device: str) -> Iterator[Row]:
     """Compare the batches that the loader puts on the device with those of a CPU, bit by bit."""
-    from echelon.config import build as build_config
-    from echelon.data import EvalLoader, LoaderConfig, Shard
-    from echelon.run.resolve import resolve
+    from benchmarks.gpu_data import Images
+    from echelon.config import DataConfig
+    from echelon.data import EvalLoader, LoaderConfig, Shard, from_datasets
     from echelon.tasks import nest
 
     sanitized = SANITIZED in os.environ  # the sanitizer wants a GPU in loading processes too, which have none
@@ -175,11 +175,10 @@ def feed(device: str) -> Iterator[Row]:
     if device == "cuda" and not sanitized:
         yield from _files()
     for loaders in (0,) if sanitized else (0, 2):
-        config = build_config(None, {"data.source": "digits", "data.loaders": loaders, "run": "unused"}).config
-        run = resolve(config)
-        source, batches = run.source.open(), {}
+        source = from_datasets(Images(64, 32), Images(300, 32), [str(i) for i in range(1000)])  # loaded in a first pass
+        data, batches = DataConfig("images", batch_size=64, loaders=loaders), {}
         for place in ("cpu", device):
-            settings = LoaderConfig.of(config.data, 0, torch.device(place))
+            settings = LoaderConfig.of(data, 0, torch.device(place))
             loader = EvalLoader(source, settings, Shard(0, 1))
             batches[place] = [nest.map_leaves(lambda leaf: leaf.cpu().clone(), b.inputs) for b in loader]
             loader.close()

@@ -40,7 +40,6 @@ ALONE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("compiled", ("--precision", "bf16", "--compile")),
     ("replayed as CUDA graphs", ("--precision", "bf16", "--compile", "--compile-mode", "reduce-overhead")),
     ("a server", ("--sync", "ps(mode=async)")),
-    ("loaders", ("--loaders", "2")),
     ("EMA, LARS", ("--ema", "0.99", "--optimizer", "lars", "--lr", "8.0", "--epochs", "6")),
     ("profiled", ("--profile", "3")),
 )

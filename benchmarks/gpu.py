@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -76,7 +77,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     for name, default in (("batch", 256), ("steps", 60), ("warm-up", 20), ("image", 224), ("loaders", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only", nargs="+", default=[], help="contenders whose names begin with one of these")
+    parser.add_argument("--only", nargs="+", default=[], help="of the contenders those with these names")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--no-compile", action="store_true")
@@ -122,7 +123,7 @@ def rates(model: str, args: argparse.Namespace, peak: float) -> str:
     rows = []
     for source in ["synthetic", *([args.folder] if args.folder else [])]:
         folder = "" if source == "synthetic" else source
-        contenders = [c for c in _contenders(args, bool(folder)) if c.startswith(tuple(args.only) or "")]
+        contenders = [c for c in _contenders(args, bool(folder)) if not args.only or c in args.only]
         found: dict[str, list[float]] = {contender: [] for contender in contenders}
         for _, contender in interleave(contenders, args.rounds):
             result = _run(contender, model, folder, args.precision, args)
@@ -130,7 +131,7 @@ def rates(model: str, args: argparse.Namespace, peak: float) -> str:
             print(f"{model}, {source}, {contender}: {result['images_per_s']:.0f} images/s", file=sys.stderr, flush=True)
             append_result(NAME, {"model": model, "source": source, "contender": contender, **result})
         for contender, values in found.items():
-            ratio = paired_ratio(found["echelon"], values)
+            ratio = paired_ratio(found["echelon"], values) if "echelon" in found else math.nan
             share = median(values) * operations / peak
             rows.append(
                 [contender, "folder" if folder else source, f"{median(values):.0f}", f"{ratio:.3f}", f"{share:.1%}"]
@@ -183,8 +184,14 @@ def _echelon(
         command += [f"timm/{model}", "--precision", precision, "--channels-last", "on", "--workers", "1", "--run"]
         command += [str(run), "--device", args.device, "--batch-size", str(args.batch), "--max-steps", str(args.steps)]
         command += ["--eval-every", "0", "--schedule", "constant", "--epochs", "1000", "--image-size", str(args.image)]
-        command += ["--checkpoint-every", "100000", "--loaders", str(args.loaders)]
-        command += [*more, "--augment", "imagenet" if folder else "none", *([] if args.no_compile else ["--compile"])]
+        command += ["--checkpoint-every", "100000"]
+        command += [
+            *more,
+            *([] if more else ["--loaders", str(args.loaders)]),
+            "--augment",
+            "imagenet" if folder else "none",
+            *([] if args.no_compile else ["--compile"]),
+        ]
         try:
             _output(
                 command, ECHELON_BENCH_IMAGES=str(max(200, args.steps) * args.batch), ECHELON_BENCH_SIDE=str(args.image)

@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -120,6 +121,8 @@ def _end_all(process: subprocess.Popen[str]) -> None:
         started = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
         started = []
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     for each in (process, *started):
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
             each.kill()

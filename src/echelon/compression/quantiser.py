@@ -54,7 +54,7 @@ class Quantiser(Codec):
 
     def compress_parts(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Payload]:
         """Do what `compress` does to each; on a GPU in one go."""
-        if tensors[0].device.type == "cpu":
+        if not tensors or tensors[0].device.type == "cpu":
             return super().compress_parts(tensors, states)
         made = quantise_parts([flat32(tensor) for tensor in tensors], self.grid, states)
         for state in states:

@@ -25,7 +25,8 @@ RESUMABLE = (
     *("training.epochs", "training.max_steps", "training.eval_every", "data.loaders"),
     *("training.early_stop", "training.early_stop_delta", "training.max_time", "training.profile"),
     *("training.accumulate", "training.on_oom"),
-    *("data.on_bad_image", "data.on_nan", "data.follow_links", "data.decode"),  # one may be found hours after the start
+    *("data.on_bad_image", "data.on_nan", "data.follow_links"),  # one may be found hours after the start
+    *("data.decode",),
     *("strategy.parallel", "strategy.tensor_plan", "strategy.cuts", "training.recompute"),
 )
 NOT_OF_STUDIES = ("training.seed", "optimizer.lr_find")

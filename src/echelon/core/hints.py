@@ -40,6 +40,8 @@ class Hints:
         glue: for each `:method` step, the names of the root's children and own parameters that it uses.
         tensor_plan: patterns to styles; the last that matches a module counts.
         functions: what those `:method` steps do that the root has no method for: they take the root and the tensor.
+        positions: names of parameters (1, T, D) with a row for each place in a text: weights of another length give the
+            rows that both have.
     """
 
     blocks: tuple[str, ...] = ()
@@ -47,6 +49,7 @@ class Hints:
     glue: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     functions: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    positions: tuple[str, ...] = ()
 
     def styles(self) -> dict[str, Style]:
         """Return the tensor plan with its styles read.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,7 +121,7 @@ _MOST_OPEN = 128
 class OpenFiles:
     """Some large files, opened as they are read.
 
-    Reads move no position in a file, so processes that are forked later share those that are open.
+    Reads move no position in a file, so processes that are forked later share those that are open. Threads may read.
     """
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]) -> None:
@@ -131,6 +132,7 @@ class OpenFiles:
         """
         self.paths, self._sizes = paths, sizes
         self._open: dict[int, int] = {}
+        self._turn = threading.Lock()  # a file that one thread reads is not closed by another
         weakref.finalize(self, _close_all, self._open)
 
     def read(self, file: int, offset: int, size: int) -> bytes:
@@ -140,7 +142,11 @@ class OpenFiles:
             UserError: the file is of another size than it was.
             OSError: it cannot be read.
         """
-        return os.pread(self._descriptor(file), size, offset)
+        with self._turn:
+            return os.pread(self._descriptor(file), size, offset)
+
+    def __reduce__(self) -> tuple[type[OpenFiles], tuple[Sequence[str], Sequence[int]]]:
+        return OpenFiles, (self.paths, self._sizes)
 
     def _descriptor(self, file: int) -> int:
         if file not in self._open:

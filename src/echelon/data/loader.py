@@ -15,13 +15,13 @@ import numpy as np
 
 from echelon.core.errors import UserError
 from echelon.core.shares import share_sizes
-from echelon.data.assemble import ImageRows, StreamRows
+from echelon.data.assemble import StreamRows
 from echelon.data.base import Batch, DataInfo, Shard, Source
 from echelon.data.drawn import DrawnSamples
 from echelon.data.feed import BatchJob, Feed, Units
 from echelon.data.mixing import Mixer, pairs_around
 from echelon.data.order import Indices, batches_in_order, global_batches, grouped_batches, local_part
-from echelon.data.recipe import LoaderConfig, Rows, make_rows
+from echelon.data.recipe import LoaderConfig, make_rows
 from echelon.data.weights import UNWEIGHTED, read_weights, weighted_batches, weights_name
 from echelon.tasks.nest import Nest
 
@@ -79,8 +79,11 @@ class TrainLoader(_Loader):
             raise UserError(f"--batch-size {size} is smaller than the {world} workers: each needs at least one sample")
         info, data = source.info, config.data
         self._config, self._n = config, info.train_size
+        if data.decode == "gpu" and not config.decodes_on_gpu:
+            raise UserError(
+                "--decode gpu: this process trains on a CPU: use --decode cpu, or --device cuda where there is one"
+            )
         rows = make_rows(source.train, info, config, training=True)
-        _check_decode(config, rows, info)
         self._lengths = rows.lengths
         self._in_order = isinstance(rows, StreamRows)
         if self._in_order and data.sample_weights != UNWEIGHTED:
@@ -178,21 +181,6 @@ class TrainLoader(_Loader):
         ]
         for batch, span in zip(self._feed.run(epoch, jobs), spans, strict=True):
             yield self._mixer.mix(batch, epoch, span.own)
-
-
-def _check_decode(config: LoaderConfig, rows: Rows, info: DataInfo) -> None:
-    """Refuse to decode on a GPU where there is none, or nothing to decode."""
-    if config.data.decode == "cpu":
-        return
-    if config.device.type != "cuda":
-        raise UserError(
-            "--decode gpu: this process trains on a CPU: use --decode cpu, or --device cuda where there is one"
-        )
-    if not isinstance(rows, ImageRows) or rows.encoded is None:
-        raise UserError(
-            f"--decode gpu is for image files that are decoded again in each epoch; those of {info.name} are not "
-            "(small images are kept in memory, and a transform of your own works on the processor): use --decode cpu"
-        )
 
 
 def _uneven(samples: int, shard: Shard) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from echelon.data.slots import Slots
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 
-RESIDENT_SHARE = 1 / 16  # of a GPU's memory that images may take: what fitted beside them fits still
+RESIDENT_SHARE, FREE_SHARE = 1 / 16, 1 / 4  # of a GPU's memory, and of what is free, that images may take
 logger = logging.getLogger(__name__)
 
 
@@ -32,8 +32,9 @@ class Staged:
 
 
 def fits_beside_training(n_bytes: int, device: torch.device) -> bool:
-    """Whether data of that size is small beside a GPU's memory."""
-    return n_bytes <= RESIDENT_SHARE * torch.cuda.get_device_properties(device).total_memory
+    """Whether data of that size is small beside a GPU's memory, and beside what training has left free of it."""
+    free, total = torch.cuda.mem_get_info(device)
+    return n_bytes <= min(RESIDENT_SHARE * total, FREE_SHARE * free)
 
 
 class ResidentImages:

@@ -22,6 +22,7 @@ from echelon.data.stream import Stream
 from echelon.data.transforms import NO_TRANSFORMS, InputTransform, Transforms, own_transform
 
 Rows = ImageRows | ArrayRows | ItemRows | SoundRows | DrawnRows | MaskRows
+_MOST_LOADERS = 32  # each has a pipe and a part of every batch
 _LEAST_CROPPED = 32  # pixels of side; in smaller images four pixels to a side are too many
 
 
@@ -110,7 +111,13 @@ def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool
         skip_bad=data.on_bad_image == "skip",
         transform=transform,
     )
-    return ImageRows(samples, recipe)
+    rows = ImageRows(samples, recipe)
+    if training and data.decode == "gpu" and rows.encoded is None:
+        raise UserError(
+            f"--decode gpu is for image files that are decoded again in each epoch; those of {info.name} are not "
+            "(small images are kept in memory, and a transform of your own works on the processor): use --decode cpu"
+        )
+    return rows
 
 
 def shorter_side(side: int) -> int:
@@ -150,7 +157,7 @@ def loader_count(rows: Rows, config: LoaderConfig) -> int:
     None for data in memory. On a CPU none either for images that are decoded once and kept: another process would
     only take the model's core. Else as many as the rank's share of the cores feeds.
     """
-    if config.decodes_on_gpu:
+    if config.decodes_on_gpu and isinstance(rows, ImageRows) and rows.encoded is not None:
         return 0
     if isinstance(rows, StreamRows):  # each loader would read through all of it
         return 0
@@ -160,7 +167,7 @@ def loader_count(rows: Rows, config: LoaderConfig) -> int:
     if rows.in_memory or (rows.kept and not on_gpu):
         return 0
     cores = (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1) // config.workers_here
-    return max(1, cores - 1 if on_gpu else cores // 4)
+    return max(1, min(_MOST_LOADERS, cores - 1 if on_gpu else cores // 4))
 
 
 def _augment(wanted: str, side: int) -> str:

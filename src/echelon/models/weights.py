@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.core.errors import UserError
+from echelon.core.hints import Hints
 
 WRAPPERS = ("module.", "_orig_mod.")
 NESTED = ("state_dict", "model", "model_state_dict", "module")  # Lightning, Horovod's examples, torch's, DeepSpeed
@@ -92,7 +93,8 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], origin: str, head:
     """
     model_state = model.state_dict()
     taken = dict(_without_prefix(dict(state), model_state, origin))
-    reshaped = _interpolate(taken, model_state)
+    reshaped = _interpolate(taken, model_state, positions := _positions(model))
+    reshaped += _with_own_places(taken, model_state, positions)
     names = head_names(model) - _fitting_poolers(taken, model_state)
     is_new = head == "new" or (
         head == "auto"
@@ -251,14 +253,39 @@ def _without_prefix(state: dict[str, Tensor], model_state: Mapping[str, Tensor],
     return state
 
 
-def _interpolate(state: dict[str, Tensor], model_state: Mapping[str, Tensor]) -> list[str]:
-    """Bring position embeddings `(1, positions, width)` in a file to the model's grid, in place; say which, and how."""
+def _positions(model: nn.Module) -> tuple[str, ...]:
+    """Return the parameters that have a row for each place in a text."""
+    structure = getattr(model, "structure", None)
+    return structure.positions if isinstance(structure, Hints) else ()
+
+
+def _with_own_places(
+    state: dict[str, Tensor], model_state: Mapping[str, Tensor], positions: Sequence[str]
+) -> list[str]:
+    """Give texts of another length the rows that both have, in place, and the model's own behind; say which."""
+    done = []
+    for name in positions:
+        has, wanted = state.get(name), model_state[name]
+        if has is None or has.ndim != 3 or has.shape == wanted.shape or has.shape[2] != wanted.shape[2]:
+            continue
+        both = min(has.shape[1], wanted.shape[1])
+        state[name] = torch.cat([has[:, :both].to(wanted.dtype), wanted[:, both:].to(has.device)], dim=1)
+        done.append(f"{name} {_shape(has)} -> {_shape(wanted)}: the first {both}")
+    return done
+
+
+def _interpolate(state: dict[str, Tensor], model_state: Mapping[str, Tensor], texts: Sequence[str] = ()) -> list[str]:
+    """Bring position embeddings `(1, positions, width)` in a file to the model's grid, in place; say which, and how.
+
+    Args:
+        texts: those of texts, which have no grid.
+    """
     from timm.layers import resample_abs_pos_embed
 
     done = []
     for name, wanted in model_state.items():
         has = state.get(name)
-        if has is None or "pos" not in name.rpartition(".")[2] or has.ndim != 3 or wanted.ndim != 3:
+        if has is None or "pos" not in name.rpartition(".")[2] or has.ndim != 3 or wanted.ndim != 3 or name in texts:
             continue
         if has.shape == wanted.shape or has.shape[2] != wanted.shape[2]:
             continue

@@ -227,6 +227,8 @@ def interplay_notes(run: ResolvedRun, ranks: int, on_gpu: bool = False) -> list[
     if run.sync.uses_servers and run.config.launch.balance == "auto":
         given = run.described.strategy.sync
         notes.append(f"--balance auto does nothing: workers of --sync {given} take a batch whenever they are done")
+    if run.config.model.compile_mode == "reduce-overhead" and not (on_gpu or torch.cuda.device_count()):
+        notes.append("--compile-mode reduce-overhead does nothing on a processor: CUDA graphs are a GPU's")
     if ranks == 1:
         return notes
     notes += [*([] if on_gpu else _device_notes(run, ranks)), *_momentum_notes(run), *_path_notes(run, ranks)]

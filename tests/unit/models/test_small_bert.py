@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from echelon.models import load_state
 from echelon.models.base import ModelInput
 from echelon.models.builtin import small_bert
 from echelon.tasks.nest import TensorSpec
@@ -32,8 +34,15 @@ def test_padding_counts_nothing() -> None:
     assert logits.isfinite().all() and not logits[2].any()  # without a token
 
 
-def test_a_masked_language_model_has_its_parameters_up_to_the_head() -> None:
-    ids = TensorSpec((12,), "int64", count=51)  # one more: the mask
+@pytest.mark.parametrize("context", [9, 16, 600])  # of its windows: less and more places than a text's
+def test_a_masked_language_model_is_tuned_to_texts(context: int) -> None:
+    ids = TensorSpec((context,), "int64", count=51)  # one more: the mask
     masked = small_bert.build(ModelInput(channels=1, image_size=1, classes=50, several=ids))
-    of = [{name: p.shape for name, p in m.named_parameters() if name != "head.weight"} for m in (masked, _classifier())]
-    assert of[0] == of[1]
+    model = _classifier()
+    own = model.positions.detach().clone()
+    loaded = load_state(model, masked.state_dict(), "base")
+    assert loaded.new == ("head.weight",) and len(loaded.reshaped) == 1
+    both = min(context, small_bert.LONGEST)
+    expected = torch.cat([masked.get_parameter("positions")[:, :both], own[:, both:]], dim=1)
+    assert torch.equal(model.positions, expected)
+    assert torch.equal(model.blocks[3].mlp.fc1.weight, masked.get_parameter("blocks.3.mlp.fc1.weight"))

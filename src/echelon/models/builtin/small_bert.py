@@ -2,7 +2,7 @@
 
 It is `small_gpt` whose tokens see those before and behind them: of `--task masked-language-modelling`, and, with the
 mean of its tokens classified, of texts in classes. Both have the same parameters up to the head, so that one is tuned
-to the other.
+to the other, whose texts may be longer.
 
 Shapes: N samples, T tokens, V size of the vocabulary.
 """
@@ -18,6 +18,8 @@ from echelon.models.builtin.small_gpt import SIZE, SmallGPT, TextSize
 from echelon.models.builtin.small_vit import TRANSFORMER_PLAN
 from echelon.tasks.nest import TensorSpec
 
+LONGEST = 512  # tokens of a text that is classified, in training and later
+
 
 def build(data: ModelInput) -> nn.Module:
     """Build 4 blocks of width 128 with 4 heads: 0.8 M parameters for 66 characters and windows of 128.
@@ -30,7 +32,8 @@ def build(data: ModelInput) -> nn.Module:
     if not isinstance(spec, TensorSpec) or not spec.count or len(spec.shape) != 1:
         raise UserError(f"--model small_bert reads token ids, the data has {data.describe()}: choose another model")
     vocabulary = spec.count + is_masked  # masked language modelling has one id more, behind the others
-    text = TextSize(vocabulary, spec.shape[0], tied=False, causal=False, outputs=data.classes)
+    places = max(spec.shape[0], LONGEST) if is_masked else spec.shape[0]
+    text = TextSize(vocabulary, places, tied=False, causal=False, outputs=data.classes)
     return BertClassifier(text, SIZE) if is_masked else SmallBERT(text, SIZE)
 
 
@@ -42,7 +45,9 @@ class BertClassifier(SmallGPT):
     """Token ids (N, T) and a mask (N, T) of those that are there -> logits (N, classes)."""
 
     structure = Hints(
-        blocks=("blocks.*",), tensor_plan={**TRANSFORMER_PLAN, "embedding": "vocabulary", "head": "vocabulary"}
+        blocks=("blocks.*",),
+        tensor_plan={**TRANSFORMER_PLAN, "embedding": "vocabulary", "head": "vocabulary"},
+        positions=("positions",),
     )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]

@@ -59,6 +59,7 @@ class SmallGPT(nn.Module):
         chain=(":embed", "blocks.*", ":predict"),
         glue={":embed": ("embedding", "positions"), ":predict": ("norm", "head")},
         tensor_plan={**TRANSFORMER_PLAN, "embedding": "vocabulary", "head": "vocabulary"},
+        positions=("positions",),
     )
 
     def __init__(self, text: TextSize | None = None, size: Size | None = None) -> None:
