@@ -136,8 +136,13 @@ class GpuImages:
             return self._made(epoch, draws, 0)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             made = self._made(epoch, draws, self._stream.cuda_stream)
-        self._stream.synchronize()
+        self._settle()
         return made
+
+    def _settle(self) -> None:
+        """Wait until the device has done what was asked for."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _made(self, epoch: int, draws: Indices, stream: int) -> Decoded:
         rows, indices = self._rows, draws % len(self._rows.labels)
@@ -154,6 +159,7 @@ class GpuImages:
                     )
                 except CannotDecode as error:
                     bad.append(rows.refused_or_skipped(row, int(indices[row]), error))
+            self._settle()  # before the library may free the images
         labels = torch.from_numpy(rows.labels[indices]).to(self._device)
         return Decoded(pixels.round_(), labels, bad)
 
