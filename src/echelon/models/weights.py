@@ -41,7 +41,7 @@ class LoadedWeights:
         loaded: tensors that were taken from it.
         new: of the model, with their values as initialised: of a head that was made anew, or counters.
         unexpected: of the file, and not used.
-        reshaped: of both, interpolated: `pos_embed 197x384 -> 65x384`.
+        reshaped: of both, brought to the model's size: `pos_embed 197x384 -> 65x384`.
         remark: what else is to be known of them.
     """
 
@@ -61,7 +61,7 @@ class LoadedWeights:
         new = self.made_anew
         parts = [f"weights of {self.origin}: {self.loaded} tensors"]
         parts += [f"made anew: {_some(new)}"] if new else []
-        parts += [f"interpolated: {_some(self.reshaped)}"] if self.reshaped else []
+        parts += [f"of another size: {_some(self.reshaped)}"] if self.reshaped else []
         parts += [f"not used: {_some(self.unexpected)}"] if self.unexpected else []
         parts += [self.remark] if self.remark else []
         return "; ".join(parts)
@@ -81,7 +81,8 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], origin: str, head:
 
     Names may have a prefix that the model's have not, such as a LightningModule's `model.`, or lack the one that all
     but the head of the model's have (`bert.`); what has another prefix (a loss, a metric) is passed over. BatchNorm's
-    batch counter may be missing (older files have none). Position embeddings of another grid are interpolated by timm.
+    batch counter may be missing (older files have none). Position embeddings of another grid are interpolated by timm;
+    those of texts give the rows that both have.
 
     Args:
         origin: what a refusal calls them: the file, or the run.

@@ -223,7 +223,7 @@ class WeightsLoaded(Event):
     Attributes:
         new: of the model, as initialised.
         unexpected: of the file, not used.
-        reshaped: interpolated, each with both shapes.
+        reshaped: brought to the model's size, each with both shapes.
     """
 
     loaded: int = 0
