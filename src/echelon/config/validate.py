@@ -174,8 +174,8 @@ def _check_training(config: RunConfig) -> None:
         raise UserError("--early-stop counts evaluations, and --eval-every 0 has one at the end: use --eval-every 1")
     if config.model.compile_mode != "default" and not config.model.compile:
         raise UserError(f"--compile-mode {config.model.compile_mode} is a mode of torch.compile: add --compile")
-    if config.model.compile_mode == "reduce-overhead" and (training.accumulate != 1 or training.on_oom != "stop"):
-        flag = "--accumulate" if training.accumulate != 1 else f"--on-oom {training.on_oom}"
+    if config.model.compile_mode == "reduce-overhead" and (training.accumulate != 1 or training.on_oom == "halve"):
+        flag = "--accumulate" if training.accumulate != 1 else "--on-oom halve"
         raise UserError(
             f"--compile-mode reduce-overhead with {flag}: of a batch in parts, a replayed graph overwrites what the "
             "part before has left; leave one of them out"
