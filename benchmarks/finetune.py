@@ -2,7 +2,7 @@
 
 python -m benchmarks.finetune cost [--only head] [--rounds 5] [--steps 40]
 python -m benchmarks.finetune cifar FOLDER [--seeds 5] [--epochs 10]
-python -m benchmarks.finetune text FOLDER ENGLISH [--seeds 5] [--epochs 4]
+python -m benchmarks.finetune text FOLDER ENGLISH [--seeds 5] [--epochs 10]
 
 `cost`: head, all and lora of a small vision transformer on one thread, in turns with a loop of torch and peft.
 `cifar`: FOLDER has train/CLASS and test/CLASS. A model is trained on eight classes, then tuned to the other two with 50
@@ -102,6 +102,8 @@ def text(folder: Path, english: Path, seeds: int, epochs: int) -> str:
         place = Path(temporary)
         shutil.copy(english, place / "english.txt")
         masked = ["--task", "masked-language-modelling", "--tokeniser", "bpe(4000)", "--epochs", str(epochs)]
+        # it learns how often tokens are for a thousand steps before it looks at others: many small steps, none too long
+        masked += ["--context", "32", "--lr", "0.001", "--warmup-epochs", "0.2", "--clip-norm", "1"]
         print("base", _trained(place, "english.txt", "base", masked), flush=True)
         common = ["--input", "text", "--target", "category", "--model", "small_bert", "--epochs", "20"]
         common += ["--optimizer", "adamw", "--eval-every", "5", "--tokeniser", str(place / "base"), "--lr", "0.001"]
@@ -225,7 +227,7 @@ def main() -> None:
     of_text.add_argument("folder", type=Path)
     of_text.add_argument("english", type=Path)
     of_text.add_argument("--seeds", type=int, default=5)
-    of_text.add_argument("--epochs", type=int, default=4)
+    of_text.add_argument("--epochs", type=int, default=10)
     of_cost.add_argument("--only", choices=KINDS, help="one of them; then RESULTS.md stays as it is")
     of_cost.add_argument("--rounds", type=int, default=5)
     of_cost.add_argument("--steps", type=int, default=40)

@@ -22,8 +22,8 @@ from echelon.data.base import DataRequest
 from echelon.data.class_folders import FolderLinks
 from echelon.data.column_numbers import is_string
 from echelon.data.columns import Form, form_of
+from echelon.data.file_names import TABLES
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _VALIDATION = ("val", "valid", "validation")
 _PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # says where a row stood, nothing of what it is
 _NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
@@ -33,7 +33,7 @@ def parts_in(path: Path) -> dict[str, Path]:
     """Return the parts of a table that lie in a folder, by name, such as `train`."""
     if not path.is_dir():
         return {}
-    return {file.stem: file for file in sorted(path.iterdir()) if file.suffix.lower() in SUFFIXES and file.is_file()}
+    return {file.stem: file for file in sorted(path.iterdir()) if file.suffix.lower() in TABLES and file.is_file()}
 
 
 @dataclass(frozen=True)

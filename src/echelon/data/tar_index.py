@@ -25,8 +25,6 @@ from echelon.data.cache import locked
 from echelon.data.class_folders import IMAGE_FILES
 from echelon.data.images import TARGET_KEYS
 
-TAR = ".tar"
-COMPRESSED = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}  # refused, by suffix
 _FORMAT = 1  # of what is cached
 _INDEXING_S = 3600.0
 _BLOCK = tarfile.BLOCKSIZE
@@ -70,16 +68,6 @@ class _Place(NamedTuple):
 
 
 _Sample = Mapping[str, _Place]  # by extension
-
-
-def is_tar(name: str) -> bool:
-    """Whether a file's name is that of a tar archive, compressed or not.
-
-    >>> is_tar("a-000.tar"), is_tar("a.tar.gz"), is_tar("a.csv")
-    (True, True, False)
-    """
-    name = name.lower()
-    return name.endswith((TAR, ".tgz")) or any(name.endswith(TAR + suffix) for suffix in COMPRESSED)
 
 
 def index_shards(files: Sequence[Path], members: MemberChoice, cache: Path) -> ShardIndex:

@@ -17,8 +17,7 @@ from typing import TypeVar
 from echelon.core.errors import UserError
 from echelon.core.patience import FIRST_PAUSE_S, LONGEST_PAUSE_S, may_pass
 from echelon.core.units import format_seconds
-from echelon.data.table_files import SUFFIXES
-from echelon.data.tar_index import is_tar
+from echelon.data.file_names import TABLES, is_tar
 from echelon.storage.base import Store, StoreAway, StoredObject, refused_in_words
 from echelon.storage.url import open_store
 
@@ -50,7 +49,7 @@ class UrlObjects:
     def is_file(self) -> bool:
         """Whether the URL names a file, or several by a range of numbers, and no folder."""
         name = PurePosixPath(self.url).name.lower()
-        return name.endswith(self.endings or SUFFIXES) or (not self.endings and is_tar(name))
+        return name.endswith(self.endings or TABLES) or (not self.endings and is_tar(name))
 
     @cached_property
     def _store(self) -> Store:
@@ -158,7 +157,7 @@ def _is_of_data(key: str) -> bool:
     if above not in [[], *([part] for part in _PARTS)] or name.startswith("."):
         return False
     path = PurePosixPath(name)
-    return is_tar(name) or (not above and path.suffix.lower() in SUFFIXES and path.stem in _PARTS)
+    return is_tar(name) or (not above and path.suffix.lower() in TABLES and path.stem in _PARTS)
 
 
 def _is_plain(key: str, endings: tuple[str, ...]) -> bool:

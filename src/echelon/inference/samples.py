@@ -21,13 +21,13 @@ from echelon.core.errors import UserError, nearest
 from echelon.data.base import Source
 from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES, FileKind, FolderLinks, files_below
 from echelon.data.columns import MOST_TOKENS, MeasuredColumns, inputs_of_rows, with_mask
+from echelon.data.file_names import TABLES
 from echelon.data.images import FileNames, ImageArray, ImageFiles, LabelledFiles, TensorArray
 from echelon.data.masks import ImagesToMask
 from echelon.data.sounds import measured
 from echelon.data.sources.text_file import SUFFIXES as TEXTS
 from echelon.data.sources.text_file import lines_of, read_lines, read_text
 from echelon.data.sources.texts import TEXT_FILES
-from echelon.data.table_files import SUFFIXES as TABLES
 from echelon.data.table_files import read_rows
 from echelon.data.tokenisers import Ids, Tokeniser
 from echelon.inference import Address, Lines, Text

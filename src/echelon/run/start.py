@@ -71,6 +71,7 @@ PRELOAD = (
     "torch.utils.tensorboard",
     "echelon.tasks.metrics_import",
     "echelon.run.worker",
+    "echelon.data.sources.table",  # a name of data is asked of every kind, this one imports the most
 )
 PRELOAD_ROLES = ("zmq", "echelon.run.servers")
 

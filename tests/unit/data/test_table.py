@@ -16,8 +16,8 @@ from echelon.config import DataConfig, build
 from echelon.core.errors import UserError
 from echelon.data import open_data
 from echelon.data.base import Source
+from echelon.data.file_names import TABLES
 from echelon.data.sources.table import TableFile
-from echelon.data.table_files import SUFFIXES
 from echelon.run.defaults import with_task_defaults
 from echelon.tasks.base import TaskSettings
 from echelon.tasks.nest import TensorSpec
@@ -239,7 +239,7 @@ def test_what_one_part_of_a_table_alone_has_is_said(tmp_path: Path) -> None:
 
 
 def test_suffixes_are_known_without_an_import() -> None:
-    assert TableFile.suffixes == SUFFIXES
+    assert TableFile.suffixes == TABLES
 
 
 def test_spaces_around_the_names_of_columns_are_no_part_of_them(tmp_path: Path) -> None:

@@ -21,17 +21,15 @@ import pyarrow.compute as pc
 from echelon.core.errors import UserError
 from echelon.data.base import DataRequest, Source
 from echelon.data.class_folders import FolderLinks
+from echelon.data.file_names import COMPRESSED, TABLES, is_tar
 from echelon.data.images import FileNames, ImageRanges, OpenFiles
 from echelon.data.sample_index import NamedSampleIndex
 from echelon.data.sources.base import SourceKind, grown_images, held_out_of_begun
-from echelon.data.table_files import SUFFIXES
 from echelon.data.tar_index import (
-    COMPRESSED,
     MemberChoice,
     ShardIndex,
     compressed_shard,
     index_shards,
-    is_tar,
 )
 from echelon.tasks.base import Encoding
 
@@ -96,7 +94,7 @@ def _shards_in(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     seen = [each for each in path.iterdir() if not each.name.startswith(".")]
-    others = any(each.suffix.lower() in SUFFIXES or (each.name not in _PARTS and each.is_dir()) for each in seen)
+    others = any(each.suffix.lower() in TABLES or (each.name not in _PARTS and each.is_dir()) for each in seen)
     return [] if others else sorted(each for each in seen if is_tar(each.name) and each.is_file())
 
 

@@ -45,13 +45,14 @@ from echelon.data.columns import (
     standardised,
     table_digest,
 )
+from echelon.data.file_names import TABLES
 from echelon.data.images import TensorArray
 from echelon.data.interactions import InteractionColumns, interactions_source, time_among
 from echelon.data.ragged import RaggedArray
 from echelon.data.sample_index import RowSampleIndex
 from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.data.sources.transcripts import Recordings, plain_text, transcribed
-from echelon.data.table_files import SUFFIXES, TableParts, check_known, listed, parts_in, stray
+from echelon.data.table_files import TableParts, check_known, listed, parts_in, stray
 from echelon.tasks.base import Encoding
 from echelon.tasks.nest import Nest, TensorSpec, map_leaves
 
@@ -74,14 +75,14 @@ class TableFile(SourceKind):
 
     form: ClassVar[str] = "a table (.csv, .jsonl, .parquet)"
     is_read_by_url: ClassVar[bool] = True
-    suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv", ".jsonl", ".parquet")  # SUFFIXES: read without an import
+    suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv", ".jsonl", ".parquet")  # TABLES: read without an import
     tasks: ClassVar[tuple[str, ...]] = (
         "classification", "regression", "multi_label", "text_classification", "recommendation",
     )  # fmt: skip
 
     def takes(self, name: str) -> bool:
         """Whether it is a file with a suffix of tables, or a folder with `train.csv` or the like."""
-        return Path(name).suffix.lower() in SUFFIXES or "train" in parts_in(Path(name).expanduser())
+        return Path(name).suffix.lower() in TABLES or "train" in parts_in(Path(name).expanduser())
 
     def check(self, name: str) -> None:
         """Refuse a file that is not there.
