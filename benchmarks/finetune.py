@@ -83,14 +83,14 @@ def cifar(folder: Path, seeds: int, epochs: int) -> str:
     classes = sorted(path.name for path in (folder / "train").iterdir())
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        _link(folder, place / "eight", classes[:8], {})
+        link_classes(folder, place / "eight", classes[:8], {})
         _train(place, "eight", "base", ["--model", "resnet20", "--epochs", str(epochs)])
         base = ["--weights", str(place / "base"), "--model", "resnet20", "--epochs", "20"]
         scratch = ["--model", "resnet20", "--epochs", "60"]
 
         def data(seed: int) -> str:
             """Put 50 images of each of two classes into a folder."""
-            _link(folder, place / f"two-{seed}", classes[8:], {"train": PER_CLASS}, seed)
+            link_classes(folder, place / f"two-{seed}", classes[8:], {"train": PER_CLASS}, seed)
             return f"two-{seed}"
 
         return _table(_compared(place, data, {SCRATCH: scratch, **dict.fromkeys(TUNES, base)}, seeds))
@@ -155,7 +155,7 @@ def _table(found: Mapping[str, Sequence[Trained]]) -> str:
     return markdown_table([*header, "peak memory of a rank"], rows)
 
 
-def _link(folder: Path, into: Path, classes: Sequence[str], most: dict[str, int], seed: int = 0) -> None:
+def link_classes(folder: Path, into: Path, classes: Sequence[str], most: dict[str, int], seed: int = 0) -> None:
     """Put classes into a folder of their own, by links of the file system."""
     for part in ("train", "test"):
         for name in classes:
