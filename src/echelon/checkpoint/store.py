@@ -321,6 +321,20 @@ class CheckpointStore:
         scored = [(metric, entry) for entry in files.entries(self.folder) if (metric := _metric(entry)) is not None]
         return self._first_whole([entry for _, entry in sorted(scored, reverse=True)], rank)
 
+    def newest_base(self) -> StateView | None:
+        """Return what the newest checkpoint leaves out; None: there is none, or it leaves nothing out.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        for entry in files.entries(self.folder)[-1:]:
+            for base in files.bases_of([entry]):
+                try:
+                    return _read(base, None)[0]
+                except DamagedError as error:
+                    raise files.without_base(entry, base, error) from error
+        return None
+
     def load(self, path: Path, rank: int | None = None) -> StateView:
         """Return the state of the checkpoint at `path`. Raises UserError when it is none, or a damaged one."""
         entry = next((entry for entry in files.entries(path.parent) if entry.path.name == path.name), None)

@@ -223,7 +223,7 @@ def _start_again_here(
         plan, told = plan_of(request, path), told_by_record(path, config)
         with Opening(config, plan, told, resumes=True) as opening, closing(request.place.build()) as place:
             _begin_imports(request, opening)
-            run = check(request, user_objects)  # before its description is replaced: what is refused changes nothing
+            run = check(request, user_objects, path)  # before its description is replaced: refused, it stays as it is
             parcel = _parcel(user_objects)
             if rescan:
                 take_new_samples(path, run, user_objects is not None and user_objects.source is not None)
@@ -233,8 +233,13 @@ def _start_again_here(
             return _run_here(resolve(config), plan_of(request, path, parcel), path, place, opening, user_objects)
 
 
-def check(request: LaunchRequest, user_objects: UserObjects | None = None) -> ResolvedRun:
+def check(
+    request: LaunchRequest, user_objects: UserObjects | None = None, goes_on_in: Path | None = None
+) -> ResolvedRun:
     """Refuse what this machine, or the combination of the four choices, cannot do, and data that is not there.
+
+    Args:
+        goes_on_in: folder of a run that is resumed: where it has a checkpoint, it needs no weights to start from.
 
     Returns:
         the run as typed objects.
@@ -248,10 +253,12 @@ def check(request: LaunchRequest, user_objects: UserObjects | None = None) -> Re
             check_link(request.link)
     from echelon.data.transforms import NO_TRANSFORMS
     from echelon.trainer.compatibility import check_strategies
+    from echelon.trainer.folder import has_checkpoint
     from echelon.trainer.start_weights import bring_weights
 
     run = resolve(config, user_objects.optimizer if user_objects else None)
-    bring_weights(config.model)
+    if goes_on_in is None or not has_checkpoint(goes_on_in):
+        bring_weights(config.model)
     check_callbacks(config.tracking.callbacks)
     for callback in user_objects.callbacks if user_objects else ():
         check_methods(callback)

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.checkpoint import CheckpointStore
 from echelon.config import RunConfig
 from echelon.config.validate import Nodes
 from echelon.coordinator.addresses import ROLES_FOLDER
@@ -52,6 +53,7 @@ from echelon.tasks.registry import TaskObjects
 from echelon.trainer.balance import Balancer, BatchParts, make_balancer, why_not
 from echelon.trainer.compatibility import interplay_notes, length_notes, sent_whole_notes, worker_notes
 from echelon.trainer.display import Display, RunLength
+from echelon.trainer.folder import CHECKPOINTS_FOLDER, has_checkpoint
 from echelon.trainer.inputs import model_input, units_of
 from echelon.trainer.leases import Commands, Leases
 from echelon.trainer.loop import LoopSettings, TrainingRun, regroupable
@@ -62,7 +64,7 @@ from echelon.trainer.path_choice import with_chosen_paths
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.progress import RunProgress
 from echelon.trainer.resolved import ResolvedRun
-from echelon.trainer.retuning import RebuiltParts, Retuning, begun_epoch, kept_epoch
+from echelon.trainer.retuning import RebuiltParts, Retuning, as_it_goes_on, kept_epoch
 from echelon.trainer.saving import RanksState, Saver
 from echelon.trainer.server_parts import ServerLink, build_worker
 from echelon.trainer.servers_checkpoint import ServersState
@@ -175,9 +177,7 @@ class _Groundwork:
         def build(plan: TuningPlan) -> RebuiltParts:
             """Build the parts for a plan, and restore them; weights to start from are in the checkpoint."""
             seed_everything(self.resolved.config.training.seed)
-            config = self.resolved.config
-            config = replace(config, model=replace(config.model, weights=""))
-            resolved = replace(self.resolved, config=config, tuning=plan)
+            resolved = replace(self.resolved.going_on(0), tuning=plan)
             work = replace(self.work, tuning=plan, user_model=None if pristine is None else own_copy(pristine))
             run_parts = build_parts(with_kept_cuts(resolved, self.world, path), work, self.world, self.clock)
             saver.restore_into(RanksState(run_parts, self.world, progress.record.patience))
@@ -385,8 +385,9 @@ def assemble(
     is_newcomer = membership is not None and membership.is_newcomer
     if world.group is None and not is_newcomer:
         resolved = resolved.for_single_worker()
-    if resolved.tuning.changes_later:
-        resolved = replace(resolved, tuning=resolved.tuning.at(begun_epoch(path)))
+    goes_on = False
+    if not is_newcomer:
+        resolved, goes_on = as_it_goes_on(resolved, path, world)
     resolved, chosen = with_chosen_paths(with_kept_cuts(resolved, world, path), world, path)
     balances, unbalanced = _balances(resolved, world)
     ground = _groundwork(resolved, path, world, user_objects, world.data_size, world.rank, balances)
@@ -404,6 +405,8 @@ def assemble(
         Fingerprint.of(config, info, ground.task, ground.train_loader.sampling),
     )
     restored = None if is_newcomer else saver.restore()
+    if goes_on and restored is None:
+        raise RuntimeError(f"the checkpoints of {path} were there a moment ago, and are not: nothing to go on from")
     if world.leads:
         keep_sample_index(ground.source, path)
     if restored is None:
@@ -484,11 +487,16 @@ def assemble_worker(
     if tuning.changes_later:
         tuning = tuning.at(kept_epoch(path / ROLES_FOLDER))
         resolved = replace(resolved, tuning=tuning)
+    goes_on = process.size == 1 and has_checkpoint(path)
+    if goes_on:
+        resolved = replace(resolved.going_on(0), tuning=tuning)
     rank = process.number * world.size + world.rank
     ground = _groundwork(resolved, path, world, user_objects, process.workers * world.data_size, rank)
     info = ground.source.info
     work = ground.work
     run_parts, link = build_worker(resolved, work, process, world, ground.clock, path)
+    if goes_on and work.tuned.frozen:
+        _take_base(run_parts, work.tuned.frozen, path)
     seed_everything(rank_seed(config.training.seed, process.number * world.data_size + world.data_rank))
     pids = roll_call(world).pids
     record = Recorder(path if link else None, patience_s=resolved.io_patience_s)
@@ -517,6 +525,14 @@ def assemble_worker(
     return run, Leases(
         run, link, state, start, [*work.notes, *run_notes(config, ground.source, split_notes, [*notes, *link.notes])]
     )
+
+
+def _take_base(run_parts: RunParts, frozen: Set[str], path: Path) -> None:
+    """Give a worker that goes on what no server holds, as the newest checkpoint has it."""
+    base = CheckpointStore(path / CHECKPOINTS_FOLDER, keep=1).newest_base()
+    if base is not None:
+        stays = {name: tensor for name, tensor in base["model"].items() if name in frozen}
+        run_parts.model.load_state_dict({**run_parts.model.state_dict(), **stays})
 
 
 def _record_weights(work: Work, progress: RunProgress, resumes: bool) -> None:

@@ -140,7 +140,7 @@ class Leases:
     def _joining(self) -> JoinWorker:
         link = self._link
         return JoinWorker(
-            link.table.fingerprint, [], link.process.machine, os.getpid(), socket.gethostname(), allowed_cores(),
+            self._state.fingerprint(), [], link.process.machine, os.getpid(), socket.gethostname(), allowed_cores(),
             list(self._start.pids),
         )  # fmt: skip
 
@@ -165,7 +165,7 @@ class Leases:
         about = {name: value for name, value in asdict(self._start).items() if name != "t"}  # it is not written yet
         best, best_loss = BestResult.numbers(run.saver.best)
         return SetupDone(
-            task.task, link.table.fingerprint, run.train_loader.batches_per_epoch, self._state.below,
+            task.task, self._state.fingerprint(), run.train_loader.batches_per_epoch, self._state.below,
             self._state.beyond, best, best_loss, resumed, about,
             self._said(), run.saver.passed_over, run.saver.stagnation, parts=self._state.parts,
         )  # fmt: skip

@@ -107,6 +107,11 @@ class ResolvedRun:
             optimizer = replace(optimizer, momentum=left, weight_decay=decay)
         return replace(self, compression=settled, config=replace(self.config, optimizer=optimizer))
 
+    def going_on(self, epoch: int) -> ResolvedRun:
+        """Return the run as a checkpoint of an epoch, counted from 0, has it: all weights are in there."""
+        config = replace(self.config, model=replace(self.config.model, weights=""))
+        return replace(self, config=config, tuning=self.tuning.at(epoch))
+
     def for_single_worker(self) -> ResolvedRun:
         """Return the run of a single worker, which encodes nothing: a momentum in the codec is the optimizer's."""
         asked, momentum = self.described.optimizer, self.compression.codec.absorbs_momentum

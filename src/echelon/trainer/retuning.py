@@ -11,15 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from echelon.checkpoint import CheckpointStore
 from echelon.core.files import write_atomic
 from echelon.models.tuning.plan import TuningPlan
 from echelon.optim.build import Schedule
 from echelon.trainer.folder import CHECKPOINTS_FOLDER
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import Step
+from echelon.trainer.world import World
 
 EPOCH_FILE = "epoch.json"
+_NEW = -1  # in place of an epoch: no checkpoint is there
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,29 @@ def begin_anew(epoch: int, words: str) -> str:
 
 def begun_epoch(folder: Path) -> int:
     """Return the epoch, counted from 0, in which a run's newest checkpoint lies; 0 where there is none."""
-    found = CheckpointStore(folder / CHECKPOINTS_FOLDER, keep=1).newest(rank=0)
+    found = _store(folder).newest(rank=0)
     return 0 if found is None else int(found[1]["cursor"]["epoch"])
+
+
+def as_it_goes_on(resolved: ResolvedRun, folder: Path, world: World) -> tuple[ResolvedRun, bool]:
+    """Return a run as its newest checkpoint has it, and whether there is one: it then starts from no other weights.
+
+    What is trained since that checkpoint's epoch, rank 0 says, whose disk has it: others' may have none.
+    """
+    later = resolved.tuning.changes_later
+    if not (later or resolved.config.model.weights):
+        return resolved, False
+    epoch = torch.full((1,), _NEW, dtype=torch.int64, device=world.device)
+    if world.leads and _store(folder).newest_step() is not None:
+        epoch.fill_(begun_epoch(folder) if later else 0)
+    if world.group is not None:
+        dist.broadcast(epoch, 0, group=world.group)
+    begun = int(epoch)
+    return (resolved, False) if begun == _NEW else (resolved.going_on(begun), True)
+
+
+def _store(folder: Path) -> CheckpointStore:
+    return CheckpointStore(folder / CHECKPOINTS_FOLDER, keep=1)
 
 
 def keep_epoch(roles: Path, folder: Path) -> None:

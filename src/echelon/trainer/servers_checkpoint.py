@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+
+import torch
 
 from echelon.checkpoint import (
     RANKS,
@@ -75,6 +78,15 @@ class ServersState:
         self._restored: dict[int, StateTree] | None = None
         self.below, self.beyond = 0, list[int]()
         self.begins_anew = self.takes_over = False
+
+    def fingerprint(self) -> str:
+        """Return what must be the same on all workers: the servers' keys, and the values that no server holds."""
+        held = self._strategy.held.state_dict()
+        hashed = hashlib.blake2b(digest_size=16)
+        for name in sorted(self._frozen & held.keys()):
+            hashed.update(name.encode())
+            hashed.update(held[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return f"{self._table.fingerprint}-{hashed.hexdigest()}" if self._frozen else self._table.fingerprint
 
     def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
         """Return the newest whole checkpoint and its step."""
