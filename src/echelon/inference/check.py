@@ -105,17 +105,13 @@ def compare(
         UserError: the export cannot take a batch, or there is none.
     """
     counts = _Count(task), _Count(task)
-    samples, difference, worst = 0, -1.0, None
+    samples, difference, worst, alone = 0, -1.0, None, None
     with torch.inference_mode():
         for batch in loader:
             if not nest.rows(batch.targets):
                 continue
-            outputs = nest.exact(model(batch.inputs))
-            try:
-                given = nest.exact(exported(batch.inputs))
-            except Exception as error:
-                reason = (str(error) or type(error).__name__).splitlines()[0]
-                raise UserError(f"it cannot take a batch of {nest.rows(batch.inputs)} samples ({reason})") from error
+            outputs, given = _outputs(model, exported, batch.inputs)
+            alone = nest.take(batch.inputs, slice(0, 1)) if alone is None else alone
             for count, result in zip(counts, (outputs, given), strict=True):
                 count.update(result, batch.targets)
             apart = _apart(outputs, given)
@@ -123,9 +119,26 @@ def compare(
                 difference, worst = apart, batch.inputs
             samples += nest.rows(batch.targets)
             advance()
-    if not samples:
-        raise UserError("the run's evaluation data has no sample to evaluate it on")
+        if alone is None:
+            raise UserError("the run's evaluation data has no sample to evaluate it on")
+        apart = _apart(*_outputs(model, exported, alone))  # all batches may have had one size
+        if not apart <= difference:
+            difference, worst = apart, alone
     return Agreement(samples, difference, counts[0].scores(), counts[1].scores(), worst, task.primary)
+
+
+def _outputs(model: Predictor, exported: Predictor, inputs: Nest) -> tuple[Nest, Nest]:
+    """Return what both give for a batch.
+
+    Raises:
+        UserError: the export cannot take it.
+    """
+    outputs = nest.exact(model(inputs))
+    try:
+        return outputs, nest.exact(exported(inputs))
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"it cannot take a batch of {nest.rows(inputs)} samples ({reason})") from error
 
 
 def _apart(outputs: Nest, others: Nest) -> float:
@@ -137,6 +150,8 @@ def _apart_of(output: Tensor, other: Tensor) -> float:
     if output.shape != other.shape or not torch.equal(output.isfinite(), other.isfinite()):
         return float("inf")
     there = output.isfinite() & (output.abs() < _NEVER)
+    if not there.any():  # they are no logits, but large numbers
+        there = output.isfinite()
     if not there.any():
         return 0.0
     scale = float(output[there].abs().max())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from uuid import uuid4
 
 import torch
@@ -27,6 +29,8 @@ from echelon.trainer.assemble import UserObjects
 from echelon.trainer.start_weights import best_weights
 
 _EXAMPLES = 4  # samples that a model is traced with
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,9 @@ def _written(target: ExportFormat, trained: TrainedModel, path: Path, file: Path
         batch = next(iter(loader), None)
         if batch is None or not nest.rows(batch.inputs):
             raise UserError("the run's evaluation data has no sample")
-        target.write(trained, path, _example(batch.inputs))
+        _do(lambda: target.write(trained, path, _example(batch.inputs)), "written")
         with Screen(True, to_stderr=True) as screen, screen.bar("checking the export, batch", len(loader)) as bar:
-            exported = target.read(trained, path)
+            exported = _do(lambda: target.read(trained, path), "read again")
             agreement = compare(
                 lambda inputs: nest.call(trained.model, inputs), exported, trained.task, loader, bar.advance
             )
@@ -140,6 +144,21 @@ def _written(target: ExportFormat, trained: TrainedModel, path: Path, file: Path
     finally:
         loader.close()
     return agreement
+
+
+def _do(work: Callable[[], T], done: str) -> T:
+    """Do what a library does with a model.
+
+    Raises:
+        UserError: the first line of what it raised.
+    """
+    try:
+        return work()
+    except UserError:
+        raise
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"it cannot be {done} ({type(error).__name__}: {reason})") from error
 
 
 def _evaluation(trained: TrainedModel) -> EvalLoader:

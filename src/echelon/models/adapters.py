@@ -8,6 +8,7 @@ hints, checkpoints, exports) knows it still.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -49,7 +50,7 @@ def add_adapters(model: nn.Module, layers: Sequence[str], r: int, alpha: float) 
     except ImportError:
         raise UserError("--tune lora needs peft: pip install 'echelon[lora]'") from None
     trained = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
-    config = LoraConfig(r=r, lora_alpha=alpha, target_modules=list(layers))  # type: ignore[arg-type]
+    config = LoraConfig(r=r, lora_alpha=alpha, target_modules=named_exactly(layers))  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Conv1D, whose weight is transposed: it sees to that itself
         inject_adapter_in_model(config, model, adapter_name=_NAME)
@@ -60,6 +61,11 @@ def add_adapters(model: nn.Module, layers: Sequence[str], r: int, alpha: float) 
     del model.peft_config
     for parameter in model.parameters():
         parameter.requires_grad_(trained.get(id(parameter), True))
+
+
+def named_exactly(layers: Sequence[str]) -> str:
+    """Return what peft takes for the layers of these names: in a list, names would stand for endings of others too."""
+    return "|".join(map(re.escape, layers))
 
 
 @torch.no_grad()

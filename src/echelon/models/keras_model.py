@@ -101,7 +101,7 @@ class KerasModule(nn.Module):
     def measuring(self) -> list[str]:
         """Names of the layers of BatchNorm whose statistics are those of a batch in training."""
         kept = self._kept_layers()
-        return [str(norm.name) for norm, _ in self._graph.norms if norm.trainable and norm not in kept]
+        return [str(norm.name) for norm in self._graph.norms if norm.trainable and norm not in kept]
 
     @property
     def drawing(self) -> list[str]:
@@ -129,15 +129,27 @@ class KerasModule(nn.Module):
             self._take_state(others, after)
         return self._graph.logits(outputs)
 
-    def keep_statistics(self) -> None:
-        """Keep normalisation whose parameters are all frozen in evaluation mode from now on."""
+    def keep_statistics(self) -> set[str]:
+        """Keep normalisation whose parameters are all frozen in evaluation mode from now on.
+
+        Returns:
+            the names of its statistics.
+        """
         self._keeps_statistics = True
+        names = self._graph.names
+        return {names[id(v)] for norm in self._kept_layers() for v in norm._non_trainable_variables if id(v) in names}
 
     def _kept_layers(self) -> list[Any]:
         if not self._keeps_statistics:
             return []
-        norms = self._graph.norms
-        return [norm for norm, names in norms if not any(getattr(self, name).requires_grad for name in names)]
+        trains = {name: parameter.requires_grad for name, parameter in self.named_parameters(recurse=False)}
+        kept, moves = [], next(iter(trains.values()), True)
+        for layer, names in self._graph.layers:
+            own = [trains[name] for name in names if name in trains]
+            moves = any(own) if own else moves  # of one without parameters: as those before it
+            if layer in self._graph.norms and not moves:
+                kept.append(layer)
+        return kept
 
     @torch.no_grad()
     def _take_state(self, variables: list[Any], values: list[Any]) -> None:
@@ -172,7 +184,11 @@ class _Graph:
         self.variables = [variable for _, variable, _ in named]
         self.names = {id(variable): name for name, variable, _ in named}
         self.activation = _last_activation(model) if activation is None else activation
-        self.norms = _norms(model, self.names)
+        self.layers = [
+            (layer, [self.names[id(v)] for v in layer._trainable_variables if id(v) in self.names])
+            for layer in model._flatten_layers()
+        ]
+        self.norms = [each for each, _ in self.layers if _is_batch_norm(each)]
 
     def __deepcopy__(self, memo: object) -> _Graph:
         return self
@@ -307,12 +323,10 @@ def _layers(layer: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         yield from _layers(child, f"{prefix}{name.replace('.', '_')}/")
 
 
-def _norms(model: Any, names: Mapping[int, str]) -> list[tuple[Any, list[str]]]:
-    """Return the layers of BatchNorm, each with the names of its parameters."""
+def _is_batch_norm(layer: Any) -> bool:
     import keras
 
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
-    return [(layer, [names[id(v)] for v in layer._trainable_variables]) for layer in layers]
+    return isinstance(layer, keras.layers.BatchNormalization)
 
 
 def _states(layer: Any) -> list[Any]:

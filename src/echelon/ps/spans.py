@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from itertools import accumulate, pairwise
 
 import torch
@@ -43,7 +44,7 @@ def model_table(
         ParameterInfo(
             name,
             shapes.get(name, tuple(p.shape)),
-            not (p.ndim <= 1 or name.endswith(".bias") or name in listed),
+            not (p.ndim <= 1 or name.endswith(".bias") or any(fnmatch(name, each) for each in listed)),
             rates.get(name, 1.0),
             name in tables,
             starts.get(name),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from echelon.compression.sparse import share_carried
 from echelon.compression.transforms import entropy_coded
 from echelon.core.state_tree import StateTree, StateView
+from echelon.core.statistics import moving_buffers
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.tables import fetch_rows
 from echelon.ps.client import Client, PushInfo, RowsOf
@@ -281,15 +282,15 @@ class ParameterServer(ServerHeld):
             self.load_buffers(own)
 
     def flat_buffers(self) -> Tensor:
-        """Return all floating-point buffers (BatchNorm statistics), 1-D float32 on the CPU."""
-        floats = [b.detach().reshape(-1).float().cpu() for b in self.held.buffers() if b.is_floating_point()]
+        """Return all floating-point buffers that move (BatchNorm statistics), 1-D float32 on the CPU."""
+        floats = [b.detach().reshape(-1).float().cpu() for b in moving_buffers(self.held) if b.is_floating_point()]
         return torch.cat(floats) if floats else torch.empty(0)
 
     @torch.no_grad()
     def load_buffers(self, flat: Tensor) -> None:
-        """Set all floating-point buffers."""
+        """Set all floating-point buffers that move."""
         start = 0
-        for buffer in self.held.buffers():
+        for buffer in moving_buffers(self.held):
             if buffer.is_floating_point():
                 buffer.copy_(flat[start : start + buffer.numel()].view(buffer.shape))
                 start += buffer.numel()

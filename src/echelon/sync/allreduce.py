@@ -29,6 +29,7 @@ from echelon.collectives.wire import is_small, ring_bytes
 from echelon.compression import Compression
 from echelon.core.errors import UserError
 from echelon.core.state_tree import StateTree, StateView
+from echelon.core.statistics import moving_buffers
 from echelon.models.tables import sparse_tables
 from echelon.observe.phases import Phase
 from echelon.sync.base import Sync, SyncContext
@@ -195,7 +196,7 @@ class AllReduce:
 
     def steps_to_agreement(self, averages: bool = False) -> int | None:
         """Return 0 where there are no statistics to average, or they were averaged since the last step."""
-        alone = self._context.group is None or next(self._context.model.buffers(), None) is None
+        alone = self._context.group is None or next(moving_buffers(self._context.model), None) is None
         return 0 if alone or self._agreed.get(averages) else None
 
     def agreed_of(self, replicas: Sequence[StateView], averages: bool = False) -> StateTree:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.core.state_tree import StateView
+from echelon.core.statistics import moving_buffers
 
 _MOST_GATHERED = 3  # replicas: of more, a sum sends less than everybody's statistics to everybody
 
@@ -18,7 +19,7 @@ _MOST_GATHERED = 3  # replicas: of more, a sum sends less than everybody's stati
 def averaged_buffers(
     model: nn.Module, group: dist.ProcessGroup | None, known: list[Tensor] | None = None
 ) -> Iterator[None]:
-    """Give every buffer its mean over the replicas inside the block, and its own value back after it.
+    """Give every buffer that moves its mean over the replicas inside the block, and its own value back after it.
 
     Args:
         known: the means, where they were made already; an empty list is filled with them. None: nobody keeps them.
@@ -26,22 +27,22 @@ def averaged_buffers(
     if group is None or dist.get_world_size(group) == 1:
         yield
         return
-    own = [buffer.clone() for buffer in model.buffers()]
+    own = [buffer.clone() for buffer in moving_buffers(model)]
     try:  # a replica may be lost in the middle of it, and the others go on
         if known:
-            _set(list(model.buffers()), known)
+            _set(list(moving_buffers(model)), known)
         else:
             average_buffers(model, group)
             if known is not None:
-                known.extend(buffer.clone() for buffer in model.buffers())
+                known.extend(buffer.clone() for buffer in moving_buffers(model))
         yield
     finally:
-        _set(list(model.buffers()), own)
+        _set(list(moving_buffers(model)), own)
 
 
 @torch.no_grad()
 def average_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Replace every buffer by its mean over the replicas, and counters by their maximum.
+    """Replace every buffer that moves by its mean over the replicas, and counters by their maximum.
 
     Floating-point and complex buffers are averaged; the others (BatchNorm's number of batches) take the maximum. What
     is equal on all replicas stays as it is to the last bit: a sum of equal values, divided by their number, would round
@@ -49,7 +50,7 @@ def average_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """
     if group is None or dist.get_world_size(group) == 1:
         return
-    buffers = [as_real(buffer) for buffer in model.buffers() if buffer.numel()]
+    buffers = [as_real(buffer) for buffer in moving_buffers(model) if buffer.numel()]
     floats = [b for b in buffers if b.is_floating_point()]
     others = [b for b in buffers if not b.is_floating_point()]
     if floats:

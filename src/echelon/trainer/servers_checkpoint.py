@@ -108,7 +108,7 @@ class ServersState:
         cut = self._cut_further(part.get("parts", 1))
         self.below, self.beyond = part["below"] * cut, cut_runs(part["beyond"], cut)
         self._restored = {key: _spread(of_key, cut) for key, of_key in part["keys"].items()}
-        if len(part["buffers"]):
+        if len(part["buffers"]) == len(self._strategy.flat_buffers()) > 0:
             self._restored[BUFFERS_KEY] = {"value": part["buffers"], "version": 0}
         held = self._strategy.held  # tables of which servers alone have rows have none here
         own = {name: tensor for name, tensor in state["model"].items() if name not in self._served}
@@ -134,7 +134,7 @@ class ServersState:
         self._restored = {key: {"value": value, **rest} for key, value in self._strategy.key_values().items()}
         for key, average in averages.items():
             self._restored[key] |= {"average": average, "averaged": int(state["ema"]["updates"])}
-        if len(buffers := state["ps"]["buffers"]):
+        if len(buffers := self._strategy.flat_buffers()):  # as they were saved, and those of what is trained now
             self._restored[BUFFERS_KEY] = {"value": buffers, "version": 0}
         return cursor
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.core.adapters import adapted_layer
 from echelon.core.errors import UserError
 from echelon.inference.exports.base import ExportFormat, Predictor
+from echelon.models.adapters import named_exactly
 from echelon.models.tuning.lora import Lora
 from echelon.models.tuning.plan import tuning_plan
 from echelon.run.trained import TrainedModel
@@ -30,13 +32,14 @@ class PeftAdapter(ExportFormat):
     def write(self, trained: TrainedModel, path: Path, example: nest.Nest) -> None:
         """Write the tensors under the names of peft, and its description of them."""
         config, weights = _described(trained, path), best_weights(trained.folder)
+        layers = _adapted(weights)
         beside = tuple(f"{each}." for each in config.modules_to_save or ())
         tensors = {}
         for name, tensor in weights.items():
             layer = adapted_layer(name)
             if layer or name.startswith(beside):
                 tensors[_ROOT + name] = tensor.contiguous().clone()
-            elif config.bias != "none" and name.rpartition(".")[0] in config.target_modules and name.endswith(".bias"):
+            elif config.bias != "none" and name.rpartition(".")[0] in layers and name.endswith(".bias"):
                 tensors[f"{_ROOT}{name.removesuffix('bias')}base_layer.bias"] = tensor.contiguous().clone()
         path.mkdir()
         save_file(tensors, path / WEIGHTS_FILE, {"format": "pt"})
@@ -73,19 +76,29 @@ def _described(trained: TrainedModel, path: Path) -> Any:
     from peft import LoraConfig
 
     weights = best_weights(trained.folder)
-    layers = list(dict.fromkeys(filter(None, map(adapted_layer, weights))))
-    model = _tuned(trained)
+    layers, model = _adapted(weights), _tuned(trained)
     beside, has_biases = _beside(model, layers, path)
     kinds = {type(model.get_submodule(layer)).__name__ for layer in layers}
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=layers,
+        target_modules=_targets(layers, model),
         modules_to_save=beside or None,
         bias="all" if has_biases else "none",
         fan_in_fan_out=kinds == {"Conv1D"},
         base_model_name_or_path=trained.config.model.weights or trained.config.model.name,
     )
+
+
+def _adapted(weights: Mapping[str, Tensor]) -> list[str]:
+    return list(dict.fromkeys(filter(None, map(adapted_layer, weights))))
+
+
+def _targets(layers: list[str], model: nn.Module) -> list[str] | str:
+    """Return the layers' names as peft takes them: a list, which more programs read, where it means no others."""
+    others = [name for name, _ in model.named_modules() if name not in layers]
+    ends = tuple(f".{layer}" for layer in layers)
+    return named_exactly(layers) if any(name.endswith(ends) for name in others) else layers
 
 
 def _beside(model: nn.Module, layers: list[str], path: Path) -> tuple[list[str], bool]:

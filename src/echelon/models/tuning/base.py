@@ -105,6 +105,17 @@ def below(name: str, pattern: str) -> bool:
     return any(matches(pattern, ".".join(parts[: i + 1])) for i in range(len(parts)))
 
 
+def some(names: set[str], model: nn.Module, kind: str, what: str) -> set[str]:
+    """Return the names of what a kind trains beside the head.
+
+    Raises:
+        UserError: there are none, so that the kind would be `head`.
+    """
+    if not names:
+        raise UserError(f"--tune {kind}: {type(model).__name__} has no {what}; --tune head trains its head alone")
+    return names
+
+
 def matching(model: nn.Module, pattern: str, what: str) -> set[str]:
     """Return the names of parameters that patterns joined by `+` name, or that lie in modules that they name.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from echelon.models.tuning.base import TuningKind
+from echelon.models.tuning.base import TuningKind, some
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,13 @@ class Bias(TuningKind):
     """Settings of `bias`."""
 
     def trained(self, model: nn.Module) -> Set[str] | None:
-        """Return the names of biases, those of normalisation among them."""
-        return {n for n, _ in model.named_parameters(remove_duplicate=False) if n.rpartition(".")[2].endswith("bias")}
+        """Return the names of biases, those of normalisation among them.
+
+        Raises:
+            UserError: there are none.
+        """
+        names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+        return some({name for name in names if name.rpartition(".")[2].endswith("bias")}, model, "bias", "bias")
 
 
 TUNING = Bias

@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar
 from torch import nn
 
 from echelon.core.bounds import Bounds, check_bounds
+from echelon.core.errors import UserError
 from echelon.models.tuning.base import TuningKind, blocks_of
 
 
@@ -37,9 +38,17 @@ class LayerDecay(TuningKind):
         check_bounds(self)
 
     def rates(self, model: nn.Module) -> Mapping[str, float]:
-        """Return decay^(n - i) for each parameter, i being the number of its layer among n."""
+        """Return decay^(n - i) for each parameter, i being the number of its layer among n.
+
+        Raises:
+            UserError: the model is of one layer, as far as its modules tell.
+        """
         layers = _layers(model)
         last = max(layers.values())
+        if last == min(layers.values()):
+            raise UserError(
+                f"--tune layer_decay: nothing tells layers of {type(model).__name__} apart, all would have one rate"
+            )
         return {name: self.decay ** (last - layers.get(name, last)) for name, _ in model.named_parameters()}
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from echelon.models.tuning.base import TuningKind
+from echelon.models.tuning.base import TuningKind, some
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,18 @@ class Norm(TuningKind):
     """Settings of `norm`."""
 
     def trained(self, model: nn.Module) -> Set[str] | None:
-        """Return the parameters of modules whose class is one of normalisation."""
-        return {
+        """Return the parameters of modules whose class is one of normalisation.
+
+        Raises:
+            UserError: there are none.
+        """
+        found = {
             f"{path}.{name}" if path else name
             for path, module in model.named_modules(remove_duplicate=False)
             if "norm" in type(module).__name__.lower()
             for name, _ in module.named_parameters(recurse=False)
         }
+        return some(found, model, "norm", "normalisation layer with parameters")
 
 
 TUNING = Norm

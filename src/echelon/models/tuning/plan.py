@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from echelon.core.errors import UserError
+from echelon.core.statistics import keep_still
 from echelon.core.tuning import ALL, TUNINGS, read_tuning
 from echelon.models.keras_model import KerasModule
 from echelon.models.tuning.base import TuningKind
@@ -94,15 +95,14 @@ class TuningPlan:
         frozen = {name for kind in self.kinds for name in kind.frozen(model)}
         named = dict(model.named_parameters(remove_duplicate=False))
         wanted = set().union(*chosen, head) if chosen else set(named)
-        thawed = {name for kind in self.kinds if kind.begins <= self.epoch for name in kind.thawed(model)}
-        moving = ((wanted | new) - frozen) | thawed
+        moving = self._thawed((wanted | new) - frozen, model)
         trained = {id(p) for name, p in named.items() if name in moving and p.requires_grad}
         if not trained:
             raise UserError(f"--tune {self.text} leaves nothing of {type(model).__name__} to train")
         stays = {name for name, p in named.items() if p.requires_grad and id(p) not in trained}
         for parameter in named.values():
             parameter.requires_grad_(id(parameter) in trained)
-        still = set() if self.trains_norm else _keep_statistics(model)
+        still = {} if self.trains_norm else _keep_statistics(model)
         rates: dict[str, float] = {}
         for kind in self.kinds:
             for name, rate in kind.rates(model).items():
@@ -110,8 +110,28 @@ class TuningPlan:
         unique = {id(p): p for p in named.values()}.values()
         count, total = (sum(p.numel() for p in unique if p.requires_grad or every) for every in (False, True))
         words = f"tuning {self.text}: {count:,} of {total:,} parameters are trained"
-        statistics = {f"{path}.{name}" for path in still for name, _ in model.get_submodule(path).named_buffers()}
+        if chosen:
+            words += f", those of its head, {', '.join(sorted(_owners(head)))}, among them"
+        statistics = {f"{path}.{name}" for path, names in still.items() for name in names}
         return Tuned(words, rates, frozenset(stays | {name.removeprefix(".") for name in statistics}), frozenset(still))
+
+    def _thawed(self, moving: set[str], model: nn.Module) -> set[str]:
+        """Return what is trained in this epoch: with what kinds have thawed until then.
+
+        Raises:
+            UserError: one thaws what is trained before it.
+        """
+        now = moving
+        for kind in sorted((kind for kind in self.kinds if kind.begins), key=lambda kind: kind.begins):
+            thawed = kind.thawed(model)
+            if thawed <= moving:
+                raise UserError(
+                    f"--tune {self.text}: nothing is frozen that epoch {kind.begins + 1} could unfreeze: join it to a "
+                    "kind that freezes, as in head+unfreeze(epoch=3)"
+                )
+            moving = moving | thawed
+            now = moving if kind.begins <= self.epoch else now
+        return now
 
     @property
     def rebuilds(self) -> bool:
@@ -164,16 +184,31 @@ def tuning_plan(text: str, frozen_norm: str) -> TuningPlan:
     return TuningPlan(text, tuple(TUNINGS.bind(spec) for spec in read_tuning(text)), frozen_norm == "train")
 
 
-def _keep_statistics(model: nn.Module) -> set[str]:
-    """Keep BatchNorm whose parameters are all frozen in evaluation mode, in place; returns the modules' names."""
-    still = set()
+def _owners(names: Set[str]) -> set[str]:
+    """Return the names of the modules that hold parameters, or those of parameters that the model itself holds."""
+    return {name.rpartition(".")[0] or name for name in names}
+
+
+def _keep_statistics(model: nn.Module) -> dict[str, Set[str]]:
+    """Keep BatchNorm whose parameters are all frozen in evaluation mode, in place.
+
+    Returns:
+        the names of what stays in them, by the module's name.
+
+    One without parameters is frozen where those that the model declares last before it are.
+    """
+    still: dict[str, Set[str]] = {}
+    moves = next((parameter.requires_grad for parameter in model.parameters()), True)
     for name, module in model.named_modules():
         if isinstance(module, KerasModule):
-            module.keep_statistics()
+            still[name] = module.keep_statistics()
         own = list(module.parameters(recurse=False))
-        if hasattr(module, "running_mean") and own and not any(p.requires_grad for p in own):
+        moves = any(parameter.requires_grad for parameter in own) if own else moves
+        if getattr(module, "running_mean", None) is not None and not moves:
             module.register_forward_pre_hook(_in_evaluation)
-            still.add(name)
+            still[name] = {own_name for own_name, _ in module.named_buffers(recurse=False)}
+    for name, names in still.items():
+        keep_still(model.get_submodule(name), names)
     return still
 
 

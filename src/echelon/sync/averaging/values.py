@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from echelon.collectives.wire import is_small
 from echelon.compression.base import working_dtype
+from echelon.core.statistics import still_buffers
 from echelon.sync.buffers import as_real
 from echelon.torch_compat import COMPILED
 
@@ -56,7 +57,7 @@ class Value:
 
 
 def model_values(model: nn.Module) -> list[Value]:
-    """Return trainable parameters and buffers, module by module; what several modules share stands once."""
+    """Return trainable parameters and buffers that move, module by module; what several modules share stands once."""
     values: list[Value] = []
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -64,7 +65,12 @@ def model_values(model: nn.Module) -> list[Value]:
         own: list[tuple[str, Tensor, Kind]] = [
             (n, p, "parameter") for n, p in module.named_parameters(recurse=False) if p.requires_grad
         ]
-        own += [(n, b, "buffer") for n, b in module.named_buffers(recurse=False) if b.dtype is not torch.bool]
+        still = still_buffers(module)
+        own += [
+            (n, b, "buffer")
+            for n, b in module.named_buffers(recurse=False)
+            if b.dtype is not torch.bool and n not in still
+        ]
         for name, tensor, kind in own:
             if id(tensor) not in seen and tensor.numel():
                 seen.add(id(tensor))
