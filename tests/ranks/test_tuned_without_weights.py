@@ -1,4 +1,4 @@
-"""A run that began with somebody's weights goes on from its own checkpoints, though those weights are gone or others."""
+"""A run that began with somebody's weights goes on from its own checkpoints, though those are gone, or others."""
 
 from __future__ import annotations
 

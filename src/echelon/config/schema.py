@@ -96,6 +96,10 @@ class DataConfig:
     tokeniser: str = setting(
         "auto", "tokeniser of texts: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers"
     )
+    measures: str = setting(
+        "",
+        "folder of a run whose measures are kept: size and normalisation of inputs, categories and scales of columns",
+    )
     context: int = setting(128, "tokens in each window that a long text is cut into", above=1)
     root: str = setting(
         "data",

@@ -108,6 +108,8 @@ class TrainSettings(ResumeSettings, total=False):
     """recommendation without a target: how many items that a user did not take are drawn for each one taken [default: 64]"""
     tokeniser: str
     """tokeniser of texts: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers [default: 'auto']"""
+    measures: str
+    """folder of a run whose measures are kept: size and normalisation of inputs, categories and scales of columns"""
     context: int
     """tokens in each window that a long text is cut into [default: 128]"""
     data_root: str

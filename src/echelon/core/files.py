@@ -17,6 +17,8 @@ from uuid import uuid4
 
 from echelon.core.errors import UserError
 
+DATA_FILE = "data.json"  # what a run keeps of its data
+
 _SCRATCH, _OWNED = "echelon-", ".owned"
 _FEW_FILES = 2048
 _MOST_FILES = (

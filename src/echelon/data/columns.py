@@ -209,40 +209,58 @@ class ColumnFacts:
 
 
 class MeasuredColumns:
-    """Facts of columns by their names: those that a run keeps, and those that are measured now."""
+    """Facts of columns by their names: those that a run keeps, and those that are measured now.
 
-    def __init__(self, folder: Path | None) -> None:
+    Attributes:
+        is_kept: whether the run keeps any.
+        notes: what a user has to know of facts that are another run's.
+    """
+
+    def __init__(self, folder: Path | None, measures: str = "") -> None:
         """Read what a run keeps.
 
         Args:
             folder: of the run; None: there is none.
+            measures: folder of another run, whose facts are taken over where this one keeps none; empty: of no other.
 
         Raises:
-            UserError: the file cannot be read.
+            UserError: a file cannot be read.
         """
         self._file = folder / RUN_FILE if folder is not None else None
         self.is_kept = self._file is not None and self._file.is_file()
-        self._facts: dict[str, ColumnFacts] = {}
-        if self._file is not None and self.is_kept:
-            try:
-                kept = json.loads(self._file.read_text(encoding="utf-8"))
-                self._facts = {
-                    name: ColumnFacts(**{**facts, "known": tuple(facts["known"])}) for name, facts in kept.items()
-                }
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"{self._file}: cannot be read ({error}): what the run measured is lost") from error
+        self.notes: list[str] = []
+        self._facts = _read_facts(self._file) if self._file is not None and self.is_kept else {}
+        self._source, other = measures, Path(measures).expanduser() / RUN_FILE
+        self._others = _read_facts(other) if measures and not self.is_kept and other.is_file() else {}
 
-    def of(self, name: str, measure: Callable[[Values], ColumnFacts], values: Values) -> ColumnFacts:
-        """Return the facts of a column; measure its values where the run keeps none."""
+    def of(
+        self, name: str, measure: Callable[[Values], ColumnFacts], values: Values, are_classes: bool = False
+    ) -> ColumnFacts:
+        """Return the facts of a column; measure its values where no run keeps any.
+
+        Args:
+            are_classes: another run's facts hold only if they name all values.
+        """
         if name not in self._facts:
-            self._facts[name] = measure(values)
+            other = self._others.get(name)
+            measured = measure(values) if other is None or other.known else None
+            if other is not None and measured is not None and (new := set(measured.known) - set(other.known)):
+                more = f"column {name} has {len(new)} values that {self._source} did not know"
+                self.notes.append(f"{more}: its classes are others" if are_classes else f"{more}: they share one place")
+                other = None if are_classes else other
+            self._facts[name] = other or measured or measure(values)
         return self._facts[name]
 
+    def has(self, name: str) -> bool:
+        """Whether a run keeps facts of a column."""
+        return self.is_kept or name in self._others
+
     def form(self, name: str) -> Form | None:
-        """Return what the run has taken a column as; None where it keeps nothing of it."""
-        if name not in self._facts:
+        """Return what a run has taken a column as; None where none keeps anything of it."""
+        facts = self._facts.get(name) or self._others.get(name)
+        if facts is None:
             return None
-        return Form.CATEGORIES if self._facts[name].known else Form.NUMBERS
+        return Form.CATEGORIES if facts.known else Form.NUMBERS
 
     def known(self, name: str) -> ColumnFacts:
         """Return the facts of a column that the run keeps.
@@ -259,6 +277,19 @@ class MeasuredColumns:
         if self._file is not None and not self.is_kept and self._file.parent.is_dir():
             facts = {name: asdict(each) for name, each in self._facts.items()}
             write_atomic(self._file, json.dumps(facts, ensure_ascii=False))
+
+
+def _read_facts(file: Path) -> dict[str, ColumnFacts]:
+    """Return the facts in a run's file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return {name: ColumnFacts(**{**facts, "known": tuple(facts["known"])}) for name, facts in kept.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}: cannot be read ({error}): what the run measured is lost") from error
 
 
 def _as_known(values: Sequence[str]) -> ColumnFacts:
@@ -403,8 +434,8 @@ def classes_of(name: str, values: pa.ChunkedArray, measured: MeasuredColumns) ->
     if not (is_whole(values) or is_string(values)):
         kind = "numbers that are no class numbers" if form_of(values) is Form.NUMBERS else "no classes"
         raise UserError(f"column {name} holds {kind} ({values.type}): use --task regression, or whole numbers")
-    known = measured.of(name, known_values, values).known
-    if len(known) < 2 or (2 * len(known) > len(values) + 2 and not measured.is_kept):
+    known = measured.of(name, known_values, values, are_classes=True).known
+    if len(known) < 2 or (2 * len(known) > len(values) + 2 and not measured.has(name)):
         raise UserError(f"column {name} has {len(known)} different values in {len(values)} rows: are these classes?")
     places = pc.index_in(values, value_set=_value_set(name, values, known))
     if places.null_count:
@@ -433,7 +464,7 @@ def labels_of_rows(
     separator = "" if form_of(values) is Form.LISTS else _separator(values)
     rows = [_labels_of(row, separator) for row in values.to_pylist()]
     there = sorted({label for row in rows for label in row})
-    names = tuple(str(label) for label in measured.of(name, _as_known, there).known)
+    names = tuple(str(label) for label in measured.of(name, _as_known, there, are_classes=True).known)
     if len(names) < 2:
         raise UserError(f"column {name} has {len(names)} different labels: at least 2 are needed")
     if new := set(there) - set(names):

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from echelon.core.errors import UserError
-from echelon.core.files import write_atomic
+from echelon.core.files import DATA_FILE, write_atomic
 from echelon.data.base import DataInfo
 from echelon.data.tokenisers import RUN_FILE as TOKENISER_FILE
 from echelon.data.tokenisers import read_json
 from echelon.tasks.base import SentenceMarks
 from echelon.tasks.nest import Nest, TensorSpec
 
-RUN_FILE = "data.json"
+RUN_FILE = DATA_FILE
 _ELSEWHERE = ("tokeniser", "tightest", "stages")  # in files of their own; `tightest` is for training alone
 _NESTS = ("several", "targets")
 _SPEC, _TUPLE, _LIST, _DICT = "spec", "tuple", "list", "dict"

@@ -21,7 +21,7 @@ from echelon.core.units import first_few, format_seconds
 from echelon.data import DataInfo, LoaderConfig, Shard, Source
 from echelon.data.kept_info import read_info
 from echelon.data.loader import EvalLoader
-from echelon.data.sounds import SoundFiles, at_rate
+from echelon.data.measures import measured_as
 from echelon.models import build_model
 from echelon.models.trial import own_copy
 from echelon.observe.notes import RankNotes
@@ -135,15 +135,7 @@ def as_trained_on(source: Source, kept: DataInfo) -> Source:
             f"{first_few(kept.classes)}: they are {why}, and the model knows a class by its place: name them as the "
             "run's"
         )
-    if info.mean and kept.mean:
-        info = replace(info, channels=kept.channels, image_size=kept.image_size, mean=kept.mean, std=kept.std)
-    if info.target_mean and kept.target_mean:
-        info = replace(info, target_mean=kept.target_mean, target_std=kept.target_std)
-    if info.rate == kept.rate or not isinstance(source.evaluation, SoundFiles):
-        return replace(source, info=info)
-    test = at_rate(source.test, kept.rate) if isinstance(source.test, SoundFiles) else source.test
-    evaluation = at_rate(source.evaluation, kept.rate)
-    return replace(source, info=replace(info, rate=kept.rate), evaluation=evaluation, test=test)
+    return measured_as(source, kept)
 
 
 def left_out(source: Source) -> str:

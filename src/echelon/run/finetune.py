@@ -10,6 +10,7 @@ from echelon.checkpoint.files import check_whole
 from echelon.config import RunConfig, load_run_config
 from echelon.config.build import SettingValue
 from echelon.core.errors import UserError
+from echelon.core.files import DATA_FILE
 from echelon.core.tokeniser import RUN_FILE
 from echelon.records.file import newest
 from echelon.records.kinds import Start
@@ -44,6 +45,8 @@ def tuned_from(folder: Path, overrides: Mapping[str, SettingValue], trust: bool 
         name: attrgetter(name)(config) for name in OF_THE_RUN if attrgetter(name)(config) != attrgetter(name)(default)
     }
     known["model.name"], known["model.weights"] = _model(folder, config), str(folder)
+    if (folder / DATA_FILE).is_file():
+        known["data.measures"] = str(folder)
     if (folder / RUN_FILE).exists():
         known["data.tokeniser"] = str(folder)
     taken = {name: value for name, value in known.items() if name not in overrides}

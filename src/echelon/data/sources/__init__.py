@@ -10,6 +10,7 @@ from echelon.core.errors import UserError, unknown
 from echelon.core.registry import Registry
 from echelon.data.base import DataOutline, DataRequest, Source
 from echelon.data.by_url import check_there, local_path
+from echelon.data.measures import measured_as, measures_for
 from echelon.data.sources.base import SourceKind
 from echelon.data.transforms import Transforms, own_transform
 from echelon.data.weights import check_weights
@@ -36,7 +37,8 @@ def open_data(config: DataConfig, seed: int, task: str = AUTO, folder: Path | No
     """
     encoding = Encoding.AUTO if task == AUTO else build_task(task).encoding
     kind, request = _asked(DataRequest(config, seed, encoding, task, folder))
-    return kind.open(request)
+    kept, source = measures_for(request), kind.open(request)
+    return source if kept is None else measured_as(source, kept)
 
 
 def outline_of(request: DataRequest) -> DataOutline | None:

@@ -135,7 +135,9 @@ def _outline(request: DataRequest, files: TableParts) -> DataOutline:
         ids = TensorSpec((), "int64")
         specs = (ids,) * len(inputs)
         if len(inputs) > 2:  # two columns can but be ids, so that no more than their names are read
-            forms = _forms(request, files.read(inputs), inputs, MeasuredColumns(request.folder)).forms
+            forms = _forms(
+                request, files.read(inputs), inputs, MeasuredColumns(request.folder, request.config.measures)
+            ).forms
             specs = tuple(ids if forms[name] is Form.CATEGORIES else TensorSpec() for name in inputs)
     if request.encoding is not Encoding.AUTO:
         return DataOutline(_TASKS[request.encoding], specs)
@@ -163,7 +165,7 @@ def _opened(request: DataRequest, files: TableParts) -> Source:
     except UserError as error:
         raise UserError(f"data {request.config.source}: {error}") from error
     rows.measured.keep()
-    return replace(source, notes=(*files.notes, *source.notes))
+    return replace(source, notes=(*files.notes, *source.notes, *rows.measured.notes))
 
 
 def _is_implicit(request: DataRequest) -> bool:
@@ -187,7 +189,7 @@ def _interactions(request: DataRequest) -> Source:
     time = request.config.time or time_among(first.names, named)
     inputs = named or tuple(name for name in first.names if name != time)
     check_known(first.names, (*inputs, *([time] if time else [])), first.path)
-    measured = MeasuredColumns(request.folder)
+    measured = MeasuredColumns(request.folder, request.config.measures)
     table = first.read(tuple(dict.fromkeys((*inputs, *([time] if time else [])))))
     try:
         source = interactions_source(request, table, InteractionColumns(inputs, time), measured)
@@ -238,7 +240,7 @@ class _Rows:
         )
         tables[0] = first.slice(0, sample_index.count)
         table = files.joined(tables)
-        measured = MeasuredColumns(request.folder)
+        measured = MeasuredColumns(request.folder, request.config.measures)
         held = len(tables[1]) if files.has_validation else 0
         origin = np.concatenate([np.arange(len(part)) for part in tables])
         rows = cls(table, sample_index.count, held, inputs, targets, measured, files, origin, sample_index)
@@ -488,7 +490,7 @@ class _Rows:
                     notes.append(f"{name}: {column.missing} of {len(values)} values are missing: the mean stands there")
             elif form is Form.CATEGORIES:
                 known = numbered(name, values, self.measured.of(name, known_values, values[: self.train]))
-                if not self.measured.is_kept and _hardly_repeat(known.count, self.train):
+                if not self.measured.has(name) and _hardly_repeat(known.count, self.train):
                     raise UserError(
                         f"column {name} has another value in nearly each row, which is no number and no category"
                         f"{stray(values)}: convert it (numbers as 1234.5, dates as 2020-12-31), or leave it out of "
