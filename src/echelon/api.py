@@ -116,6 +116,8 @@ def train(
     with short_spins_inside():  # likewise
         data, known_task = _with_its_task(data, task, resolved.config)
         resolved = with_task_defaults(resolved, known_task, isinstance(data, str))
+    if module is not model and loss == "" and task == "auto" and not isinstance(data, str):
+        _check_targets(module, data)
     given = {"model": module, "data": data, "task": task, "loss": loss, "metrics": metrics, "callbacks": callbacks}
     objects = _user_objects({**given, **own, "loggers": _logger_objects(loggers)}, resolved.config)
     return _told(_started(resolved, objects))
@@ -637,6 +639,15 @@ def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjec
         metrics=objects.get("metrics"),
         optimizer=objects.get("optimizer"),
     )
+
+
+def _check_targets(module: Any, data: OwnData) -> None:
+    """Refuse targets of a model of Keras that its loss takes as classes, and a task of its own as numbers."""
+    from echelon.data import Source
+    from echelon.models.keras_compiled import check_targets
+
+    if isinstance(data, Source) and data.info.task == "regression":
+        check_targets(module, data.info.name)
 
 
 def _compiled(module: Any, loss: Any, metrics: Any) -> tuple[Any, Any]:

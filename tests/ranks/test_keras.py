@@ -39,6 +39,19 @@ def _trained(model: Any, **settings: Any) -> Any:
     return echelon.train(model, (data, data), batch_size=64, **{"workers": 1, **PLAIN, **settings})
 
 
+@pytest.mark.parametrize(("loss", "words"), [
+    ("categorical_crossentropy", "their argmax"), ("binary_crossentropy", 'task="multi_label"'),
+])  # fmt: skip
+def test_one_hot_targets_are_no_numbers_to_be_learnt(loss: str, words: str) -> None:
+    from tests.ranks.keras_models import residual
+
+    model, (images, classes) = residual(), _images()
+    model.compile("adam", loss=loss)
+    data = TensorDataset(torch.from_numpy(images), torch.eye(10)[classes])
+    with pytest.raises(UserError, match=words):
+        echelon.train(model, (data, data), workers=1, epochs=1)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_losses_are_those_of_fit_and_the_model_is_left_as_kerases_file() -> None:

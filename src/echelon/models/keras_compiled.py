@@ -98,6 +98,26 @@ def compiled_loss(model: KerasModule) -> KerasLoss | None:
     return KerasLoss(found.call if isinstance(found, keras.losses.Loss) else found, model.activation)
 
 
+def check_targets(model: KerasModule, data: str) -> None:
+    """Refuse targets that are fractions, where a model was compiled with a loss of classes.
+
+    Raises:
+        UserError: says how classes, or labels, are given.
+    """
+    name = loss_name(getattr(model.compiled, "loss", None) or "")
+    if name == "binarycrossentropy":
+        raise UserError(
+            f"data {data}: the Keras model was compiled with binary_crossentropy, and targets are floats: with targets "
+            '(labels,) of 0 and 1 for each sample, give task="multi_label"'
+        )
+    if name in _OF_CLASSES:
+        raise UserError(
+            f"data {data}: the Keras model was compiled with a cross-entropy of classes, and targets are floats: give "
+            "class numbers (of one-hot ones their argmax) and compile it with sparse_categorical_crossentropy; "
+            "label_smoothing is a setting here"
+        )
+
+
 def compiled_metrics(model: KerasModule) -> dict[str, KerasMetric]:
     """Return the metrics that a model was compiled with, by name.
 

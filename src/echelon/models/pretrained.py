@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlparse
 
 from echelon.core.errors import UserError
@@ -19,6 +21,8 @@ HUB = "hf:"
 FILES = ("model.safetensors", "pytorch_model.bin")
 OF_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 REACHED_WITHIN_S = 3.0
+
+T = TypeVar("T")
 
 
 def locate_weights(weights: str, model_name: str, brings: bool = False) -> Path:
@@ -89,6 +93,7 @@ def _of_url(url: str, brings: bool) -> Path:
 
 def _hub_file(repository: str, names: tuple[str, ...], brings: bool) -> Path:
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError
 
     found = [try_to_load_from_cache(repository, name) for name in names]
     there = [Path(path) for path in found if isinstance(path, str)]
@@ -99,7 +104,15 @@ def _hub_file(repository: str, names: tuple[str, ...], brings: bool) -> Path:
         raise _missing(
             repository, cache, f"bring it with `hf download {repository} {names[0]}` where there is a network"
         )
-    return Path(str(_bring(lambda: hf_hub_download(repository, names[0]), repository, cache)))
+
+    def first_there() -> str:
+        """Download the first file that the repository has."""
+        for name in names[:-1]:
+            with suppress(EntryNotFoundError):
+                return hf_hub_download(repository, name)
+        return hf_hub_download(repository, names[-1])
+
+    return Path(_bring(first_there, repository, cache))
 
 
 def _of_hub(name: str, brings: bool) -> Path:
@@ -110,20 +123,24 @@ def _of_hub(name: str, brings: bool) -> Path:
         raise UserError(f"--weights hf:{name} needs huggingface_hub: pip install huggingface_hub") from None
     cache = Path(constants.HF_HUB_CACHE)
     try:
-        return Path(snapshot_download(name, local_files_only=True, allow_patterns=list(OF_WEIGHTS)))
+        found = Path(snapshot_download(name, local_files_only=True, allow_patterns=list(OF_WEIGHTS)))
+        if any(file for pattern in OF_WEIGHTS for file in found.glob(pattern)):  # else of its tokeniser alone
+            return found
     except HFValidationError:
         raise UserError(f"--weights hf:{name}: there is no such folder, and it is no name of the hub") from None
     except LocalEntryNotFoundError:
         pass
     if not brings or constants.HF_HUB_OFFLINE or not _reaches(constants.ENDPOINT):
         raise _missing(name, cache, f"bring it with `hf download {name}` where there is a network")
-    return Path(str(_bring(lambda: snapshot_download(name, allow_patterns=list(OF_WEIGHTS)), name, cache)))
+    return Path(_bring(lambda: str(snapshot_download(name, allow_patterns=list(OF_WEIGHTS))), name, cache))
 
 
-def _bring(download: Callable[[], object], name: str, folder: Path) -> object:
+def _bring(download: Callable[[], T], name: str, folder: Path) -> T:
+    from huggingface_hub.errors import EntryNotFoundError
+
     try:
         return download()
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, EntryNotFoundError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:120]
         raise UserError(f"--weights: {name} is not in {folder}, and could not be downloaded ({reason})") from error
 

@@ -10,6 +10,7 @@ import json
 import math
 import pickle
 import re
+import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,8 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], origin: str, head:
     Names may have a prefix that the model's have not, such as a LightningModule's `model.`, or lack the one that all
     but the head of the model's have (`bert.`); what has another prefix (a loss, a metric) is passed over. BatchNorm's
     batch counter may be missing (older files have none). Position embeddings of another grid are interpolated by timm;
-    those of texts give the rows that both have.
+    those of texts give the rows that both have. Names of older versions are read as today's, a tied parameter by either
+    of its names; whole numbers that the model has not are indices, and passed over.
 
     Args:
         origin: what a refusal calls them: the file, or the run.
@@ -93,10 +95,16 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], origin: str, head:
         UserError: they do not fit: names the first parameter, both shapes, and the fix.
     """
     model_state = model.state_dict()
-    taken = dict(_without_prefix(dict(state), model_state, origin))
+    taken = _renamed(dict(_without_prefix(dict(state), model_state, origin)), model, model_state)
+    taken |= {name: taken[other] for name, other in tied_names(model).items() if name not in taken and other in taken}
     reshaped = _interpolate(taken, model_state, positions := _positions(model))
     reshaped += _with_own_places(taken, model_state, positions)
     names = head_names(model) - _fitting_poolers(taken, model_state)
+    if head == "new" and (tied := sorted(names & set(tied_names(model)))):
+        raise UserError(
+            f"--head new: {tied[0]} of {type(model).__name__} is {tied_names(model)[tied[0]]} as well, which is "
+            "loaded: it has no head of its own"
+        )
     is_new = head == "new" or (
         head == "auto"
         and any(name not in taken or _only_classes_differ(name, taken[name], model_state[name]) for name in names)
@@ -112,10 +120,43 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], origin: str, head:
         taken = {name: taken[name] for name in taken if name not in names and name not in passed_over}
     else:
         names = set()
+    passed_over += [name for name in taken if name not in model_state and not taken[name].is_floating_point()]
+    taken = {name: tensor for name, tensor in taken.items() if name not in passed_over}
     _check(taken, model_state, names, origin)
     model.load_state_dict(taken, strict=False)
     new = tuple(name for name in model_state if name not in taken)
     return LoadedWeights(origin, len(taken), new, tuple(passed_over), tuple(reshaped))
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the further names of parameters that the model has under several, each with the first one."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (known := first.setdefault(id(parameter), name)) != name:
+            names[name] = known
+    return names
+
+
+_OLDER = (
+    (re.compile(r"\.gamma$"), ".weight"),  # BERT's of TensorFlow
+    (re.compile(r"\.beta$"), ".bias"),
+    (re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)"), r"\1\2"),  # torchvision's DenseNet
+)
+
+
+def _renamed(state: dict[str, Tensor], model: nn.Module, model_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under the names that the model has, where published files have others; all others as they are."""
+    names = {}
+    for name in state:
+        newer = next((new for old, to in _OLDER if (new := old.sub(to, name)) != name), name)
+        names[name] = newer if name not in model_state and newer in model_state and newer not in state else name
+    state = {names[name]: tensor for name, tensor in state.items()}
+    module = sys.modules.get(type(model).__module__)
+    convert = getattr(module, "checkpoint_filter_fn", None) if type(model).__module__.startswith("timm.") else None
+    if convert is not None and any(name not in model_state for name in state):
+        state = dict(convert(state, model))
+    return state
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

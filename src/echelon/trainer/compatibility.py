@@ -33,6 +33,7 @@ def check_strategies(run: ResolvedRun, ranks: int) -> None:
     given, codec, path = run.described.strategy, run.compression.codec, run.path
     if run.sync.uses_servers:
         _check_servers(run, ranks)
+    _check_epochs_of_tuning(run)
     check_sparse_setting(run, ranks)
     check_layout(run, ranks)
     with naming("--sync"):
@@ -60,6 +61,16 @@ def check_strategies(run: ResolvedRun, ranks: int) -> None:
         )
     if not path.by_backend and ranks == 1:
         raise UserError(f"--collective {given.collective} needs several workers: leave it out, or use --workers 2")
+
+
+def _check_epochs_of_tuning(run: ResolvedRun) -> None:
+    """Refuse an epoch of `--tune unfreeze` that a run never reaches (UserError)."""
+    last, epochs = run.tuning.last.epoch, run.config.training.epochs
+    if last >= epochs:
+        raise UserError(
+            f"--tune {run.tuning.text}: epoch {last + 1} is never reached, the run has {epochs}: more --epochs, or an "
+            "earlier epoch"
+        )
 
 
 def survivors_go_on(run: ResolvedRun, ranks: int) -> bool:

@@ -208,7 +208,7 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     if config.model.sparse_tables:
         make_sparse(model, f"model {type(model).__name__}")
     rebuilt = work.tuning.rebuild(model) if is_of_rebuilt(config.model) else None
-    if (loaded := start_from(model, config.model, work.info.classes)) is not None:
+    if (loaded := start_from(model, config.model, work.info.classes or work.info.target_names)) is not None:
         work.loaded.append(loaded)
     if work.user_model is not None:
         give_logits(work.user_model)

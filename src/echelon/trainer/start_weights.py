@@ -105,7 +105,7 @@ def start_from(model: nn.Module, config: ModelConfig, classes: Sequence[str] = (
 
     Args:
         model: with modules put in by `--tune replace`, where `is_of_rebuilt`.
-        classes: of the data: a head that is kept for as many others is remarked on.
+        classes: of the data, or the names of its targets: a head that is kept for as many others is remarked on.
 
     Raises:
         UserError: they are not there, cannot be read, or do not fit.
@@ -120,10 +120,11 @@ def start_from(model: nn.Module, config: ModelConfig, classes: Sequence[str] = (
 
 
 def _remarked(loaded: LoadedWeights, run: Path, classes: Sequence[str]) -> LoadedWeights:
-    """Return what was loaded, with a remark where the run's head is kept for as many classes of other names."""
+    """Return what was loaded, with a remark where the run's head is kept for as many other classes or targets."""
     kept = read_info(run)
-    trained = () if kept is None else kept.classes
+    trained = () if kept is None else kept.classes or kept.target_names
     if loaded.made_anew or not classes or len(trained) != len(classes) or tuple(trained) == tuple(classes):
         return loaded
-    remark = f"its head is kept, and was for as many other classes ({first_few(trained)}): --head new makes it anew"
+    what = "classes" if kept is not None and kept.classes else "targets"
+    remark = f"its head is kept, and was for as many other {what} ({first_few(trained)}): --head new makes it anew"
     return replace(loaded, remark=remark)

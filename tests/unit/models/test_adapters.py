@@ -109,3 +109,21 @@ def test_adapters_and_the_head_are_trained_and_others_join() -> None:
 def test_what_cannot_be_adapted_is_refused_in_a_line(tune: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         trained(tune)
+
+
+@pytest.mark.parametrize(("model", "layers"), [
+    (nn.Sequential(nn.Linear(64, 32), nn.Sequential(nn.ReLU(), nn.Linear(32, 32)), nn.Linear(32, 10)), {"0", "1.1"}),
+    (nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 10))), {"0"}),
+])  # fmt: skip
+def test_a_layers_name_does_not_stand_for_the_endings_of_others(model: nn.Module, layers: set[str]) -> None:
+    tuning_plan("lora(r=4)", "eval").apply(model)
+    assert {adapted_layer(name) for name, _ in model.named_parameters()} - {""} == layers
+    head = [name for name, p in model.named_parameters() if p.requires_grad and not adapted_layer(name)]
+    assert len(head) == 2 and len(model(torch.randn(2, 64))) == 2
+
+
+def test_a_tied_head_is_trained_where_it_is_named_alone() -> None:
+    for tune, trained in (("lora(r=4)", False), ("lora(r=4)+head", True)):
+        model = gpt2()
+        tuning_plan(tune, "eval").apply(model)
+        assert model.lm_head.weight.requires_grad is trained

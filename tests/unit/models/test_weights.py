@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,3 +292,39 @@ def test_a_language_model_of_transformers_becomes_a_classifier(kind: str, prefix
     body = {name: t for name, t in target.state_dict().items() if name not in head}
     assert all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in body.items())
     assert not [name for name in load_state(other, target.state_dict(), "w").new if "pooler" in name]
+
+
+def test_older_names_are_read_as_todays() -> None:
+    torchvision = pytest.importorskip("torchvision", reason="needs torchvision")
+    source, target = (torchvision.models.densenet121(num_classes=3) for _ in range(2))
+    older = {re.sub(r"(layer\d+\.(?:norm|conv))([12])", r"\1.\2", name): t for name, t in source.state_dict().items()}
+    assert older.keys() != source.state_dict().keys()
+    load_state(target, older, "a file")
+    assert same(source, target)
+
+
+def test_a_tied_head_is_there_under_its_other_name() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    size = {
+        "vocab_size": 16,
+        "n_positions": 8,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    source, target = (transformers.GPT2LMHeadModel(transformers.GPT2Config(**size)) for _ in range(2))
+    state = {name: tensor for name, tensor in source.state_dict().items() if name != "lm_head.weight"}
+    assert load_state(target, state, "a file", "keep").made_anew == []
+    assert same(source, target)
+    with pytest.raises(UserError, match="it has no head of its own"):
+        load_state(target, state, "a file", "new")
+
+
+def test_indices_that_a_model_has_not_are_passed_over() -> None:
+    source, target = model(), model()
+    state = {**source.state_dict(), "position_ids": torch.arange(4)}
+    assert load_state(target, state, "a file").unexpected == ("position_ids",)
+    with pytest.raises(UserError, match="of another model"):
+        load_state(target, {**source.state_dict(), "gate": torch.ones(4)}, "a file")

@@ -82,6 +82,7 @@ class Preprocessing:
 
     Attributes:
         layout, channels, fit_longer_side, resize_shorter_side, centre_crop, divide_by, mean, std: of images, in pixels.
+        own_transform: name of the user's own function that inputs go through besides (`--eval-transform`).
         features, bands, samples_per_second: of sounds.
         columns: of a table, in their order; `measured_columns` is the run's file of what they are.
         tokeniser: the run's file.
@@ -95,6 +96,7 @@ class Preprocessing:
     divide_by: int | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
+    own_transform: str | None = None
     features: str | None = None
     bands: int | None = None
     samples_per_second: int | None = None
@@ -116,6 +118,7 @@ class Preprocessing:
             divide_by=255 if pictures else None,
             mean=info.mean or None,
             std=info.std if pictures else None,
+            own_transform=trained.config.data.eval_transform or None,
             features="log_mel" if info.rate else None,
             bands=BANDS if info.rate else None,
             samples_per_second=info.rate or None,

@@ -12,7 +12,7 @@ from echelon.core.statistics import keep_still
 from echelon.core.tuning import ALL, TUNINGS, read_tuning
 from echelon.models.keras_model import KerasModule
 from echelon.models.tuning.base import TuningKind
-from echelon.models.weights import head_names
+from echelon.models.weights import head_names, tied_names
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ class TuningPlan:
         """
         new = self.rebuild(model) if rebuilt is None else rebuilt
         head = head_names(model)  # before adapters are in it
+        if not any(kind.trains == "new" for kind in self.kinds):  # what is loaded is no head that is new
+            head -= tied_names(model).keys()
         for kind in self.kinds:
             kind.prepare(model)
         chosen = [names for kind in self.kinds if (names := kind.trained(model)) is not None]
@@ -110,7 +112,7 @@ class TuningPlan:
         unique = {id(p): p for p in named.values()}.values()
         count, total = (sum(p.numel() for p in unique if p.requires_grad or every) for every in (False, True))
         words = f"tuning {self.text}: {count:,} of {total:,} parameters are trained"
-        if chosen:
+        if chosen and head:
             words += f", those of its head, {', '.join(sorted(_owners(head)))}, among them"
         statistics = {f"{path}.{name}" for path, names in still.items() for name in names}
         return Tuned(words, rates, frozenset(stays | {name.removeprefix(".") for name in statistics}), frozenset(still))
