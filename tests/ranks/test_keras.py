@@ -39,6 +39,19 @@ def _trained(model: Any, **settings: Any) -> Any:
     return echelon.train(model, (data, data), batch_size=64, **{"workers": 1, **PLAIN, **settings})
 
 
+def test_kinds_of_tuning_know_kerases_layers() -> None:
+    from echelon.models.keras_model import keras_module
+    from echelon.models.tuning.plan import tuning_plan
+    from tests.ranks.keras_models import residual
+
+    module = keras_module(residual(), "model")
+    rates = tuning_plan("layer_decay(0.5)", "eval").apply(module).rates
+    assert max(rates.values()) == 1 and len(set(rates.values())) > 2
+    tuning_plan("norm", "eval").apply(module)
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert any("gamma" in name for name in trained) and sum("kernel" in name for name in trained) == 1  # the head's
+
+
 @pytest.mark.parametrize(("loss", "words"), [
     ("categorical_crossentropy", "their argmax"), ("binary_crossentropy", 'task="multi_label"'),
 ])  # fmt: skip

@@ -109,6 +109,14 @@ class KerasModule(nn.Module):
         layers = self._graph.model._flatten_layers()
         return [str(layer.name) for layer in layers if getattr(layer, "rate", 1) and _states(layer)]
 
+    @property
+    def layers(self) -> list[tuple[str, list[str]]]:
+        """The class of each layer and the names of its own parameters, in Keras's order."""
+        known = dict(self.named_parameters(recurse=False))
+        return [
+            (type(layer).__name__, [name for name in names if name in known]) for layer, names in self._graph.layers
+        ]
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return logits for one tensor, or several by position or by name."""
         given = self._graph.taken(inputs, named)

@@ -20,6 +20,7 @@ from torch import nn
 
 from echelon.core.bounds import Bounds, check_bounds
 from echelon.core.errors import UserError
+from echelon.models.keras_model import KerasModule
 from echelon.models.tuning.base import TuningKind, blocks_of
 
 
@@ -60,11 +61,22 @@ def _layers(model: nn.Module) -> dict[str, int]:
 
         layers: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
         return layers
+    if isinstance(model, KerasModule):
+        return _layers_of_keras(model)
     blocks, layers, seen = blocks_of(model), {}, False
     for name, _ in model.named_parameters():
         inside = [i + 1 for i, block in enumerate(blocks) if name.startswith(f"{block}.")]
         seen = seen or bool(inside)
         layers[name] = inside[0] if inside else len(blocks) + 1 if seen else 0
+    return layers
+
+
+def _layers_of_keras(model: KerasModule) -> dict[str, int]:
+    """Return the number of each parameter's layer: those without a matrix, as normalisation, go with the one before."""
+    layers, number = {}, 0
+    for _, names in model.layers:
+        number += any(model.get_parameter(name).ndim > 1 for name in names)
+        layers |= dict.fromkeys(names, number)
     return layers
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from echelon.models.keras_model import KerasModule
 from echelon.models.tuning.base import TuningKind, some
 
 
@@ -33,6 +34,8 @@ class Norm(TuningKind):
             if "norm" in type(module).__name__.lower()
             for name, _ in module.named_parameters(recurse=False)
         }
+        if isinstance(model, KerasModule):
+            found |= {name for kind, names in model.layers if "norm" in kind.lower() for name in names}
         return some(found, model, "norm", "normalisation layer with parameters")
 
 
