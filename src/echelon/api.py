@@ -116,8 +116,6 @@ def train(
     with short_spins_inside():  # likewise
         data, known_task = _with_its_task(data, task, resolved.config)
         resolved = with_task_defaults(resolved, known_task, isinstance(data, str))
-    if module is not model and loss == "" and task == "auto" and not isinstance(data, str):
-        _check_targets(module, data)
     given = {"model": module, "data": data, "task": task, "loss": loss, "metrics": metrics, "callbacks": callbacks}
     objects = _user_objects({**given, **own, "loggers": _logger_objects(loggers)}, resolved.config)
     return _told(_started(resolved, objects))
@@ -624,6 +622,7 @@ def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjec
     from echelon.trainer.assemble import UserObjects
 
     data, model = objects.get("data"), objects.get("model")
+    _check_targets(model, candidates.get("loss"), data)
     if (module := _as_module(model)) is not model:
         loss, metrics = _compiled(module, objects.get("loss", ""), objects.get("metrics", ""))
         described = {"loss": (loss, config.optimizer.loss), "metrics": (metrics, config.training.metrics)}
@@ -641,13 +640,15 @@ def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjec
     )
 
 
-def _check_targets(module: Any, data: OwnData) -> None:
-    """Refuse targets of a model of Keras that its loss takes as classes, and a task of its own as numbers."""
+def _check_targets(model: Any, loss: Any, data: Any) -> None:
+    """Refuse targets of a model of Keras that its loss takes as classes, and the task that they tell as numbers."""
     from echelon.data import Source
-    from echelon.models.keras_compiled import check_targets
+    from echelon.models.keras_model import KerasModule
 
-    if isinstance(data, Source) and data.info.task == "regression":
-        check_targets(module, data.info.name)
+    if isinstance(model, KerasModule) and loss == "" and isinstance(data, Source) and data.info.task == "regression":
+        from echelon.models.keras_compiled import check_targets
+
+        check_targets(model, data.info.name)
 
 
 def _compiled(module: Any, loss: Any, metrics: Any) -> tuple[Any, Any]:

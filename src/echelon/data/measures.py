@@ -29,22 +29,24 @@ def measures_for(request: DataRequest) -> DataInfo | None:
     return replace(own, image_size=request.config.image_size or own.image_size)
 
 
-def measured_as(source: Source, kept: DataInfo) -> Source:
+def measured_as(source: Source, measures: DataInfo) -> Source:
     """Return data with the measures of other data: size and means of images, rate of sounds, units of targets.
 
     What data would be by its own measure is another input, or another target, in the same place.
     """
     info = source.info
-    if info.mean and kept.mean:
-        info = replace(info, channels=kept.channels, image_size=kept.image_size, mean=kept.mean, std=kept.std)
-    if info.target_mean and len(info.target_mean) == len(kept.target_mean):
-        info = replace(info, target_mean=kept.target_mean, target_std=kept.target_std)
-    if info.rate == kept.rate or not isinstance(source.evaluation, SoundFiles):
+    if info.mean and measures.mean:
+        info = replace(
+            info, channels=measures.channels, image_size=measures.image_size, mean=measures.mean, std=measures.std
+        )
+    if info.target_mean and len(info.target_mean) == len(measures.target_mean):
+        info = replace(info, target_mean=measures.target_mean, target_std=measures.target_std)
+    if info.rate == measures.rate or not isinstance(source.evaluation, SoundFiles):
         return replace(source, info=info)
 
     def heard(part: Any) -> Any:
         """Return sounds at the rate."""
-        return at_rate(part, kept.rate) if isinstance(part, SoundFiles) else part
+        return at_rate(part, measures.rate) if isinstance(part, SoundFiles) else part
 
     parts = {name: heard(getattr(source, name)) for name in ("train", "evaluation", "test")}
-    return replace(source, info=replace(info, rate=kept.rate), **parts)
+    return replace(source, info=replace(info, rate=measures.rate), **parts)

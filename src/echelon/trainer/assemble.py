@@ -385,9 +385,7 @@ def assemble(
     is_newcomer = membership is not None and membership.is_newcomer
     if world.group is None and not is_newcomer:
         resolved = resolved.for_single_worker()
-    goes_on = False
-    if not is_newcomer:
-        resolved, goes_on = as_it_goes_on(resolved, path, world)
+    resolved, goes_on = (resolved, False) if is_newcomer else as_it_goes_on(resolved, path, world)
     resolved, chosen = with_chosen_paths(with_kept_cuts(resolved, world, path), world, path)
     balances, unbalanced = _balances(resolved, world)
     ground = _groundwork(resolved, path, world, user_objects, world.data_size, world.rank, balances)
@@ -404,9 +402,7 @@ def assemble(
         record,
         Fingerprint.of(config, info, ground.task, ground.train_loader.sampling),
     )
-    restored = None if is_newcomer else saver.restore()
-    if goes_on and restored is None:
-        raise RuntimeError(f"the checkpoints of {path} were there a moment ago, and are not: nothing to go on from")
+    restored = None if is_newcomer else _restored(saver, goes_on)
     if world.leads:
         keep_sample_index(ground.source, path)
     if restored is None:
@@ -427,6 +423,14 @@ def assemble(
         progress.restored(None if restored is None else cursor.step, path, saver.passed_over)
     run.survives = membership is not None
     return run, cursor, Rebuilder(ground, path, membership)
+
+
+def _restored(saver: Saver, goes_on: bool) -> Cursor | None:
+    """Return where the newest checkpoint is; a run that goes on has one, and was built without the weights it had."""
+    restored = saver.restore()
+    if goes_on and restored is None:
+        raise RuntimeError("the run's checkpoints were there a moment ago, and are not: nothing to go on from")
+    return restored
 
 
 def _model_notes(resolved: ResolvedRun, run_parts: RunParts, world: World) -> list[str]:

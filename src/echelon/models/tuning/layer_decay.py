@@ -73,7 +73,8 @@ def _layers(model: nn.Module) -> dict[str, int]:
 
 def _layers_of_keras(model: KerasModule) -> dict[str, int]:
     """Return the number of each parameter's layer: those without a matrix, as normalisation, go with the one before."""
-    layers, number = {}, 0
+    layers: dict[str, int] = {}
+    number = 0
     for _, names in model.layers:
         number += any(model.get_parameter(name).ndim > 1 for name in names)
         layers |= dict.fromkeys(names, number)

@@ -112,7 +112,7 @@ class TuningPlan:
         unique = {id(p): p for p in named.values()}.values()
         count, total = (sum(p.numel() for p in unique if p.requires_grad or every) for every in (False, True))
         words = f"tuning {self.text}: {count:,} of {total:,} parameters are trained"
-        if chosen and head:
+        if chosen and (head := head & moving):
             words += f", those of its head, {', '.join(sorted(_owners(head)))}, among them"
         statistics = {f"{path}.{name}" for path, names in still.items() for name in names}
         return Tuned(words, rates, frozenset(stays | {name.removeprefix(".") for name in statistics}), frozenset(still))
