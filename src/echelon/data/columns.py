@@ -245,8 +245,8 @@ class MeasuredColumns:
             other = self._others.get(name)
             measured = measure(values) if other is None or other.known else None
             if other is not None and measured is not None and (new := set(measured.known) - set(other.known)):
-                more = f"column {name} has {len(new)} values that {self._source} did not know"
-                self.notes.append(f"{more}: its classes are others" if are_classes else f"{more}: they share one place")
+                what = f"values of column {name} that {self._source} did not know: {len(new)}"
+                self.notes.append(f"{what}; its classes are others" if are_classes else f"{what}; they share one place")
                 other = None if are_classes else other
             self._facts[name] = other or measured or measure(values)
         return self._facts[name]

@@ -48,7 +48,7 @@ def test_categories_and_scales_are_the_runs(tmp_path: Path, base: Path) -> None:
     alone, measured = opened(data), opened(data, measures=base)
     assert {each for _, (each,) in rows(alone)} == {1, 2}  # Ulm would be what Bonn was
     assert {each for _, (each,) in rows(measured)} == {0, 2}  # Zell is unknown
-    assert any("1 values that" in note and "share one place" in note for note in measured.notes)
+    assert any("did not know: 1; they share one place" in note for note in measured.notes)
     sizes = [np.std([numbers[0] for numbers, _ in rows(each)]) for each in (alone, measured)]
     assert sizes[1] > 5 * sizes[0]
 
