@@ -30,6 +30,7 @@ from echelon.run.machine import say
 from echelon.run.micro_batches import Halving
 from echelon.run.opening import Opening
 from echelon.run.outcome import Outcome, RunFailed, outcome_of
+from echelon.run.own_imports import import_metrics
 from echelon.run.resolve import LaunchRequest
 from echelon.run.start import (
     check,
@@ -66,6 +67,7 @@ def start_in_process(request: LaunchRequest, user_objects: UserObjects | None) -
         RunFailed: the run could not go on; what the caller's own code raised is its cause.
     """
     given_t, request = command_given_t(), with_open_batch(request, user_objects)
+    import_metrics()
     config, plan = request.config, plan_of(request, Path(request.config.run))
     told = foretold(config, user_objects)
     with folders.reserved(config, folder_word(config, told)) as named, Opening(named, plan, told) as opening:
