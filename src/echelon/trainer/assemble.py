@@ -118,8 +118,9 @@ class _Groundwork:
         """What is trained on what."""
         splits = self.world.placement is not None and self.world.placement.layout.splits
         example = example_inputs(self.source) if splits else None
+        tuning = self.resolved.tuning
         return Work(
-            self.source.info, self.task, self.user_objects.model, example, self.resolved.tuning, steps=self.steps
+            self.source.info, self.task, self.user_objects.model, example, tuning, steps=self._steps_since(tuning)
         )
 
     @property
@@ -128,6 +129,10 @@ class _Groundwork:
         training = self.resolved.config.training
         steps = training.epochs * self.train_loader.batches_per_epoch
         return min(steps, training.max_steps) if training.max_steps else steps
+
+    def _steps_since(self, tuning: TuningPlan) -> int:
+        """Return the steps of the run in which parts are as a plan has them, or more is trained: they count anew."""
+        return max(1, self.steps - tuning.epoch * self.train_loader.batches_per_epoch)
 
     def run(self, run_parts: RunParts, saver: Saver, progress: RunProgress) -> TrainingRun:
         """Put the parts of a run together."""
@@ -178,7 +183,8 @@ class _Groundwork:
             """Build the parts for a plan, and restore them; weights to start from are in the checkpoint."""
             seed_everything(self.resolved.config.training.seed)
             resolved = replace(self.resolved.going_on(0), tuning=plan)
-            work = replace(self.work, tuning=plan, user_model=None if pristine is None else own_copy(pristine))
+            copy = None if pristine is None else own_copy(pristine)
+            work = replace(self.work, tuning=plan, user_model=copy, steps=self._steps_since(plan))
             run_parts = build_parts(with_kept_cuts(resolved, self.world, path), work, self.world, self.clock)
             saver.restore_into(RanksState(run_parts, self.world, progress.record.patience))
             step = self.step(run_parts, path, progress)

@@ -31,3 +31,18 @@ def test_a_part_is_served_and_resumed_to_the_bit(tmp_path: Path, tune: str) -> N
     wanted, got = (best_weights(tmp_path / name, "newest") for name in ("through", "stopped"))
     assert wanted.keys() == got.keys()
     assert not [name for name, tensor in wanted.items() if not torch.equal(tensor, got[name])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tune", ["layer_decay(0.5)", "head"])
+def test_servers_know_the_rates_of_layers(tmp_path: Path, tune: str) -> None:
+    train = [*TRAIN, "--tune", tune, "--max-steps", "4", "--schedule", "constant"]
+    results = run_many(tmp_path, [
+        [*train, "--sync", "allreduce", "--run", "allreduce"],
+        [*train, "--sync", "ps(mode=sync)", "--run", "served"],
+        [*train, "--sync", "ps(mode=sync)", "--tune", "all", "--run", "other"],
+    ], deadline_s=500)  # fmt: skip
+    assert [r.code for r in results] == [0] * 3, results
+    one, served, other = (best_weights(tmp_path / name, "newest") for name in ("allreduce", "served", "other"))
+    assert max(float((one[name] - served[name]).abs().max()) for name in one) < 1e-5
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) > 1e-3

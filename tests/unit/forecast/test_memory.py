@@ -85,6 +85,15 @@ def test_one_process_has_what_its_tensors_take() -> None:
     assert kept < found.activations < 1.3 * kept
 
 
+def test_what_is_frozen_has_no_gradient_moments_or_error_memory() -> None:
+    (whole,) = predict("dp=2", 2, strategy__compression="sign")
+    (tuned,) = predict("dp=2", 2, strategy__compression="sign", model__tune="head")
+    head = SIZE.width * 10 * 4 + 10 * 4
+    assert tuned.parameters == whole.parameters and tuned.gradients == head
+    assert tuned.optimizer == pytest.approx(2 * head, abs=64)
+    assert tuned.sync < whole.sync / 50 and tuned.activations < whole.activations / 2
+
+
 def test_micro_batches_of_micro_batches_are_forecast() -> None:
     first, last = predict("pp=2,microbatches=2", 2, strategy__cuts="blocks.1", training__accumulate=2)
     assert min(first.peak, last.peak) > 0
