@@ -73,20 +73,29 @@ class Arrival(Content):
     """What a machine says of itself: a name that stays when it comes back, its workers, and its settings.
 
     Settings that begin with no `--` are versions, by what they are of. As a message it asks for the machine's place.
+
+    Attributes:
+        since: the first `Admission.epoch` that it is for: above that of the launch that ended here, to train more.
     """
 
     machine: str
     workers: int
     settings: dict[str, str]
+    since: int = 0
 
 
 @content(61)
 class Admission(Content):
-    """One machine's part: its number, that of its first worker, and where the scheduler listens (empty: here)."""
+    """One machine's part: its number, that of its first worker, and where the scheduler listens (empty: here).
+
+    Attributes:
+        epoch: counted from 0, in which this launch of all machines begins (of a run that trains more from one on).
+    """
 
     machine: int = 0
     first_worker: int = 0
     scheduler: str = ""
+    epoch: int = 0
 
 
 @content(62)
@@ -127,8 +136,9 @@ class Shape:
 class Register:
     """Which machine has which number. Pure bookkeeping: the first entry is the first machine itself."""
 
-    def __init__(self, shape: Shape, first: Arrival) -> None:
-        self._shape, self._first = shape, first
+    def __init__(self, shape: Shape, first: Arrival, epoch: int = 0) -> None:
+        """Take how many machines there are; `epoch`: see `Admission`."""
+        self._shape, self._first, self._epoch = shape, first, epoch
         self._places: dict[str, Admission] = {first.machine: Admission()}
         self._workers: dict[str, int] = {first.machine: first.workers}
 
@@ -159,9 +169,10 @@ class Register:
         Raises:
             UserError: it is not admitted.
         """
-        if not scheduler_file.exists():
+        if not scheduler_file.exists() or arrival.since > self._epoch:  # this launch is the one that ended there
             return AskLater()
-        return replace(self.admit(arrival), scheduler=str(json.loads(scheduler_file.read_text())["address"]))
+        address = str(json.loads(scheduler_file.read_text())["address"])
+        return replace(self.admit(arrival), scheduler=address, epoch=self._epoch)
 
 
 def check_settings(first: Arrival, arrival: Arrival) -> None:

@@ -31,6 +31,7 @@ class LaunchPlan:
         link: of the shaped links between the workers; None: loopback.
         elastic: when a worker is killed, the others go on.
         meets_again: the first machine had gone, which the user has been told.
+        after: the epoch, counted from 0, of the launch that this one follows, to train more; -1: of none.
         node_rank: of this machine, where a place gave it one.
     """
 
@@ -45,6 +46,7 @@ class LaunchPlan:
     trusted_network: bool = False
     link: Link | None = None
     meets_again: bool = False
+    after: int = -1
     elastic: bool = False
     node_rank: NodeRank | None = None
 

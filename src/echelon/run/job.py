@@ -42,6 +42,7 @@ class ServerPart:
         addresses: by process, where it listens; absent: for this machine only.
         hosts: by server, standby and worker, the network namespace that its processes live in.
         scheduler: where it listens, on another machine; empty: on this one.
+        epoch: counted from 0, in which this launch begins, of a run that trains more from one on.
     """
 
     ranks: int
@@ -53,6 +54,7 @@ class ServerPart:
     addresses: Mapping[str, str] = field(default_factory=dict)
     hosts: Mapping[str, Host] = field(default_factory=dict)
     scheduler: str = ""
+    epoch: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +52,7 @@ class Machine:
         scheduler: who is told of deaths and of a stop, where there is one.
         server_machine: its number among machines with servers.
         first: of a machine with servers that is not the first one: whether that is there.
+        epoch: counted from 0, in which this launch begins (`ServerPart`).
     """
 
     job: Job
@@ -59,6 +60,7 @@ class Machine:
     scheduler: SchedulerLine | None = None
     server_machine: int = 0
     first: FirstMachineWatch | None = None
+    epoch: int = 0
 
     @property
     def number(self) -> int:
@@ -157,7 +159,7 @@ def _with_servers(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Record
         scheduler = SchedulerLine(path / ROLES_FOLDER)
         first = _watch_first(run, plan, path, part) if part.scheduler else None
         try:
-            yield Machine(server_job(plan, part), None, scheduler, part.machine, first)
+            yield Machine(server_job(plan, part), None, scheduler, part.machine, first, part.epoch)
         finally:
             if first is not None:
                 first.close()
@@ -180,14 +182,28 @@ def _watch_first(run: ResolvedRun, plan: LaunchPlan, path: Path, part: ServerPar
 
 @contextmanager
 def _servers(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[ServerPart]:
-    roles = prepare_roles(path)
+    epoch = _note_epoch(run, prepare_roles(path), begun_in(run, path))
+    settings, layout = server_settings(run.sync), run.layout_for(plan.workers * plan.nodes.most)
+    numbers = tuple(range(settings.servers))
+    yield ServerPart(layout.model_size, layout.dp, numbers, numbers if settings.replicas else (), epoch=epoch)
+
+
+def begun_in(run: ResolvedRun, path: Path) -> int:
+    """Return the epoch, counted from 0, in which a launch of roles begins; 0 where that changes nothing."""
+    if not run.tuning.changes_later:
+        return 0
+    from echelon.trainer.retuning import begun_epoch
+
+    return begun_epoch(path)
+
+
+def _note_epoch(run: ResolvedRun, roles: Path, epoch: int) -> int:
+    """Tell a launch's roles in which epoch it begins, where that changes what is trained."""
     if run.tuning.changes_later:
         from echelon.trainer.retuning import keep_epoch
 
-        keep_epoch(roles, path)
-    settings, layout = server_settings(run.sync), run.layout_for(plan.workers * plan.nodes.most)
-    numbers = tuple(range(settings.servers))
-    yield ServerPart(layout.model_size, layout.dp, numbers, numbers if settings.replicas else ())
+        keep_epoch(roles, epoch)
+    return epoch
 
 
 @contextmanager
@@ -242,29 +258,35 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
         addresses = dict.fromkeys(names, own)
         return ServerPart(
             layout.model_size, layout.dp, servers, standbys, machine, admission.first_worker, addresses,
-            scheduler=admission.scheduler,
+            scheduler=admission.scheduler, epoch=admission.epoch,
         )  # fmt: skip
 
     brought = _brought_secret(plan, path)
     if _is_first(plan, rendezvous, own):
+        if plan.after >= 0 and not plan.trusted_network:
+            brought = read_secret(path / ROLES_FOLDER)  # the others know it
         roles = prepare_roles(path, plan.trusted_network)
         if brought is not None:
             write_secret(roles, brought)
-        answer = partial(Register(shape, arrival).answer, roles / ADDRESS_FILE)
+        epoch = _note_epoch(run, roles, begun_in(run, path))
+        answer = partial(Register(shape, arrival, epoch).answer, roles / ADDRESS_FILE)
         meeting = Meeting(rendezvous, read_secret(roles), Arrival, answer)
-        _say_first(plan, own, roles)
+        if plan.after < 0:
+            _say_first(plan, own, roles)
         with meeting:
-            yield part(Admission())
+            yield part(Admission(epoch=epoch))
         return
     roles = path / ROLES_FOLDER
     secret = SecretSource(roles if brought is None else path / SECRET_FOLDER, plan.trusted_network)
     deadline_s, tell, flag = run.timeout_s, say, "--timeout"
     if plan.meets_again:
         deadline_s, tell, flag = run.machine_patience_s, _say_nothing, "--machine-patience"
+    arrival = replace(arrival, since=plan.after + 1)
     admission = join_meeting(rendezvous, secret, arrival, deadline_s, tell, flag)
     if plan.meets_again:
         say(f"the first machine at {rendezvous} is back: this one begins again with it")
     note_address(roles, admission.scheduler)
+    _note_epoch(run, roles, admission.epoch)
     if plan.trusted_network:
         write_secret(roles, PUBLIC_SECRET)
     elif brought is not None:

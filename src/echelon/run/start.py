@@ -521,11 +521,13 @@ class _Ended:
         status: `completed`, `stopped`, `failed`, or `left`.
         closes: whether this machine is the one that records how the run ended.
         words: where it is not: what ran here, and where the record is.
+        epoch: in which its launch began (`Machine.epoch`).
     """
 
     status: str
     closes: bool
     words: str = ""
+    epoch: int = 0
 
 
 def _run(here: _Here, plan: LaunchPlan) -> _Ended:
@@ -541,6 +543,8 @@ def _run(here: _Here, plan: LaunchPlan) -> _Ended:
             ended = _run_once(here, plan)
             if ended.status != CONTINUES:
                 return ended
+            plan = replace(plan, after=ended.epoch, meets_again=False)
+            here.stop.raises = plan.nodes.most > 1  # while the machines meet
             if here.stop:
                 _end_before_start(here.path, here.record)
                 return replace(ended, status="stopped")
@@ -571,7 +575,7 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
 
         def ended(status: str) -> _Ended:
             """Return how it ended, as this machine tells it."""
-            return _Ended(status, machine.number == 0, machine_words(machine, plan, path))
+            return _Ended(status, machine.number == 0, machine_words(machine, plan, path), machine.epoch)
 
         try:
             stop.raises = False  # from now on the ranks have something to save

@@ -151,11 +151,6 @@ def _check_servers(run: ResolvedRun, ranks: int) -> None:
         raise UserError(f"{sync} has no group for --sync-batchnorm: leave it out, or use --sync allreduce")
     if not run.path.by_backend:
         raise UserError(f"{sync} has no collectives: leave out --collective")
-    if run.tuning.changes_later and run.nodes.most > 1:
-        raise UserError(
-            f"--tune {run.tuning.text}: servers take other keys where more is trained, which works on one machine: use "
-            "--sync allreduce, local or diloco, or two runs, the second with --weights"
-        )
     run.sync.check_run(
         workers=ranks * run.nodes.least // run.nodes.most // size,
         clips=config.optimizer.clip_norm > 0,

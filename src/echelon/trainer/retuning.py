@@ -101,9 +101,9 @@ def _store(folder: Path) -> CheckpointStore:
     return CheckpointStore(folder / CHECKPOINTS_FOLDER, keep=1)
 
 
-def keep_epoch(roles: Path, folder: Path) -> None:
+def keep_epoch(roles: Path, epoch: int) -> None:
     """Write for a launch's roles in which epoch it begins: what is trained stays so until the launch ends."""
-    write_atomic(roles / EPOCH_FILE, json.dumps({"epoch": begun_epoch(folder)}))
+    write_atomic(roles / EPOCH_FILE, json.dumps({"epoch": epoch}))
 
 
 def kept_epoch(roles: Path) -> int:

@@ -9,10 +9,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from echelon.launch.link import ShapedNetwork, parse_link
 from echelon.reporting.report import load_run
 from echelon.reporting.report.tables import link_words
+from echelon.trainer.start_weights import best_weights
 from tests.ranks.links import LINK, NEEDS_LINKS, start_machine
 from tests.ranks.runs import Run, Runs, marked_processes
 
@@ -53,6 +55,30 @@ def test_two_machines_with_disks_of_their_own(tmp_path: Path) -> None:
         assert first.summary()["status"] == "completed" and first.summary()["metrics"]["top1"] > 0.8
         entries = [json.loads(line) for line in (tmp_path / "a/ps/scheduler.jsonl").read_text().splitlines()]
         assert {e["worker"] for e in entries if e["kind"] == "done"} == {"worker0", "worker1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folders", ["ab", "aa"], ids=["disks of their own", "a common disk"])
+def test_machines_begin_again_together_to_train_more(tmp_path: Path, folders: str) -> None:
+    settings = ("--sync", "ps(mode=sync, servers=2)", "--model", "small_vit", "--epochs", "3",
+                "--tune", 'head+unfreeze(epoch=2, pattern="norm")+unfreeze(epoch=3)')  # fmt: skip
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        machines = [
+            start_machine(
+                runs, network, i, "--nodes", "2", *settings, folder=folder, secret=SECRET if folders == "ab" else None
+            )
+            for i, folder in enumerate(folders)
+        ]
+        assert [machine.end() for machine in machines] == [0, 0], "".join(machine.text() for machine in machines)
+        first = machines[0]
+        said = [event["message"] for event in first.records("event") if event["name"] == "tuning"]
+        assert ["epoch 2:" in said[1], "epoch 3:" in said[2], len(said)] == [True, True, 3], said
+        steps = [step["step"] for step in first.records("steps")]
+        assert steps == sorted(set(steps)) and first.summary()["status"] == "completed"
+        here = runs.train("digits", "--workers", "2", "--threads", "1", *settings, folder="here")
+        assert here.end() == 0, here.text()
+    wanted, got = (best_weights(tmp_path / name, "newest") for name in ("here", "a"))
+    assert not [name for name, tensor in wanted.items() if not torch.equal(tensor, got[name])]
 
 
 @pytest.mark.slow

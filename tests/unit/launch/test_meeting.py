@@ -11,7 +11,7 @@ import pytest
 
 from echelon.core.address import Address
 from echelon.core.errors import UserError
-from echelon.launch.meeting import Admission, Arrival, Meeting, Register, SecretSource, Shape, join_meeting
+from echelon.launch.meeting import Admission, Arrival, AskLater, Meeting, Register, SecretSource, Shape, join_meeting
 from echelon.messages.identity import PUBLIC_SECRET
 
 FIRST = Arrival("a", 2, {"--lr": "0.1", "--sync": "ps", "torch": "2.11"})
@@ -23,6 +23,14 @@ def test_numbers_follow_each_other_and_stay_when_a_machine_comes_back() -> None:
     assert register.admit(second) == Admission(1, 2)
     assert register.admit(third) == Admission(2, 5)
     assert register.admit(second) == Admission(1, 2)
+
+
+def test_a_machine_whose_launch_ended_waits_for_the_next_one(tmp_path: Path) -> None:
+    file = tmp_path / "scheduler.json"
+    file.write_text('{"address": "tcp://there:1"}')
+    guest = replace(FIRST, machine="b", since=2)
+    assert isinstance(Register(Shape(2, 2, 1, 0), FIRST, epoch=1).answer(file, guest), AskLater)
+    assert Register(Shape(2, 2, 1, 0), FIRST, epoch=2).answer(file, guest) == Admission(1, 2, "tcp://there:1", 2)
 
 
 @pytest.mark.parametrize("arrival, words", [
