@@ -39,6 +39,19 @@ def _trained(model: Any, **settings: Any) -> Any:
     return echelon.train(model, (data, data), batch_size=64, **{"workers": 1, **PLAIN, **settings})
 
 
+@pytest.mark.parametrize("metric", ["categorical_accuracy", "TopKCategoricalAccuracy"])
+def test_metrics_of_one_hot_targets_are_refused(metric: str) -> None:
+    import keras
+
+    from tests.ranks.keras_models import residual
+
+    model = residual()
+    own = getattr(keras.metrics, metric)() if metric[0].isupper() else metric
+    model.compile("adam", loss="sparse_categorical_crossentropy", metrics=[own])
+    with pytest.raises(UserError, match="takes one-hot targets"):
+        _trained(model, epochs=1)
+
+
 def test_kinds_of_tuning_know_kerases_layers() -> None:
     from echelon.models.keras_model import keras_module
     from echelon.models.tuning.plan import tuning_plan

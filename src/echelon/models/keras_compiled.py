@@ -14,6 +14,7 @@ from echelon.models.keras_model import KerasModule, given_by_keras, loss_name, r
 _OF_CLASSES = ("sparsecategoricalcrossentropy", "categoricalcrossentropy", "binarycrossentropy")
 _OF_NUMBERS = ("meansquarederror", "mse")
 _ACCURACIES = ("accuracy", "acc")
+_OF_ONE_HOT = ("categoricalaccuracy", "topkcategoricalaccuracy", "categoricalcrossentropy")
 
 
 class KerasLoss:
@@ -124,7 +125,7 @@ def compiled_metrics(model: KerasModule) -> dict[str, KerasMetric]:
     Accuracies by name are left out: every task of classes has its own.
 
     Raises:
-        UserError: one cannot be added up over workers.
+        UserError: one cannot be added up over workers, or takes targets that are no class numbers.
     """
     import keras
 
@@ -133,6 +134,12 @@ def compiled_metrics(model: KerasModule) -> dict[str, KerasMetric]:
     if isinstance(listed, dict) or any(isinstance(each, list | dict) for each in listed):
         raise UserError("a Keras model compiled with metrics for several outputs: give metrics=...")
     own = [each for each in listed if not (isinstance(each, str) and each in _ACCURACIES)]
+    for each in own:
+        if (name := loss_name(each)) in _OF_ONE_HOT:
+            raise UserError(
+                f"the Keras model was compiled with the metric {name}, which takes one-hot targets, and targets are "
+                "class numbers here: compile it with the sparse one, such as sparse_categorical_accuracy"
+            )
     built = [keras.metrics.get(each) for each in own]
     metrics = [m if isinstance(m, keras.metrics.Metric) else keras.metrics.MeanMetricWrapper(m) for m in built]
     return {metric.name: KerasMetric(metric, model.activation) for metric in metrics}
