@@ -152,11 +152,14 @@ def _renamed(state: dict[str, Tensor], model: nn.Module, model_state: Mapping[st
         newer = next((new for old, to in _OLDER if (new := old.sub(to, name)) != name), name)
         names[name] = newer if name not in model_state and newer in model_state and newer not in state else name
     state = {names[name]: tensor for name, tensor in state.items()}
-    module = sys.modules.get(type(model).__module__)
+    if 2 * sum(name not in state for name in model_state) < len(model_state):
+        return state
+    module = sys.modules.get(type(model).__module__)  # timm knows what its models' files were called by others
     convert = getattr(module, "checkpoint_filter_fn", None) if type(model).__module__.startswith("timm.") else None
-    if convert is not None and any(name not in model_state for name in state):
-        state = dict(convert(state, model))
-    return state
+    try:
+        return state if convert is None else dict(convert(state, model))
+    except (KeyError, IndexError, AttributeError, ValueError, RuntimeError):
+        return state  # it is of no such model, which is told by its names
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
