@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,14 +60,39 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def own_copy(model: nn.Module) -> nn.Module:
+def own_copy(model: nn.Module, still: Set[str] = frozenset()) -> nn.Module:
     """Return a copy of a caller's model, of the same class: training in this process leaves the caller's as it is.
+
+    Args:
+        still: names of parameters that nobody writes: their values are the caller's, in the same memory.
 
     Raises:
         UserError: it cannot be copied.
     """
+    known: dict[int, Any] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in still and type(parameter) is nn.Parameter:
+            known[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    return _copied(model, known)
+
+
+def blank_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a caller's model that has no memory, to try out what becomes of it.
+
+    Raises:
+        UserError: it cannot be copied.
+    """
+    known: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in model.buffers()}
+    for parameter in model.parameters():
+        blank = torch.empty_like(parameter, device="meta")
+        known[id(parameter)] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
+    return _copied(model, known)
+
+
+def _copied(model: nn.Module, known: dict[int, Any]) -> nn.Module:
     computed = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
+    known = {id(value): value.detach().clone() for value in computed} | known
     try:  # what a hook computes of parameters (weight_norm) is computed anew in each forward
-        return copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
+        return copy.deepcopy(model, known)
     except Exception as error:
         raise UserError(f"model of your own cannot be copied: {' '.join(str(error).split())[:200]}") from error

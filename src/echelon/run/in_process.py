@@ -75,7 +75,9 @@ def start_in_process(request: LaunchRequest, user_objects: UserObjects | None) -
         config = replace(settled(run, plan, user_objects), run=named.run)
         objects = user_objects or UserObjects()
         if objects.model is not None:
-            objects = replace(objects, model=own_copy(objects.model))
+            # weights from a file would be written over the caller's
+            still = frozenset() if config.model.weights else run.tuning.never_trained(objects.model)
+            objects = replace(objects, model=own_copy(objects.model, still))
         with folders.claimed(config, given_t) as config:
             opening.runs_in(Path(config.run))
             opening.leaves()

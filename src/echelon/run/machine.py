@@ -39,7 +39,7 @@ from echelon.trainer.folder import SECRET_FOLDER
 
 if TYPE_CHECKING:
     from echelon.launch.machines import FirstMachine, FirstMachineWatch, OtherMachine
-    from echelon.launch.meeting import Arrival
+    from echelon.launch.meeting import Admission, Arrival
     from echelon.trainer.resolved import ResolvedRun
 
 
@@ -233,16 +233,8 @@ def _servers_on_links(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Re
 def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[ServerPart]:
     """Meet the other machines at the rendezvous: the first one has the scheduler, servers are spread over all."""
     from echelon.launch.addresses import own_address
-    from echelon.launch.meeting import (
-        Admission,
-        Arrival,
-        Meeting,
-        Register,
-        SecretSource,
-        Shape,
-        join_meeting,
-    )
-    from echelon.messages.identity import PUBLIC_SECRET, read_secret, write_secret
+    from echelon.launch.meeting import Admission, Arrival, Meeting, Register, Shape
+    from echelon.messages.identity import read_secret, write_secret
 
     rendezvous = _rendezvous(plan)
     own, settings = own_address(rendezvous), server_settings(run.sync)
@@ -276,12 +268,23 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
         with meeting:
             yield part(Admission(epoch=epoch))
         return
-    roles = path / ROLES_FOLDER
+    yield part(_admission(run, plan, path, replace(arrival, since=plan.after + 1)))
+
+
+def _admission(run: ResolvedRun, plan: LaunchPlan, path: Path, arrival: Arrival) -> Admission:
+    """Wait for the first machine, and note for this one's roles what it says.
+
+    Raises:
+        UserError: it does not answer in time, or refuses this machine.
+    """
+    from echelon.launch.meeting import SecretSource, join_meeting
+    from echelon.messages.identity import PUBLIC_SECRET, write_secret
+
+    rendezvous, roles, brought = _rendezvous(plan), path / ROLES_FOLDER, _brought_secret(plan, path)
     secret = SecretSource(roles if brought is None else path / SECRET_FOLDER, plan.trusted_network)
     deadline_s, tell, flag = run.timeout_s, say, "--timeout"
     if plan.meets_again:
         deadline_s, tell, flag = run.machine_patience_s, _say_nothing, "--machine-patience"
-    arrival = replace(arrival, since=plan.after + 1)
     admission = join_meeting(rendezvous, secret, arrival, deadline_s, tell, flag)
     if plan.meets_again:
         say(f"the first machine at {rendezvous} is back: this one begins again with it")
@@ -291,7 +294,7 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
         write_secret(roles, PUBLIC_SECRET)
     elif brought is not None:
         write_secret(roles, brought)
-    yield part(admission)
+    return admission
 
 
 def _brought_secret(plan: LaunchPlan, path: Path) -> bytes | None:
@@ -340,7 +343,7 @@ def _is_first(plan: LaunchPlan, rendezvous: Address, own_address: str) -> bool:
 
 
 def _arrival(plan: LaunchPlan, settings: dict[str, str], address: str = "") -> Arrival:
-    from echelon.launch.meeting import Arrival
+    from echelon.launch.meeting import Admission, Arrival
     from echelon.run.versions import versions
 
     host = f"{socket.gethostname()} ({address})" if address else ""

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from echelon.core.errors import UserError
 from echelon.core.statistics import keep_still
 from echelon.core.tuning import ALL, TUNINGS, read_tuning
 from echelon.models.keras_model import KerasModule
+from echelon.models.trial import blank_copy
 from echelon.models.tuning.base import TuningKind
 from echelon.models.weights import head_names, tied_names
 
@@ -116,6 +118,18 @@ class TuningPlan:
             words += f", those of its head, {', '.join(sorted(_owners(head)))}, among them"
         statistics = {f"{path}.{name}" for path, names in still.items() for name in names}
         return Tuned(words, rates, frozenset(stays | {name.removeprefix(".") for name in statistics}), frozenset(still))
+
+    def never_trained(self, model: nn.Module) -> Set[str]:
+        """Return the names of the parameters that stay as they are to the run's end, tried on a model without memory.
+
+        Raises:
+            UserError: a kind does not fit the model.
+        """
+        if self.changes_nothing or self.rebuilds or isinstance(model, KerasModule):
+            return frozenset()
+        if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+            return frozenset()
+        return self.last.apply(blank_copy(model)).frozen & dict(model.named_parameters(remove_duplicate=False)).keys()
 
     def _thawed(self, moving: set[str], model: nn.Module) -> set[str]:
         """Return what is trained in this epoch: with what kinds have thawed until then.
