@@ -343,7 +343,7 @@ def _is_first(plan: LaunchPlan, rendezvous: Address, own_address: str) -> bool:
 
 
 def _arrival(plan: LaunchPlan, settings: dict[str, str], address: str = "") -> Arrival:
-    from echelon.launch.meeting import Admission, Arrival
+    from echelon.launch.meeting import Arrival
     from echelon.run.versions import versions
 
     host = f"{socket.gethostname()} ({address})" if address else ""
