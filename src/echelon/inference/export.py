@@ -128,9 +128,9 @@ def _written(target: ExportFormat, trained: TrainedModel, path: Path, file: Path
         batch = next(iter(loader), None)
         if batch is None or not nest.rows(batch.inputs):
             raise UserError("the run's evaluation data has no sample")
-        _do(lambda: target.write(trained, path, _example(batch.inputs)), "written")
+        _library_call(lambda: target.write(trained, path, _example(batch.inputs)), "written")
         with Screen(True, to_stderr=True) as screen, screen.bar("checking the export, batch", len(loader)) as bar:
-            exported = _do(lambda: target.read(trained, path), "read again")
+            exported = _library_call(lambda: target.read(trained, path), "read again")
             agreement = compare(
                 lambda inputs: nest.call(trained.model, inputs), exported, trained.task, loader, bar.advance
             )
@@ -146,7 +146,7 @@ def _written(target: ExportFormat, trained: TrainedModel, path: Path, file: Path
     return agreement
 
 
-def _do(work: Callable[[], T], done: str) -> T:
+def _library_call(work: Callable[[], T], done: str) -> T:
     """Do what a library does with a model.
 
     Raises:

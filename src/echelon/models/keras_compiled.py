@@ -135,7 +135,8 @@ def compiled_metrics(model: KerasModule) -> dict[str, KerasMetric]:
         raise UserError("a Keras model compiled with metrics for several outputs: give metrics=...")
     own = [each for each in listed if not (isinstance(each, str) and each in _ACCURACIES)]
     for each in own:
-        if (name := loss_name(each)) in _OF_ONE_HOT:
+        if loss_name(each) in _OF_ONE_HOT:
+            name = getattr(each, "name", each)
             raise UserError(
                 f"the Keras model was compiled with the metric {name}, which takes one-hot targets, and targets are "
                 "class numbers here: compile it with the sparse one, such as sparse_categorical_accuracy"

@@ -60,6 +60,26 @@ def test_other_classes_are_measured_anew(tmp_path: Path, base: Path) -> None:
     assert fewer.info.classes == ("a", "b")
 
 
+def test_new_ids_of_what_users_took_share_one_place(tmp_path: Path) -> None:
+    def taken(name: str, users: range) -> Path:
+        path = tmp_path / name
+        path.write_text("user,item\n" + "".join(f"{u},{i}\n" for u in users for i in range(5)))
+        return path
+
+    def opened_ids(data: Path, folder: Path | None, measures: Path | str) -> Source:
+        config = DataConfig(source=str(data), input="user,item", measures=str(measures))
+        source = open_data(config, 0, "recommendation", folder)
+        if folder is not None:
+            keep_info(folder, source.info)
+        return source
+
+    folder = tmp_path / "base"
+    folder.mkdir()
+    opened_ids(taken("old.csv", range(8)), folder, "")
+    source = opened_ids(taken("new.csv", range(6, 12)), None, folder)
+    assert any("values of column user" in note and ": 4; they share" in note for note in source.notes), source.notes
+
+
 def test_a_run_that_goes_on_needs_the_other_no_more(tmp_path: Path, base: Path) -> None:
     data, folder = table(tmp_path / "new.csv", ["Ulm", "Zell"], 10.0, ["a", "b"]), tmp_path / "tuned"
     folder.mkdir()

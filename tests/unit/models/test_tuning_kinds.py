@@ -31,4 +31,4 @@ def test_one_layer_has_one_rate() -> None:
 
 def test_the_head_is_named() -> None:
     words = tuning_plan("head", "eval").apply(plain()).words
-    assert words == "tuning head: 32 of 96 parameters are trained, those of its head, 2, among them"
+    assert words == "tuning head: 32 of 96 parameters are trained, with the head (2)"

@@ -196,7 +196,7 @@ def _interactions(request: DataRequest) -> Source:
     except UserError as error:
         raise UserError(f"data {request.config.source}: {error}") from error
     measured.keep()
-    return source
+    return replace(source, notes=(*source.notes, *measured.notes))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from echelon.core.errors import UserError
-from echelon.core.statistics import keep_still
+from echelon.core.still_buffers import keep_still
 from echelon.core.tuning import ALL, TUNINGS, read_tuning
 from echelon.models.keras_model import KerasModule
 from echelon.models.trial import blank_copy
@@ -115,7 +115,7 @@ class TuningPlan:
         count, total = (sum(p.numel() for p in unique if p.requires_grad or every) for every in (False, True))
         words = f"tuning {self.text}: {count:,} of {total:,} parameters are trained"
         if chosen and (head := head & moving):
-            words += f", those of its head, {', '.join(sorted(_owners(head)))}, among them"
+            words += f", with the head ({', '.join(sorted(_owners(head)))})"
         statistics = {f"{path}.{name}" for path, names in still.items() for name in names}
         return Tuned(words, rates, frozenset(stays | {name.removeprefix(".") for name in statistics}), frozenset(still))
 
