@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.core.still_buffers import moving_buffers
+from echelon.models.still_buffers import moving_buffers
 from echelon.models.tuning.plan import tuning_plan
 from echelon.sync.averaging.values import model_values
 

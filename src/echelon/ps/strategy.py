@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from echelon.compression.sparse import share_carried
 from echelon.compression.transforms import entropy_coded
 from echelon.core.state_tree import StateTree, StateView
-from echelon.core.still_buffers import moving_buffers
+from echelon.models.still_buffers import moving_buffers
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.tables import fetch_rows
 from echelon.ps.client import Client, PushInfo, RowsOf

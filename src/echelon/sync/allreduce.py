@@ -29,7 +29,7 @@ from echelon.collectives.wire import is_small, ring_bytes
 from echelon.compression import Compression
 from echelon.core.errors import UserError
 from echelon.core.state_tree import StateTree, StateView
-from echelon.core.still_buffers import moving_buffers
+from echelon.models.still_buffers import moving_buffers
 from echelon.models.tables import sparse_tables
 from echelon.observe.phases import Phase
 from echelon.sync.base import Sync, SyncContext

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.core.state_tree import StateView
-from echelon.core.still_buffers import moving_buffers
+from echelon.models.still_buffers import moving_buffers
 
 _MOST_GATHERED = 3  # replicas: of more, a sum sends less than everybody's statistics to everybody
 

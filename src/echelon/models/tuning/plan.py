@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from echelon.core.errors import UserError
-from echelon.core.still_buffers import keep_still
 from echelon.core.tuning import ALL, TUNINGS, read_tuning
 from echelon.models.keras_model import KerasModule
+from echelon.models.still_buffers import keep_still
 from echelon.models.trial import blank_copy
 from echelon.models.tuning.base import TuningKind
 from echelon.models.weights import head_names, tied_names

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from echelon.collectives.wire import is_small
 from echelon.compression.base import working_dtype
-from echelon.core.still_buffers import still_buffers
+from echelon.models.still_buffers import still_buffers
 from echelon.sync.buffers import as_real
 from echelon.torch_compat import COMPILED
 
