@@ -62,24 +62,6 @@ def build_optimizer(
     return optimizer
 
 
-def fuse_update(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Let torch's SGD update all parameters of a type in one kernel, where these are plain real numbers on a GPU.
-
-    Not where gradients have rows alone (`sparse=True`). The group says so, not an argument of the optimizer: that would
-    take the search for overflows over from the scaler, on which ranks that step on parts of one update agree.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    plain = all(type(p) in (Tensor, nn.Parameter) and p.is_cuda and p.is_floating_point() for p in trained)
-    if (
-        type(optimizer) is not torch.optim.SGD
-        or not plain
-        or any(getattr(m, "sparse", 0) is True for m in model.modules())
-    ):
-        return
-    for group in optimizer.param_groups:
-        group["fused"] = True
-
-
 def idle_optimizer(config: OptimizerConfig, batch_size: int) -> torch.optim.Optimizer:
     """Build an optimizer without parameters, which carries the schedule where nothing is trained."""
     lr = _base_rate(config, batch_size)

@@ -30,6 +30,7 @@ from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.callbacks import CallbackFailed, Listeners
 from echelon.observe.notes import SERVING, open_notes
 from echelon.optim.build import build_optimizer
+from echelon.optim.kernels import HAVE_FUSED, fuse
 from echelon.ps.keystore import MakeOptimizer
 from echelon.ps.server import Server, ServerConfig
 from echelon.ps.serving import coordination_policy
@@ -55,7 +56,6 @@ from echelon.trainer.retuning import begun_epoch, kept_epoch
 from echelon.trainer.server_parts import worker_momentum
 
 _SAYS_AFTER_S, _SAYS_AGAIN_S = 10.0, 30.0  # whom workers wait for
-_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def run_server(
@@ -192,9 +192,8 @@ def optimizer_maker(run: ResolvedRun, workers: int) -> MakeOptimizer:
     def make(tensors: Sequence[nn.Parameter], decay: Sequence[bool]) -> torch.optim.Optimizer:
         """Build it; `decay` says which tensors have weight decay."""
         optimizer = build_optimizer(_Pieces(tensors, decay), of_dense, config.data.batch_size, user_factory)
-        if user_factory is None and type(optimizer) in _FUSED:
-            for group in optimizer.param_groups:
-                group["fused"] = True
+        if user_factory is None and type(optimizer) in HAVE_FUSED:
+            fuse(optimizer)
         return optimizer
 
     return make

@@ -32,6 +32,7 @@ from echelon.core.state_tree import StateTree, StateView
 from echelon.models.still_buffers import moving_buffers
 from echelon.models.tables import sparse_tables
 from echelon.observe.phases import Phase
+from echelon.optim.kernels import laid_out_as
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import averaged_buffers, mean_of_replicas, saved_buffers
 from echelon.sync.settings import SyncSettings
@@ -341,7 +342,7 @@ class AllReduce:
         scale = self._context.loss_scale()
         for name, parameter in self._context.model.named_parameters():
             if name in velocity:
-                kept = (velocity[name] / scale).view_as(parameter).to(parameter)
+                kept = laid_out_as(parameter, (velocity[name] / scale).view_as(parameter).to(parameter))
                 self._context.optimizer.state[parameter]["momentum_buffer"] = kept
 
     def _take_momentum(self, hook: GradientHook) -> None:

@@ -23,7 +23,8 @@ from echelon.models.tables import check_tables, make_sparse, sparse_tables
 from echelon.models.trial import evaluating, try_out
 from echelon.models.tuning.plan import UNCHANGED, UNTUNED, Tuned, TuningPlan
 from echelon.observe.phases import PhaseClock
-from echelon.optim.build import EMA, build_optimizer, fuse_update, idle_optimizer
+from echelon.optim.build import EMA, build_optimizer, idle_optimizer
+from echelon.optim.kernels import fuse_where_possible
 from echelon.parallel.deferred_init import DeferredInit, named_tensors, without_memory
 from echelon.parallel.local_shards import LocalShards
 from echelon.parallel.precision import cast_parameters
@@ -145,7 +146,7 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
             tables,
         )
         if not tables:
-            fuse_update(optimizer, local_model)
+            fuse_where_possible(optimizer, local_model)
     if split and split.pieces.divided:
         split.pieces.divided.keep_own(optimizer)
     scaler = build_scaler(config.training.precision, world.device, _overflows_together(world))

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from echelon.config.schema import OptimizerConfig
 from echelon.core.errors import UserError
-from echelon.optim.build import EMA, Schedule, build_optimizer, build_schedule, fuse_update
+from echelon.optim.build import EMA, Schedule, build_optimizer, build_schedule
 
 
 def network() -> nn.Module:
@@ -244,22 +244,3 @@ def test_schedules_are_timms_bit_for_bit(kind: str) -> None:
         schedule.set_step(step)
         taken.append(schedule.lr)
     assert taken == expected
-
-
-def test_a_fused_update_is_the_same_rule() -> None:
-    """torch has it for CPUs too, which runs take on GPUs alone."""
-    found = []
-    for fused in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-        optimizer = build_optimizer(model, OptimizerConfig(name="sgd", lr=0.1, momentum=0.9, weight_decay=1e-3), 32)
-        fuse_update(optimizer, model)
-        assert not any(group["fused"] for group in optimizer.param_groups), "on a CPU runs keep their bits"
-        for group in optimizer.param_groups:
-            group["fused"] = fused
-        for _ in range(5):
-            model(torch.ones(2, 8)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.allclose(*found, atol=1e-6)
