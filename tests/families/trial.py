@@ -13,8 +13,9 @@ from echelon.core.errors import UserError
 from echelon.data.base import DataInfo
 from echelon.observe.phases import HostClock
 from echelon.run.resolve import resolve
-from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.parts import build_parts
 from echelon.trainer.state import seed_everything
+from echelon.trainer.work import Work
 from tests.families import zoo
 from tests.ranks.layouts import TASK, make_world, train_on_one_batch
 from tests.ranks.spawn import Rank, RanksFailed, run_ranks

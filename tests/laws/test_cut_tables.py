@@ -20,9 +20,10 @@ from echelon.data.base import Batch, DataInfo
 from echelon.observe.phases import HostClock
 from echelon.run.resolve import resolve
 from echelon.tasks.nest import TensorSpec
-from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.parts import build_parts
 from echelon.trainer.state import seed_everything
 from echelon.trainer.step import Step, StepSettings
+from echelon.trainer.work import Work
 from tests.laws.test_layouts import check_same_function
 from tests.laws.test_layouts_checkpoints import check_reload, everything, load, save
 from tests.ranks.layouts import TABLE_ROWS, HeldTensor, SumTask, Trial, assemble, held, make_trainer, make_world

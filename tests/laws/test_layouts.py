@@ -16,8 +16,9 @@ import pytest
 from echelon.config import build
 from echelon.observe.phases import HostClock
 from echelon.run.resolve import resolve
-from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.parts import build_parts
 from echelon.trainer.state import seed_everything
+from echelon.trainer.work import Work
 from tests.ranks.layouts import INFO, TASK, HeldTensor, Trial, assemble, held, make_trainer, make_world
 from tests.ranks.spawn import Rank, run_ranks
 

@@ -16,8 +16,9 @@ from echelon.config import build
 from echelon.data.base import DataInfo
 from echelon.observe.phases import HostClock
 from echelon.run.resolve import resolve
-from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.parts import build_parts
 from echelon.trainer.state import seed_everything
+from echelon.trainer.work import Work
 from tests.laws.test_tensor_parallel import CASES, CLASSES, bert, example, gpt2
 from tests.ranks.layouts import TASK, HeldTensor, assemble, held, make_world, train_on_one_batch
 from tests.ranks.spawn import Rank, run_ranks

@@ -20,9 +20,10 @@ from echelon.run.resolve import resolve
 from echelon.tasks.base import TaskSettings
 from echelon.tasks.nest import TensorSpec
 from echelon.tasks.segmentation import Segmentation
-from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.parts import build_parts
 from echelon.trainer.state import seed_everything
 from echelon.trainer.step import Step, StepSettings
+from echelon.trainer.work import Work
 from tests.ranks.layouts import HeldTensor, assemble, held, make_world
 from tests.ranks.spawn import Rank, run_ranks
 

@@ -30,9 +30,10 @@ from echelon.run.resolve import resolve
 from echelon.tasks import nest
 from echelon.tasks.base import Batch, TaskSettings
 from echelon.tasks.registry import TASKS, build_task, check_task
-from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.parts import build_parts
 from echelon.trainer.state import seed_everything
 from echelon.trainer.step import Step, StepSettings
+from echelon.trainer.work import Work
 from tests.ranks import toy_task
 from tests.ranks.layouts import Trial, assemble, held, make_world
 from tests.ranks.run_many import run_many

@@ -20,7 +20,7 @@ from torch import nn
 from echelon.config import build
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience
-from echelon.data import LoaderConfig, Shard, example_inputs
+from echelon.data import LoaderConfig, Shard, example_samples
 from echelon.data.base import Batch
 from echelon.data.loader import EvalLoader, TrainLoader
 from echelon.forecast.memory import try_out
@@ -32,10 +32,11 @@ from echelon.tasks import nest
 from echelon.tasks.registry import TASKS
 from echelon.trainer.evaluate import evaluate
 from echelon.trainer.inputs import model_input, units_of
-from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.parts import build_parts
 from echelon.trainer.saving import RanksState, Saver
 from echelon.trainer.state import Cursor, Fingerprint, RunParts, seed_everything
 from echelon.trainer.step import Step, StepSettings
+from echelon.trainer.work import Work
 from tests.ranks.layouts import HeldTensor, assemble, held, make_world
 from tests.ranks.runs import Runs
 from tests.ranks.spawn import Rank, run_ranks
@@ -93,7 +94,7 @@ class TaskTrainer:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         clock = HostClock()
-        work = Work(source.info, self.task, model, example_inputs(source))
+        work = Work(source.info, self.task, model, example_samples(source)[0])
         self.parts: RunParts = build_parts(resolved, work, self.world, clock)
         settings_of_step = StepSettings(self.world.device, None, 1, 0.0, False, self.world.data_group)
         self.step = Step(self.task, settings_of_step, clock, self.parts.scaler, self.parts.split)

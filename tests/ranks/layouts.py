@@ -27,9 +27,10 @@ from echelon.observe.phases import HostClock
 from echelon.parallel.base import alone, place
 from echelon.run.resolve import resolve
 from echelon.tasks.base import Metrics, Task
-from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.parts import build_parts
 from echelon.trainer.state import RunParts, seed_everything
 from echelon.trainer.step import Step, StepSettings
+from echelon.trainer.work import Work
 from echelon.trainer.world import World
 from tests.ranks.spawn import Rank
 

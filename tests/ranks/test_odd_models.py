@@ -14,8 +14,9 @@ from echelon.data.base import DataInfo
 from echelon.observe.phases import HostClock
 from echelon.run.resolve import resolve
 from echelon.sync.buffers import average_buffers, mean_of_replicas
-from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.parts import build_parts
 from echelon.trainer.state import seed_everything
+from echelon.trainer.work import Work
 from tests.ranks import odd_models
 from tests.ranks.layouts import TASK, make_world, train_on_one_batch
 from tests.ranks.spawn import Rank, run_ranks

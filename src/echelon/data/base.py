@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.config import DataConfig
 from echelon.data.sample_index import Growth, SampleIndex
-from echelon.tasks.base import Batch, Encoding, SentenceMarks, TextDecoder, TightSample
+from echelon.tasks.base import Batch, Encoding, SentenceMarks, TargetValues, TextDecoder, TightSample
 from echelon.tasks.nest import Nest, TensorSpec
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ class DataInfo:
         several: specs of inputs that are more than one tensor, or ids, or ragged, as the model takes them; None: they
             are one tensor of `shape` and `dtype`.
         targets: specs of the targets.
-        label_span: the least and the greatest of whole numbers that are no classes: some are negative, or too great.
+        label_span: the least and the greatest of targets that are whole numbers without names.
+        target_values: what values targets were seen to have, where data came from Python; None: nobody looked.
         target_names: of targets that are numbers, where they have names.
         target_mean, target_std: of targets that are numbers, over the training samples, which a task may learn in
             these units; empty: they are learnt as they come.
@@ -64,6 +65,7 @@ class DataInfo:
     several: Nest = None
     targets: Nest = CLASS_NUMBER
     label_span: tuple[int, int] | None = None
+    target_values: TargetValues | None = None
     target_names: tuple[str, ...] = ()
     target_mean: tuple[float, ...] = ()
     target_std: tuple[float, ...] = ()

@@ -23,10 +23,12 @@ class DrawnSamples(Dataset[tuple[Nest, Nest]], ABC):
 
     Attributes:
         specs: of inputs and targets.
+        unit_counts: units of the loss of each sample, `(N,)`, where all draws of it have as many; None: they differ.
         at_once: samples that a batch of an evaluation holds at most, where one sample is large; 0: any number.
     """
 
     specs: tuple[Nest, Nest]
+    unit_counts: Indices | None = None
     at_once: int = 0
 
     @abstractmethod
@@ -58,6 +60,7 @@ class DrawnRows:
 
     def __init__(self, samples: DrawnSamples, transform: InputTransform | None = None) -> None:
         self._samples, self._transform, self.specs = samples, transform, samples.specs
+        self.unit_counts = samples.unit_counts
 
     def batch_specs(self, draws: Indices) -> tuple[Nest, Nest]:
         """Return the specs of a global batch of inputs and targets."""

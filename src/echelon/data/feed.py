@@ -13,6 +13,7 @@ from torch import Tensor
 
 from echelon.data.assemble import ImageRows
 from echelon.data.base import BadSample, Batch, DataInfo
+from echelon.data.drawn import DrawnRows
 from echelon.data.gpu_images import Decoded, GpuImages, check_library, nvimagecodec
 from echelon.data.on_gpu import CudaFeed, ResidentImages, Staged, fits_beside_training
 from echelon.data.order import Indices, numbers_in
@@ -242,7 +243,11 @@ class Feed:
         return numbers_in(self._rows.origin, draws % max(1, self._info.train_size))
 
     def _global_units(self, job: BatchJob) -> int | None:
-        if self._units is None or job.everyone is None or self._rows.targets is None:
+        if self._units is None or job.everyone is None:
+            return None
+        if isinstance(self._rows, DrawnRows) and self._rows.unit_counts is not None:
+            return int(self._rows.unit_counts[job.everyone % self._info.train_size].sum())
+        if self._rows.targets is None:
             return None
         return self._units(
             nest.map_leaves(torch.from_numpy, nest.take(self._rows.targets, job.everyone % self._info.train_size))

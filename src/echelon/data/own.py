@@ -28,9 +28,11 @@ from echelon.data.order import Indices, split
 from echelon.data.statistics import measure
 from echelon.data.stream import Stream, is_stream
 from echelon.tasks import nest
+from echelon.tasks.base import NO_TARGET, TargetValues
 from echelon.tasks.nest import Nest, TensorSpec
 
 _MOST_READ_FOR_LABELS = 20_000
+_LOOKED_AT = 8  # items, for the values of their targets
 _PROMISE = (
     "samples come in its own order, each once in an epoch as far as it gives the same each time, and each process "
     "reads through all of it"
@@ -72,6 +74,7 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
     data, held = _samples(train, labels, is_image), _samples(evaluation, held_labels, is_image)
     side = int(first.shape[-1]) if first is not None and first.ndim == 3 else 1
     mean, std = measure(data, side) if isinstance(data, Images) else ((), ())
+    values = None if both is not None else seen_values(data, held)
     several, targets = nest.map_leaves(_spec, (inputs, targets))
     info = DataInfo(
         name, names, int(first.shape[0]) if first is not None and first.ndim else 1, side, len(train), len(evaluation),  # type: ignore[arg-type]
@@ -80,8 +83,8 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
         dtype="float32" if is_image or first is None else several.dtype,
         several=several if first is None else None,
         targets=targets if labels is None else CLASS_NUMBER,
-        label_span=_span(both) if both is not None and not names else None,
-        task=_task_of(targets),
+        label_span=_span(both) if both is not None and not classes else None,
+        target_values=values, task=_task_of(targets, values),
     )  # fmt: skip
     notes = tuple(f"the {part} data can only be iterated: {_PROMISE}" for part, each in (
         ("training", train), ("evaluation", evaluation)
@@ -165,19 +168,25 @@ def _check_map_style(part: str, data: Any) -> None:
         raise UserError(f"data {name}: the {part} data needs a length above 0 and items by index (map-style)")
 
 
-def example_inputs(source: Source) -> Nest:
-    """Return two samples' inputs of a data set that is used as it comes, the same in every process; None for images."""
-    data = source.train
+def example_samples(source: Source) -> tuple[Nest, Nest]:
+    """Return two samples' inputs and targets, the same in every process.
+
+    Inputs are None where they are images; zeros stand for these samples' targets.
+    """
+    data, info = source.train, source.info
     if not isinstance(data, TensorArray | TensorItems):
-        return None
+        return None, nest.blank(info.targets, 2)
     if isinstance(data, TensorArray):  # a batch of samples of different lengths is padded
         rows = np.arange(2) % len(data)
-        return nest.map_leaves(lambda array: torch.as_tensor(array[rows]), data.values)
-    with random_state_kept():
-        random.seed(0)
-        np.random.seed(0)
-        torch.manual_seed(0)
-        return nest.stack([data[i % len(data)][0] for i in range(2)])
+        inputs, targets = nest.map_leaves(lambda array: torch.as_tensor(array[rows]), (data.values, data.targets))
+    else:
+        with random_state_kept():
+            random.seed(0)
+            np.random.seed(0)
+            torch.manual_seed(0)
+            items = [data[i % len(data)] for i in range(2)]
+        inputs, targets = nest.stack([x for x, _ in items]), nest.stack([y for _, y in items])
+    return inputs, nest.map_leaves(lambda leaf, spec: leaf.to(getattr(torch, spec.dtype)), targets, info.targets)
 
 
 def _samples(data: Any, labels: Labels | None, is_image: bool) -> Images | TensorArray | TensorItems:
@@ -232,10 +241,40 @@ def _is_class(targets: Nest) -> bool:
     return one_number and not targets.is_floating_point() and not targets.is_complex()
 
 
-def _task_of(targets: Nest) -> str:
-    """Return the task that targets are for: one number with a fraction or several are learnt by regression."""
+def _task_of(targets: Nest, values: TargetValues | None) -> str:
+    """Return the task that targets are for: one number with a fraction or several are learnt by regression.
+
+    One-hot rows are for none: classes are meant, and are refused as such unless a task is named.
+    """
     one = targets if isinstance(targets, TensorSpec) and len(targets.shape) < 2 else None
-    return "regression" if one is not None and one.dtype.startswith("float") else DataInfo.task
+    numbers = one is not None and one.dtype.startswith("float") and not (values and values.one_hot)
+    return "regression" if numbers else DataInfo.task
+
+
+def seen_values(*parts: Dataset[Any]) -> TargetValues | None:
+    """Return what values targets have: of tensors in memory all, of items that are made the first few."""
+    seen = [target for part in parts for target in _some_targets(part)]
+    if not seen or not all(isinstance(each, np.ndarray) and each.dtype.kind in "iuf" for each in seen):
+        return None
+    whole = seen[0].dtype.kind != "f"
+    counted = [each[(each != 255) & (each != NO_TARGET)] if whole else each for each in seen]
+    counted = [each for each in counted if each.size]
+    if not counted:
+        return None
+    marks = all(bool(((each == 0) | (each == 1)).all()) for each in seen)
+    one_hot = marks and all(each.ndim == 2 and each.shape[1] > 1 and bool((each.sum(1) == 1).all()) for each in seen)
+    return TargetValues((min(float(x.min()) for x in counted), max(float(x.max()) for x in counted)), marks, one_hot)
+
+
+def _some_targets(data: Dataset[Any]) -> list[Any]:
+    if isinstance(data, TensorArray):
+        return [data.targets]
+    if not isinstance(data, TensorItems) or isinstance(data.items, Stream):
+        return []
+    with random_state_kept():
+        targets = [data[i][1] for i in range(min(_LOOKED_AT, len(data)))]
+    single = all(isinstance(each, torch.Tensor) for each in targets)
+    return [np.stack([each.numpy() for each in targets])] if single and len({x.shape for x in targets}) == 1 else []
 
 
 def _spec(leaf: torch.Tensor) -> TensorSpec:

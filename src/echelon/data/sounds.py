@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ BANDS = 64
 _WINDOW_S, _HOP_S = 0.025, 0.010
 _KEPT_BYTES = 512 * 10**6
 _FLOOR = 1e-6
+_UNKNOWN = 1 << 62  # frames, and more: a header without their number, as libsndfile reads it
 _DRAWS = 8  # random numbers of a sample: two masks of frames and two of bands, their lengths and places
 _MOST_FRAMES, _MOST_BANDS = 0.1, 0.15  # of all, that a mask takes
 
@@ -105,6 +107,11 @@ def measured(files: LabelledFiles, rate: int = 0) -> SoundFiles:
             header = soundfile.info(files.path(i))
         except (soundfile.LibsndfileError, OSError) as error:
             raise UserError(f"data {files.path(i)}: this is no sound that can be read ({error}): remove it") from None
+        if header.frames >= _UNKNOWN:
+            raise UserError(
+                f"data {files.path(i)}: its header does not say how long it is, as where it was written to a pipe: "
+                f"write it again, such as with ffmpeg -i {Path(files.path(i)).name} again{Path(files.path(i)).suffix}"
+            )
         if not header.frames:
             raise UserError(f"data {files.path(i)}: this sound is empty: remove it")
         rate = rate or min(header.samplerate, MOST_HZ)

@@ -23,17 +23,21 @@ from echelon.data.class_folders import FolderLinks
 from echelon.data.column_numbers import is_string
 from echelon.data.columns import Form, form_of
 from echelon.data.file_names import TABLES
+from echelon.data.parts import TEST, TRAIN, VALIDATION, by_part, part_of_file
 
-_VALIDATION = ("val", "valid", "validation")
 _PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # says where a row stood, nothing of what it is
 _NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 
 
-def parts_in(path: Path) -> dict[str, Path]:
-    """Return the parts of a table that lie in a folder, by name, such as `train`."""
+def is_folder_of_tables(path: Path) -> bool:
+    """Whether a folder holds `train.csv` or the like."""
+    return any(part_of_file(name) == TRAIN for name in _tables_in(path))
+
+
+def _tables_in(path: Path) -> list[str]:
     if not path.is_dir():
-        return {}
-    return {file.stem: file for file in sorted(path.iterdir()) if file.suffix.lower() in TABLES and file.is_file()}
+        return []
+    return [file.name for file in path.iterdir() if file.suffix.lower() in TABLES and file.is_file()]
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,13 @@ class TableParts:
             UserError: one cannot be read, or a link leads out of the folder.
         """
         path = request.path
-        parts = parts_in(path) or {"train": path}
-        held = [name for name in _VALIDATION if name in parts][:1]
-        names = ["train", *held, *(["test"] if "test" in parts else [])]
+        names = by_part(request.config.source, _tables_in(path), part_of_file) or {TRAIN: ""}
+        paths = [path / name for name in names.values()]
         links = FolderLinks(path, request.config.follow_links)
-        links.count(parts[name] for name in names)
+        links.count(paths)
         links.check()
-        files = tuple(TablePart.of(parts[name]) for name in names)
-        return cls(request.config.source, files, bool(held), "test" in parts, links.notes)
+        files = tuple(map(TablePart.of, paths))
+        return cls(request.config.source, files, VALIDATION in names, TEST in names, links.notes)
 
     @classmethod
     def of_tables(cls, request: DataRequest, tables: Mapping[str, pa.Table]) -> TableParts:
@@ -74,10 +77,10 @@ class TableParts:
         source = request.config.source
         files = [
             TablePart(Path(f"{source}, part {name}"), tuple(tables[name].column_names), tables[name])
-            for name in ("train", "val", "test")
+            for name in (TRAIN, VALIDATION, TEST)
             if name in tables
         ]
-        return cls(source, tuple(files), "val" in tables, "test" in tables)
+        return cls(source, tuple(files), VALIDATION in tables, TEST in tables)
 
     def columns(self, request: DataRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of inputs and targets; all files have them.

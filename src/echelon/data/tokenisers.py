@@ -83,7 +83,8 @@ class Characters:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of some ids."""
-        return "".join(self.alphabet[i - 1] if i else "\N{REPLACEMENT CHARACTER}" for i in ids)
+        unknown = "\N{REPLACEMENT CHARACTER}"
+        return "".join(self.alphabet[i - 1] if 0 < i < self.count else unknown for i in ids)
 
     def special(self, name: str) -> int | None:
         """Return None: characters are all that it has."""

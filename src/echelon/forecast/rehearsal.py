@@ -42,11 +42,12 @@ from echelon.torch_compat import (
     unset_fake_temporarily,
 )
 from echelon.trainer.inputs import any_inputs, blank_targets
-from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.parts import build_parts
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import Step, StepSettings
+from echelon.trainer.work import Work
 from echelon.trainer.world import World
 
 STEPS = 2  # the first one makes the optimizer's state

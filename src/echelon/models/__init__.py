@@ -3,7 +3,7 @@
 from echelon.core.hints import Hints
 from echelon.models.base import ModelInput
 from echelon.models.families import hints_for
-from echelon.models.logits import give_logits
+from echelon.models.logits import give_logits, keep_no_cache
 from echelon.models.pretrained import locate_weights
 from echelon.models.registry import (
     auto_name,
@@ -25,6 +25,7 @@ __all__ = [
     "builtin_names",
     "give_logits",
     "hints_for",
+    "keep_no_cache",
     "leads_to_model",
     "load_state",
     "load_weights",

@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
+
+from echelon.tasks import nest
 
 
 def give_logits(model: nn.Module) -> None:
@@ -15,14 +17,17 @@ def give_logits(model: nn.Module) -> None:
     Hooks and no wrapper: names of parameters and the class, by which its family is known, stay.
     """
     model.register_forward_hook(_logits)
+    keep_no_cache(model)
+
+
+def keep_no_cache(model: nn.Module) -> None:
+    """Make a model's forward return no keys and values for generating, in place."""
     if _can_cache(model):
         model.register_forward_pre_hook(_without_cache, with_kwargs=True)
 
 
 def _logits(model: nn.Module, args: Any, output: Any) -> Any:
-    """Return the logits of an output that is a record of them; a tensor as it is."""
-    logits = getattr(output, "logits", None)
-    return logits if not isinstance(output, Tensor) and isinstance(logits, Tensor) else output
+    return nest.logits_in(output)
 
 
 def _without_cache(model: nn.Module, args: Any, kwargs: Mapping[str, object]) -> tuple[Any, dict[str, object]]:

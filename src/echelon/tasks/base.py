@@ -132,6 +132,21 @@ class InputFacts(Protocol):
         """A nest of `TensorSpec`: what the model is given of one sample."""
 
 
+@dataclass(frozen=True)
+class TargetValues:
+    """What values the targets of data from Python were seen to have.
+
+    Attributes:
+        span: the least and the greatest; of whole numbers without 255 and -100, which stand for no class.
+        marks: whether all are 0 or 1.
+        one_hot: whether each sample has several, one of which is 1 and all others 0.
+    """
+
+    span: tuple[float, float]
+    marks: bool
+    one_hot: bool
+
+
 class DataFacts(InputFacts, Protocol):
     """What a task asks of the data."""
 
@@ -153,7 +168,11 @@ class DataFacts(InputFacts, Protocol):
 
     @property
     def label_span(self) -> tuple[int, int] | None:
-        """The least and the greatest of whole numbers that are no classes: some are negative, or too great."""
+        """The least and the greatest of targets that are whole numbers without names."""
+
+    @property
+    def target_values(self) -> TargetValues | None:
+        """What values of targets were seen; None: nobody looked, or they are several tensors."""
 
     @property
     def target_names(self) -> tuple[str, ...]:
@@ -343,6 +362,7 @@ class Task(ABC):
         curves: metrics that are drawn beside the primary one.
         headlines: further metrics that people look at first, the most telling one first.
         score_label: the share of samples that `training_score` counts, for people; empty: nothing is counted.
+        takes_records: whether the loss is given all that a model returns, where that is a record with logits in it.
         takes_shares: whether targets may be shares of the classes `(B, C)`, as mixup makes them of class numbers.
         needs_loss: it has no loss but one of the user's own (`--loss`).
         encoding: what it wants a source to make of columns.
@@ -361,6 +381,7 @@ class Task(ABC):
     curves: ClassVar[tuple[Metric, ...]] = ()
     score_label: ClassVar[str] = ""
     takes_shares: ClassVar[bool] = False
+    takes_records: ClassVar[bool] = False
     needs_loss: ClassVar[bool] = False
     encoding: ClassVar[Encoding] = Encoding.AUTO
     defaults: ClassVar[TaskDefaults] = TaskDefaults()
@@ -465,6 +486,10 @@ class Task(ABC):
     def auto_model(self, data: InputFacts) -> str:
         """Return the name of the model that `--model auto` becomes; empty: the one for images of the data's size."""
         return self.default_model
+
+    def wrong_loss(self, outputs: Any, targets: Nest) -> str:
+        """Say why a loss of the user's own cannot be computed; empty: it can, or there is none."""
+        return ""
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs for some samples, as `must return ...`; empty: nothing is."""

@@ -62,7 +62,6 @@ class Classification(Task):
 
     def __init__(self) -> None:
         self.classes: tuple[str, ...] = ()
-        self._from_one = False
         self._loss = CrossEntropy(0.0, None)
 
     def fitted(self, data: DataFacts, settings: TaskSettings) -> Self:
@@ -74,9 +73,11 @@ class Classification(Task):
         """
         kind = nest.leaves(data.targets)
         if len(kind) != 1 or kind[0].shape or kind[0].dtype not in _INTEGERS:
+            one_hot = data.target_values is not None and data.target_values.one_hot
+            which = "they are one-hot: give targets.argmax(1)" if one_hot else "give int64 class numbers from 0"
             raise UserError(
                 f"data {data.name}: targets are {nest.describe(data.targets)}, and --task {_flag(self.name)} needs "
-                "one whole number, the class, for each sample: give int64 class numbers from 0, or name another --task"
+                f"one whole number, the class, for each sample: {which}, or name another --task"
             )
         if not data.classes:
             span = data.label_span
@@ -84,9 +85,14 @@ class Classification(Task):
             raise UserError(
                 f"data {data.name}: labels must be 0 to C - 1, for C classes{reach}; or name another --task"
             )
+        if data.label_span is not None and data.label_span[0] == 1:
+            raise UserError(
+                f"data {data.name}: labels are 1 to {data.label_span[1]}, and classes are numbered from 0: give "
+                "targets - 1, or name another --task; if class 0 is missing here alone, name all classes with "
+                "data=echelon.data.from_datasets(train, evaluation, classes=[...])"
+            )
         task = copy.copy(self)
         task.classes = data.classes
-        task._from_one = len(data.class_counts) > 1 and not data.class_counts[0] and data.classes[0] == "0"
         task.primary = replace(self.primary, chance=1 / len(data.classes))
         weights = class_weights(settings.class_weights, data.class_counts)
         task._loss = CrossEntropy(settings.label_smoothing, None if weights is None else torch.tensor(weights))
@@ -135,11 +141,8 @@ class Classification(Task):
         if isinstance(outputs, Tensor) and outputs.shape == (samples, self.outputs):
             return ""
         got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        wrong = (
-            f"must return logits of shape (batch, {self.outputs}), one per class; "
-            f"for a batch of {samples} it returned {got}"
-        )
-        return f"{wrong}; no sample has label 0: classes are numbered from 0, not from 1" if self._from_one else wrong
+        wanted = f"must return logits of shape (batch, {self.outputs}), one per class"
+        return f"{wanted}; for a batch of {samples} it returned {got}"
 
 
 TASK = Classification

@@ -64,6 +64,7 @@ class MaskedLanguageModelling(LanguageModelling):
         """
         task = super().fitted(data, settings)
         task._inputs, task._is_shown = data.inputs, settings.worst_samples > 0
+        task.units_per_sample = 0  # it differs from window to window: whether a token is to be predicted is drawn
         return task
 
     def predict(self, model: Callable[[Nest], Any], inputs: Nest, writing: Writing) -> list[Prediction]:
@@ -97,7 +98,7 @@ class MaskedLanguageModelling(LanguageModelling):
         inputs = torch.cat([s.inputs for s in samples]) if samples else nest.blank(self._inputs, 1)
         logits = logits_of(model(inputs))  # once on each rank, for it may be collective
         rows = [
-            (sample.place, *_described(sample, scores.softmax(-1).cpu(), decoder.decode))
+            (sample.place, *_described(sample, scores.softmax(-1).cpu(), decoder.decode, self._vocabulary))
             for sample, scores in zip(samples, logits, strict=False)
         ]
         texts = [ReportText(seen, answers) for _, seen, answers in sorted(gather_lines(rows, group))]
@@ -111,16 +112,20 @@ class MaskedLanguageModelling(LanguageModelling):
 TASK = MaskedLanguageModelling
 
 
-def _described(sample: ChosenSample, shares: Tensor, decode: Callable[[Sequence[int]], str]) -> tuple[str, str]:
+def _described(
+    sample: ChosenSample, shares: Tensor, decode: Callable[[Sequence[int]], str], mask: int
+) -> tuple[str, str]:
     """Return a part of a window, numbers in place of tokens to be predicted, and a line for each of these.
 
     Args:
         shares: of the tokens `(T, V)`, as predicted.
+        mask: the number that stands for a token to be predicted, and after the end of a text.
     """
     targets, ids = sample.targets[0].cpu(), sample.inputs[0].cpu()
     places = (targets != NO_TARGET).nonzero().flatten().tolist()
     start = max(0, (places[0] if places else 0) - _BEFORE)
-    end = min(len(ids), start + _SHOWN_TOKENS)
+    there = ((ids != mask) | (targets != NO_TARGET)).nonzero().flatten().tolist()
+    end = min(there[-1] + 1 if there else 0, start + _SHOWN_TOKENS)
     seen, began = "", start
     answers: list[str] = []
     for place in [place for place in places if place < end]:

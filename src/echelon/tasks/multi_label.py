@@ -63,6 +63,12 @@ class MultiLabel(Task):
                 f"data {data.name}: targets are {nest.describe(data.targets)}, and --task multi-label needs a 0 or 1 "
                 "for each of at least 2 labels: float32 of shape (L,)"
             )
+        if data.target_values is not None and not data.target_values.marks:
+            least, most = data.target_values.span
+            raise UserError(
+                f"data {data.name}: targets reach from {least:g} to {most:g}, and --task multi-label needs 0 or 1 for "
+                "each label: give (targets > 0.5).float(), or name another --task"
+            )
         task.labels = data.classes or tuple(str(i) for i in range(specs[0].shape[0]))
         return task
 

@@ -160,6 +160,12 @@ def call(module: nn.Module | Callable[..., Any], inputs: Nest) -> Any:
     return module(inputs)
 
 
+def logits_in(outputs: Any) -> Any:
+    """Return the logits of outputs that are a record of them, as transformers' are; else these."""
+    logits = getattr(outputs, "logits", None)
+    return logits if not isinstance(outputs, Tensor) and isinstance(logits, Tensor) else outputs
+
+
 def exact(outputs: Nest) -> Nest:
     """Return outputs whose floating-point tensors are float32 or wider, as losses are computed."""
     return map_leaves(_widened, outputs)

@@ -22,13 +22,14 @@ from echelon.core.errors import UserError, nearest
 from echelon.core.own import OwnCall, call_with, find_own, read_calls
 from echelon.tasks import nest
 from echelon.tasks.base import SAMPLE, Task
-from echelon.tasks.nest import Nest
+from echelon.tasks.nest import Nest, logits_in
 
 FLAG = "--loss"
 LossFunction = Callable[[Any, Any], Tensor]
 _SAME = 1e-4  # relative: sums of float32 in another order
 _LOOKED_AT = 8  # samples: of many, another way to reduce differs little from a mean
 _SUM, _MEAN = "sum", "mean"
+_SAID = 300  # characters of what a loss raises
 
 
 class OwnLoss:
@@ -70,6 +71,21 @@ class OwnLoss:
         if not self._checked:
             self._checked = self._check(outputs, targets)
         return self._sum(outputs, targets)
+
+    def refusal(self, outputs: Any, targets: Nest) -> str:
+        """Say why it cannot be computed of a model's outputs; empty: it can."""
+        try:
+            self._value(outputs, targets)
+        except UserError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001  the caller's code may raise any
+            said = " ".join(str(error).split())[:_SAID]
+            whole = "" if isinstance(logits_in(outputs), type(outputs)) else ", whose logits are outputs.logits"
+            return (
+                f"{FLAG}: it cannot take what the model returned, {_described(outputs)}{whole}, with targets "
+                f"{_described(targets)}: {type(error).__name__}: {said}"
+            )
+        return ""
 
     def _sum(self, outputs: Any, targets: Nest) -> Tensor:
         value, rows = self._value(outputs, targets), nest.rows(targets)
@@ -141,6 +157,19 @@ class OwnLoss:
             )
         self._reduction = _SUM if sums else _MEAN
         return True
+
+
+def takes_whole_outputs(function: LossFunction) -> bool:
+    """Whether a loss is given a record as the model returns it: those of torch take tensors alone."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    where = type(function) if isinstance(function, nn.Module) else function
+    return not str(getattr(where, "__module__", "")).startswith("torch.")
+
+
+def _described(value: Nest) -> str:
+    tensors = [f"{tuple(leaf.shape)} of {str(leaf.dtype).removeprefix('torch.')}" for leaf in nest.leaves(value)]
+    return tensors[0] if isinstance(value, Tensor) else f"{type(value).__name__} of {', '.join(tensors)}"
 
 
 @dataclass(frozen=True)

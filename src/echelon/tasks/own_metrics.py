@@ -18,7 +18,7 @@ from echelon.core.spec import Spec, Value
 from echelon.core.task import Metric as MetricFacts
 from echelon.tasks.base import EvaluationResult, Metrics, StreamedMetrics, Task
 from echelon.tasks.gathering import RowMessages
-from echelon.tasks.nest import Nest
+from echelon.tasks.nest import Nest, logits_in
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -154,9 +154,10 @@ class OwnMetrics:
 
     def update(self, outputs: Any, targets: Nest) -> None:
         """Count a batch."""
-        self._base.update(outputs, targets)
+        logits = logits_in(outputs)
+        self._base.update(logits, targets)
         for metric in self._own.values():
-            metric.update(_beside(outputs, targets), targets)
+            metric.update(_beside(logits, targets), targets)
         if self._shows_loss:
             self._loss += torch.tensor([float(self._task.loss_sum(outputs, targets)), self._task.units(targets)])
 

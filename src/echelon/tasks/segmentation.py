@@ -98,6 +98,13 @@ class Segmentation(Task):
                 f"data {data.name} names no classes: give task=Segmentation(classes=[...]) of "
                 "echelon.tasks.segmentation, or a folder with images/ and masks/"
             )
+        values = data.target_values
+        if values is not None and not (values.span[0] >= 0 and values.span[1] < len(task.classes)):
+            raise UserError(
+                f"data {data.name}: masks have numbers from {values.span[0]:g} to {values.span[1]:g}, and the "
+                f"{len(task.classes)} classes are 0 to {len(task.classes) - 1}: name all of them; 255 or -100 stands "
+                "for no class"
+            )
         weights = class_weights(settings.class_weights, data.class_counts or (1,) * len(task.classes))
         task._weights = torch.zeros(0) if weights is None else torch.tensor(weights)
         task._smoothing, task._worst_samples = settings.label_smoothing, settings.worst_samples

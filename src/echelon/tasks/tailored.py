@@ -23,8 +23,8 @@ from echelon.tasks.base import (
     Task,
     Writing,
 )
-from echelon.tasks.nest import Nest
-from echelon.tasks.own_loss import LossFunction, OwnLoss
+from echelon.tasks.nest import Nest, logits_in
+from echelon.tasks.own_loss import LossFunction, OwnLoss, takes_whole_outputs
 from echelon.tasks.own_metrics import OwnMetrics, facts_of
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class TailoredTask(Task):
         self.generates = task.generates  # type: ignore[misc]
         self.generation_samples = task.generation_samples  # type: ignore[misc]
         self.takes_shares = task.takes_shares and loss is None  # type: ignore[misc]
+        self.takes_records = loss is not None and takes_whole_outputs(loss)  # type: ignore[misc]
 
     def facts(self) -> TaskFacts:
         """Return what a record says of the task."""
@@ -79,7 +80,7 @@ class TailoredTask(Task):
 
     def training_score(self, outputs: Any, targets: Nest) -> Tensor | None:
         """Return what the task counts in training."""
-        return self._task.training_score(outputs, targets)
+        return self._task.training_score(logits_in(outputs), targets)
 
     def metrics(self, device: torch.device) -> Metrics:
         """Return an accumulator of the task's metrics and the user's own."""
@@ -93,11 +94,11 @@ class TailoredTask(Task):
         self, model: Callable[[Nest], Any], samples: Sequence[ChosenSample], group: dist.ProcessGroup | None
     ) -> Generated:
         """Return what the task makes of the model's own writing."""
-        return self._task.generated(model, samples, group)
+        return self._task.generated(_with_logits(model), samples, group)
 
     def predict(self, model: Callable[[Nest], Any], inputs: Nest, writing: Writing) -> list[Prediction]:
         """Return what the task makes of the model; outputs as they are where the loss is one's own and says no task."""
-        return self._task.predict(model, inputs, writing)
+        return self._task.predict(_with_logits(model), inputs, writing)
 
     def auto_model(self, data: InputFacts) -> str:
         """Return the task's choice."""
@@ -107,11 +108,20 @@ class TailoredTask(Task):
         """Return what the task shows."""
         return self._task.report_sections(result)
 
+    def wrong_loss(self, outputs: Any, targets: Nest) -> str:
+        """Say why the loss cannot be computed, where it is one's own."""
+        return self._loss.refusal(outputs, targets) if isinstance(self._loss, OwnLoss) else ""
+
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs; a loss of one's own may take any tensor."""
+        outputs = logits_in(outputs)
         wrong = self._task.wrong_outputs(outputs, samples)
         if not isinstance(self._loss, OwnLoss):
             return wrong
         if not wrong or isinstance(outputs, Tensor):
             return ""
         return f"{wrong}: by it the task's metrics go; with task=supervised only the loss and metrics of your own count"
+
+
+def _with_logits(model: Callable[[Nest], Any]) -> Callable[[Nest], Any]:
+    return lambda inputs: logits_in(model(inputs))

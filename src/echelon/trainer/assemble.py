@@ -22,7 +22,7 @@ from echelon.coordinator.addresses import ROLES_FOLDER
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.terms import TERMINAL_VARIABLE
-from echelon.data import LoaderConfig, Shard, Source, example_inputs
+from echelon.data import LoaderConfig, Shard, Source, example_samples
 from echelon.data.base import DataInfo
 from echelon.data.kept_info import keep_info
 from echelon.data.loader import EvalLoader, TrainLoader, size_note
@@ -59,7 +59,7 @@ from echelon.trainer.leases import Commands, Leases
 from echelon.trainer.loop import LoopSettings, TrainingRun, regroupable
 from echelon.trainer.loss_guard import GuardSettings, LossGuard
 from echelon.trainer.membership import Membership
-from echelon.trainer.parts import Work, build_parts, channels_last, keep_cuts, with_kept_cuts
+from echelon.trainer.parts import build_parts, channels_last, keep_cuts, with_kept_cuts
 from echelon.trainer.path_choice import with_chosen_paths
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.progress import RunProgress
@@ -72,6 +72,7 @@ from echelon.trainer.state import Cursor, Fingerprint, RunParts, layout_of, layo
 from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.tables import table_notes
 from echelon.trainer.window import Traffic
+from echelon.trainer.work import Work
 from echelon.trainer.world import World, roll_call
 
 
@@ -117,10 +118,17 @@ class _Groundwork:
     def work(self) -> Work:
         """What is trained on what."""
         splits = self.world.placement is not None and self.world.placement.layout.splits
-        example = example_inputs(self.source) if splits else None
+        model = self.user_objects.model
+        example, targets = example_samples(self.source) if splits or model is not None else (None, None)
         tuning = self.resolved.tuning
         return Work(
-            self.source.info, self.task, self.user_objects.model, example, tuning, steps=self._steps_since(tuning)
+            self.source.info,
+            self.task,
+            model,
+            example,
+            tuning,
+            steps=self._steps_since(tuning),
+            example_targets=targets,
         )
 
     @property

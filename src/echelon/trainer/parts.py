@@ -16,12 +16,10 @@ from echelon.compression.rungs import Switch
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
-from echelon.data.base import DataInfo
-from echelon.models import LoadedWeights, build_model, give_logits, hints_for
+from echelon.models import build_model, give_logits, hints_for, keep_no_cache
 from echelon.models.keras_model import KerasModule, loss_name
-from echelon.models.tables import check_tables, make_sparse, sparse_tables
+from echelon.models.tables import make_sparse, sparse_tables
 from echelon.models.trial import evaluating, try_out
-from echelon.models.tuning.plan import UNCHANGED, UNTUNED, Tuned, TuningPlan
 from echelon.observe.phases import PhaseClock
 from echelon.optim.build import EMA, build_optimizer, idle_optimizer
 from echelon.optim.kernels import fuse_where_possible
@@ -32,14 +30,12 @@ from echelon.parallel.split import SplitModel, SplitOptions, recompute_model, sp
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.tables import cut_tables
 from echelon.parallel.zero import DividedUpdate
-from echelon.ps.table import RowStart
 from echelon.sync.base import CutRows, Sync, SyncContext
 from echelon.sync.same_start import equalise
 from echelon.tasks import nest
-from echelon.tasks.base import Task
-from echelon.tasks.nest import Nest
 from echelon.torch_compat import is_compiled
-from echelon.trainer.inputs import any_inputs, model_input
+from echelon.trainer.inputs import model_input
+from echelon.trainer.own_trial import check_own_model
 from echelon.trainer.precision import PRECISIONS, build_scaler, to_fp8
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.split_sync import SplitSync
@@ -47,55 +43,11 @@ from echelon.trainer.start_weights import is_of_rebuilt, start_from
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import make_update
 from echelon.trainer.tables import build_by_rows, check_sparse_model
+from echelon.trainer.work import Work
 from echelon.trainer.world import World
 
 _REENTRANT = "CheckpointFunctionBackward"
 CUTS_FILE = "stages.json"  # where a pipeline was cut, kept with the run
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is trained on what.
-
-    Attributes:
-        info: of the data.
-        task: fitted to it.
-        user_model: the caller's own module, in place of the described one.
-        example: two samples' inputs of any values, the same on every rank; None: made as `info` says.
-        tuning: what is trained of it.
-        loaded: what became of the weights that it starts from, each time that it is built.
-        steps: of the run; 0: not known.
-        tunings: what tuning has made of the model, likewise.
-        row_starts: how rows of tables begin that servers make, by name, likewise: the model is built without them;
-            None: it is built with all rows.
-    """
-
-    info: DataInfo
-    task: Task
-    user_model: nn.Module | None = None
-    example: Nest = None
-    tuning: TuningPlan = UNTUNED
-    loaded: list[LoadedWeights] = field(default_factory=list)
-    steps: int = 0
-    tunings: list[Tuned] = field(default_factory=list)
-    row_starts: dict[str, RowStart] | None = None
-
-    @property
-    def tuned(self) -> Tuned:
-        """What tuning has made of the model that was built last."""
-        return self.tunings[-1] if self.tunings else UNCHANGED
-
-    @property
-    def notes(self) -> list[tuple[str, str]]:
-        """What a user has to know of it, with the name of its event."""
-        return [("tuning", self.tuned.words)] if self.tunings else []
-
-    def inputs(self, like: Tensor) -> Nest:
-        """Return the example, the same on every rank; drawn without touching the run's generators."""
-        example = any_inputs(self.info, 2, like.dtype) if self.example is None else self.example
-        return nest.map_leaves(
-            lambda leaf: leaf.to(like.device, like.dtype) if leaf.is_floating_point() else leaf.to(like.device), example
-        )
 
 
 @dataclass(frozen=True)
@@ -212,7 +164,7 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     if (loaded := start_from(model, config.model, work.info.classes or work.info.target_names)) is not None:
         work.loaded.append(loaded)
     if work.user_model is not None:
-        give_logits(work.user_model)
+        (keep_no_cache if work.task.takes_records else give_logits)(work.user_model)
     elif isinstance(model, KerasModule) and not config.optimizer.loss:
         _check_compiled_loss(model, config.model.name)
     if config.model.sync_batchnorm and world.data_group is not None and isinstance(model, KerasModule):
@@ -264,32 +216,6 @@ def _check_rebuilt(model: nn.Module, work: Work) -> None:
         raise UserError(
             f"{label} cannot be called with what takes its place: {type(error).__name__}: {said}"
         ) from error
-
-
-def check_own_model(model: nn.Module, work: Work) -> None:
-    """Refuse a model from Python that the first step, or the first evaluation, could not use.
-
-    What its forward raises is not caught here: the first step raises it again, with the caller's own traceback.
-
-    Raises:
-        UserError: data are float64 and parameters are not, gradients would be sparse where they cannot be, or
-            outputs are not what the task learns from.
-    """
-    name = type(model).__name__
-    inputs = {leaf.dtype for leaf in nest.leaves(work.info.inputs)}
-    held = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if "float64" in inputs and held and torch.float64 not in held:
-        raise UserError(
-            f"data {work.info.name}: inputs are float64 and the parameters of {name} are "
-            f"{str(next(iter(held))).removeprefix('torch.')}: give float32 inputs (tensor.float()), or model.double()"
-        )
-    check_tables(model, f"model {name}")
-    try:
-        try_out(model, f"model {name}", model_input(work.info, work.task))
-    except UserError:
-        raise
-    except Exception:  # noqa: BLE001  the caller's code may raise any
-        return
 
 
 def check_complex(model: nn.Module, run: ResolvedRun, ranks: int) -> None:

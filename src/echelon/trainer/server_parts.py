@@ -27,11 +27,12 @@ from echelon.ps.table import Cut, KeyTable, RowStart
 from echelon.ps.worker_rank import WorkerRank, worker_name
 from echelon.sync.ps import ServerSettings, server_settings
 from echelon.tasks.base import SAMPLE
-from echelon.trainer.parts import Work, build_computing, build_split, build_whole, check_complex
+from echelon.trainer.parts import build_computing, build_split, build_whole, check_complex
 from echelon.trainer.precision import PRECISIONS, build_scaler
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.state import RunParts, seed_everything
 from echelon.trainer.tables import check_sparse_model, table_notes, whole_table_notes
+from echelon.trainer.work import Work
 from echelon.trainer.world import World
 
 

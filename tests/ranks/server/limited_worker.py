@@ -38,9 +38,10 @@ from echelon.ps.strategy import ParameterServer, WorkerOptions
 from echelon.ps.table import Cut, KeyTable, RowStart
 from echelon.sync.ps import ServerSettings
 from echelon.tasks.nest import TensorSpec
-from echelon.trainer.parts import Work, build_computing
+from echelon.trainer.parts import build_computing
 from echelon.trainer.servers_checkpoint import ServersState
 from echelon.trainer.state import Cursor, seed_everything
+from echelon.trainer.work import Work
 from echelon.trainer.world import World
 from tests.ranks.layouts import SumTask
 from tests.ranks.server.roles import KEYS

@@ -31,12 +31,13 @@ from echelon.run.resolve import resolve
 from echelon.sync.ps import ServerSettings
 from echelon.trainer.leases import Commands, Leases
 from echelon.trainer.loop import TrainingRun, fit
-from echelon.trainer.parts import Work, build_split
+from echelon.trainer.parts import build_split
 from echelon.trainer.progress import RunProgress
 from echelon.trainer.server_parts import ServerLink
 from echelon.trainer.servers_checkpoint import ServersState
 from echelon.trainer.state import RunParts, seed_everything
 from echelon.trainer.step import Step, StepSettings
+from echelon.trainer.work import Work
 from echelon.trainer.world import World
 from tests.ranks.layouts import INFO, MODELS, TASK, Trial, make_world
 from tests.ranks.server.roles import KEYS

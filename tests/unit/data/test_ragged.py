@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from echelon.config import DataConfig
-from echelon.data import EvalLoader, LoaderConfig, Shard, Source, TrainLoader, example_inputs
+from echelon.data import EvalLoader, LoaderConfig, Shard, Source, TrainLoader, example_samples
 from echelon.data.base import DataInfo
 from echelon.data.images import TensorArray
 from echelon.data.order import grouped_batches
@@ -92,5 +92,5 @@ def test_a_part_of_ragged_samples() -> None:
 
 def test_an_example_of_inputs_is_padded() -> None:
     """Split models are tried out on it."""
-    example = example_inputs(ragged_source())
+    example = example_samples(ragged_source())[0]
     assert example["ids"].shape == example["mask"].shape == (2, max(LENGTHS[:2]))

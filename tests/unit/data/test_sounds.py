@@ -132,3 +132,33 @@ def test_sounds_are_learnt_and_the_worst_are_shown(tmp_path: Path) -> None:
     assert worst["pictures"][0]["source"].startswith("data:image/")
     config = (tmp_path / "run" / "config.yaml").read_text()
     assert "adamw" in config and "batch_size: 32" in config
+
+
+def test_a_readme_beside_class_folders_hides_no_sounds(tmp_path: Path) -> None:
+    for root in (make_sounds(tmp_path / "whole"), make_sounds(tmp_path / "cut", ("Train", "Dev", "Test"))):
+        for folder in (root, root / "Train"):
+            if folder.is_dir():
+                (folder / "README.md").write_text("what this is")
+                (folder / "LICENSE").write_text("free")
+        source = open_data(settings(root).data, 0)
+        assert source.info.task == "speech_classification" and source.info.classes == ("high", "low")
+    assert source.info.eval_size == 16 and source.test is not None
+
+
+def test_sounds_with_parts_but_nothing_to_train_on_are_refused(tmp_path: Path) -> None:
+    root = make_sounds(tmp_path, ("val", "test"))
+    with pytest.raises(UserError, match="there is test/ but no train/ beside it"):
+        open_data(settings(root).data, 0)
+
+
+def test_a_sound_whose_header_has_no_length_is_refused(tmp_path: Path) -> None:
+    """As what an encoder wrote to a pipe: the number of samples is 0 in the header, which means unknown."""
+    root = make_sounds(tmp_path)
+    file = root / "high" / "z.flac"
+    soundfile.write(file, np.zeros(RATE), RATE)
+    data = bytearray(file.read_bytes())
+    data[21] &= 0xF0
+    data[22:26] = bytes(4)
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=r"z.flac: its header does not say how long it is"):
+        open_data(settings(root).data, 0)

@@ -67,6 +67,9 @@ def test_fifteen_percent_of_each_window_are_to_be_predicted_anew_in_each_epoch()
     inputs, targets = made(1, everything)
     chosen, tokens = targets != NO_TARGET, (np.arange(inputs.size) % count).reshape(inputs.shape)
     assert chosen[:-1].sum(1).tolist() == [6] * (len(samples) - 1) and chosen[-1].tolist().count(True) == 1
+    assert samples.unit_counts is not None and (samples.unit_counts == chosen.sum(1)).all(), (
+        "known before they are drawn"
+    )
     assert (inputs[-1, 7:] == count).all() and not chosen[-1, 7:].any(), "the last window has seven tokens"
     assert (targets[chosen] == tokens[chosen]).all() and (inputs[:-1][~chosen[:-1]] == tokens[:-1][~chosen[:-1]]).all()
     assert (inputs[chosen] == count).mean() == pytest.approx(0.8, abs=0.01)

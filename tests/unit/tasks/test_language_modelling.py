@@ -115,6 +115,11 @@ def test_masked_tokens_are_shown_with_what_is_predicted() -> None:
     assert section is not None
     (shown,) = section.texts
     assert shown.title == "ab [1] ab [2] ab" and shown.text == "[1] 'c': right (1.00)\n[2] 'b': predicted 'c' (1.00)"
+    end = ChosenSample(4, torch.tensor([[1, 4, 4, 4, 4, 4, 4, 4]]), torch.tensor([[NO_TARGET, 2, *[NO_TARGET] * 6]]))
+    section = fitted.generated(lambda ids: scores.expand(len(ids), 8, 4), [end], None).section
+    assert section is not None and section.texts[0].title == "a [1] ", "what fills the last window up is no text"
+    assert Characters("abc").decode([1, 4, 0]) == "a\ufffd\ufffd"
+    assert fitted.facts().speed(10.0) == ("samples/s", 10.0), "whether a token is predicted is drawn"
     calls: list[torch.Size] = []
     fitted.generated(lambda ids: calls.append(ids.shape) or scores, [], None)  # type: ignore[func-returns-value]
     assert calls == [(1, 8)], "a rank without samples calls the model too"

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from echelon.core.errors import UserError
-from echelon.data import from_datasets
+from echelon.data import example_samples, from_datasets
 from echelon.tasks.base import TaskSettings
+from echelon.tasks.own_loss import LossFunction, takes_whole_outputs
 from echelon.tasks.registry import build_task
-from echelon.trainer.parts import Work, check_own_model
+from echelon.tasks.tailored import TailoredTask
+from echelon.trainer.own_trial import check_own_model
+from echelon.trainer.work import Work
 
 X = torch.randn(12, 8)
 Y = torch.arange(12) % 3
@@ -22,13 +30,58 @@ class Raises(nn.Linear):
         raise RuntimeError("mine")
 
 
-def check(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> str:
+class TupleInTraining(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        out = super().forward(x)
+        return (out, out) if self.training else out
+
+
+class Counts(nn.Module):
+    """Has statistics and noise that a trial must not move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.head = nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(self.norm(x)))
+
+
+class WithAuxiliary(nn.Module):
+    """As GoogLeNet: a second head that it has in training alone."""
+
+    Output = namedtuple("Output", ("logits", "aux"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.aux = nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | Output:
+        return self.Output(self.head(x), self.aux(x)) if self.training else self.head(x)
+
+
+def both_heads(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    if isinstance(outputs, torch.Tensor):
+        return F.cross_entropy(outputs, targets, reduction="none")
+    return sum(F.cross_entropy(logits, targets, reduction="none") for logits in outputs)  # type: ignore[return-value]
+
+
+def check(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    at_hand: bool = True,
+    loss: LossFunction | None = None,
+) -> str:
     """Try a model out on data of one's own; returns the name of the task."""
     data = TensorDataset(inputs, targets)
-    info = from_datasets(data, data).info
-    task = build_task(info.task).fitted(info, TaskSettings())
-    check_own_model(model, Work(info, task, model))
-    return info.task
+    source = from_datasets(data, data)
+    task = build_task(source.info.task).fitted(source.info, TaskSettings())
+    if loss is not None:
+        task = TailoredTask(task, loss, {}, task.primary)
+    example, example_targets = example_samples(source) if at_hand else (None, None)
+    check_own_model(model, Work(source.info, task, model, example, example_targets=example_targets))
+    return source.info.task
 
 
 @pytest.mark.parametrize(
@@ -36,7 +89,7 @@ def check(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> str:
     [
         (nn.Linear(8, 2), X, Y, r"shape \(batch, 3\), one per class; for a batch of 2 it returned \[2, 2\]$"),
         (nn.Linear(8, 7), X, Y, r"it returned \[2, 7\]$"),
-        (nn.Linear(8, 3), X, Y + 1, "no sample has label 0: classes are numbered from 0, not from 1"),
+        (nn.Linear(8, 3), X, Y + 1, "labels are 1 to 3, and classes are numbered from 0: give targets - 1"),
         (nn.Linear(8, 3), X.double(), Y, "inputs are float64 and the parameters of Linear are float32: give float32"),
         (nn.Linear(8, 2), X, X.sum(1), "must return 1 numbers for each sample"),
     ],
@@ -54,5 +107,43 @@ def test_numbers_with_fractions_are_learnt_by_regression_and_whole_ones_are_clas
     assert check(nn.Linear(8, 3), X, Y) == "image_classification"
 
 
-def test_what_its_forward_raises_is_left_to_the_first_step() -> None:
-    check(Raises(8, 3), X, Y)
+def test_what_forward_raises_is_refused_with_its_place_where_data_are_at_hand() -> None:
+    with pytest.raises(
+        UserError, match=r"model Raises cannot be called .*RuntimeError: mine \(.*test_own_model.py:\d+"
+    ):
+        check(Raises(8, 3), X, Y)
+    check(Raises(8, 3), X, Y, at_hand=False)  # of zeros it says nothing
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "words"),
+    [
+        (
+            nn.Linear(7, 3),
+            X,
+            r"cannot be called with samples of data TensorDataset, \(8,\) of float32: RuntimeError: ",
+        ),
+        (nn.Linear(8, 3), X.long(), "of int64: RuntimeError"),
+        (nn.Linear(8, 3).double(), X, "RuntimeError: mat1 and mat2 must have the same dtype"),
+        (TupleInTraining(8, 3), X, "it returned tuple in training mode"),
+    ],
+)
+def test_what_the_first_step_could_not_do_is_refused(model: nn.Module, inputs: torch.Tensor, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check(model, inputs, Y)
+
+
+def test_a_trial_moves_nothing() -> None:
+    model = Counts()
+    before, generator = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    check(model, X, Y)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(generator, torch.get_rng_state()) and model.training
+
+
+def test_a_loss_of_ones_own_sees_all_that_a_model_returns_and_is_tried_too() -> None:
+    assert check(WithAuxiliary(), X, Y, loss=both_heads) == "image_classification"
+    with pytest.raises(UserError, match=r"cannot take what the model returned, Output of \(2, 3\) .*outputs.logits"):
+        check(WithAuxiliary(), X, Y, loss=lambda outputs, targets: F.cross_entropy(outputs, targets))
+    assert takes_whole_outputs(both_heads) and takes_whole_outputs(partial(both_heads))
+    assert not takes_whole_outputs(nn.CrossEntropyLoss()) and not takes_whole_outputs(F.cross_entropy)

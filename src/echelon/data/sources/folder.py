@@ -10,10 +10,9 @@ from echelon.core.errors import UserError
 from echelon.data.base import DataRequest, Source
 from echelon.data.class_folders import FolderLinks, scan_classes, scan_like
 from echelon.data.images import ImageFiles
+from echelon.data.parts import PartFolders
 from echelon.data.sample_index import NamedSampleIndex
 from echelon.data.sources.base import SourceKind, began_with_all, grown_images, held_out_of_begun
-
-_VALIDATION_FOLDERS, _TEST_FOLDER = ("val", "valid", "validation"), "test"
 
 
 class Folder(SourceKind):
@@ -67,29 +66,24 @@ def open_folder(path: Path, request: DataRequest, links: FolderLinks) -> Source:
 def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     if not path.is_dir():
         raise UserError(f"data {path}: it is a file, not a folder" if path.exists() else f"data {path}: no such folder")
-    folders = {each.name for each in path.iterdir() if each.is_dir()}
-    parts = [name for name in (*_VALIDATION_FOLDERS, _TEST_FOLDER) if name in folders]
-    if "train" not in folders and parts and folders <= {*_VALIDATION_FOLDERS, _TEST_FOLDER}:
-        raise UserError(f"data {path}: there is {parts[0]}/ but no train/ beside it")
-    files, classes = scan_classes(path, "train" if "train" in folders else "", links)
+    parts = PartFolders.of(path)
+    files, classes = scan_classes(path, parts.train, links)
     names = [files.names[i] for i in range(len(files))]
     sample_index = NamedSampleIndex.of(request.folder, request.config.source, classes, names)
     notes: tuple[str, ...] = ()
     train, test = ImageFiles.of(files), None
     if sample_index.is_kept:
         train = train.subset(sample_index.order(names))
-    if "train" not in folders:
-        parts = []
-    validation = next((name for name in parts if name != _TEST_FOLDER), "")
-    if _TEST_FOLDER in parts and validation:
+    validation = parts.validation
+    if parts.test and validation:
         try:
-            test = ImageFiles.of(scan_like(path, _TEST_FOLDER, links, classes))
+            test = ImageFiles.of(scan_like(path, parts.test, links, classes))
         except UserError as error:  # images without classes, as those of competitions are
-            notes += (f"{_TEST_FOLDER}/ is not used: {str(error).removeprefix('data ')}",)
-    elif _TEST_FOLDER in parts and began_with_all(request, sample_index.begun):
-        validation = _TEST_FOLDER
-    elif _TEST_FOLDER in parts:
-        test = ImageFiles.of(scan_like(path, _TEST_FOLDER, links, classes))
+            notes += (f"{parts.test}/ is not used: {str(error).removeprefix('data ')}",)
+    elif parts.test and began_with_all(request, sample_index.begun):
+        validation = parts.test
+    elif parts.test:
+        test = ImageFiles.of(scan_like(path, parts.test, links, classes))
     if validation:
         evaluation = ImageFiles.of(scan_like(path, validation, links, classes))
     else:

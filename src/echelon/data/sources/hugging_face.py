@@ -32,6 +32,7 @@ from echelon.data.class_folders import FolderLinks
 from echelon.data.column_numbers import is_string
 from echelon.data.columns import is_whole
 from echelon.data.images import ImageCells
+from echelon.data.parts import by_part, part_of
 from echelon.data.sources.base import SourceKind, held_out, image_source
 from echelon.data.sources.table import open_tables, outline_of_tables
 from echelon.tasks.base import Encoding
@@ -39,7 +40,6 @@ from echelon.tasks.base import Encoding
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_SPLITS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "dev": "val", "test": "test"}
 _HUB_S = 2.0  # in which the hub answers, or there is no network
 _SAVED = (("dataset_dict.json",), ("dataset_info.json", "state.json"))
 
@@ -257,11 +257,10 @@ def _parts(source: str, splits: Mapping[str, Dataset]) -> tuple[dict[str, Datase
     """Return the splits by part, and the names of those that are of none; a single split is `train`."""
     if len(splits) == 1:
         return {"train": next(iter(splits.values()))}, []
-    parts = {_SPLITS[name]: data for name, data in splits.items() if name in _SPLITS}
+    parts = {part: splits[name] for part, name in by_part(source, splits).items()}
     if "train" not in parts:
         raise UserError(f"data {source}: it has no split train, but {', '.join(splits)}")
-    others = [name for name in splits if name not in _SPLITS]
-    return {part: parts[part] for part in ("train", "val", "test") if part in parts}, others
+    return parts, [name for name in splits if not part_of(name)]
 
 
 def _table(data: Dataset, keep: str) -> pa.Table:

@@ -19,6 +19,7 @@ from echelon.data.class_folders import FolderLinks, files_below
 from echelon.data.decode import CannotDecode
 from echelon.data.images import FileNames, ImageFiles, LabelledFiles
 from echelon.data.masks import IGNORED, MaskedImages, pixel_counts
+from echelon.data.parts import PartFolders, train_folder
 from echelon.data.sources.base import SourceKind, held_out
 from echelon.data.statistics import measure
 from echelon.tasks.base import Encoding
@@ -39,7 +40,7 @@ class MaskFolder(SourceKind):
     def takes(self, name: str) -> bool:
         """Whether a folder, or its `train/`, holds `images/` and `masks/`, or one of them and no other folder."""
         path = Path(name).expanduser()
-        return path.is_dir() and any(_looks_like_masks(each) for each in (path, path / "train"))
+        return path.is_dir() and any(_looks_like_masks(each) for each in (path, train_folder(path)))
 
     def outline(self, request: DataRequest) -> DataOutline:
         """Return the task that masks are for."""
@@ -74,13 +75,12 @@ def _folders_in(path: Path) -> set[str]:
 
 
 def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
-    config, has = request.config, _folders_in(path)
-    in_parts = "train" in has
-    of_parts = [path / part for part in ("train", "val", "test") if in_parts and part in has] or [path]
-    links.count(part / name for part in of_parts for name in (_IMAGES, _MASKS))
+    config, folders = request.config, PartFolders.of(path)
+    others = {name: path / part for name, part in (("val", folders.validation), ("test", folders.test)) if part}
+    links.count(part / name for part in (path / folders.train, *others.values()) for name in (_IMAGES, _MASKS))
     links.check()
-    pairs = _pairs(path / "train" if in_parts else path, links)
-    parts = {part: _pairs(path / part, links) for part in ("val", "test") if in_parts and part in has}
+    pairs = _pairs(path / folders.train, links)
+    parts = {name: _pairs(part, links) for name, part in others.items()}
     links.check()
     counts = pixel_counts(pairs, config.root)
     names = _class_names(path, pairs, counts)

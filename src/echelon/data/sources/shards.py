@@ -23,6 +23,7 @@ from echelon.data.base import DataRequest, Source
 from echelon.data.class_folders import FolderLinks
 from echelon.data.file_names import COMPRESSED, TABLES, is_tar
 from echelon.data.images import FileNames, ImageRanges, OpenFiles
+from echelon.data.parts import by_part, part_of, subfolders, train_folder
 from echelon.data.sample_index import NamedSampleIndex
 from echelon.data.sources.base import SourceKind, grown_images, held_out_of_begun
 from echelon.data.tar_index import (
@@ -33,7 +34,6 @@ from echelon.data.tar_index import (
 )
 from echelon.tasks.base import Encoding
 
-_PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 _WORDS = re.compile(r"[a-z]+")
 
 
@@ -46,7 +46,7 @@ class Shards(SourceKind):
     def takes(self, name: str) -> bool:
         """Whether it is a tar archive, or a folder with some, in itself or in its `train/`, and no other folders."""
         path = Path(name).expanduser()
-        return is_tar(path.name) if not path.is_dir() else bool(_shards_in(path) or _shards_in(path / "train"))
+        return is_tar(path.name) if not path.is_dir() else bool(_shards_in(path) or _shards_in(train_folder(path)))
 
     def check(self, name: str) -> None:
         """Refuse shards that are not there, and those that are compressed.
@@ -94,7 +94,7 @@ def _shards_in(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     seen = [each for each in path.iterdir() if not each.name.startswith(".")]
-    others = any(each.suffix.lower() in TABLES or (each.name not in _PARTS and each.is_dir()) for each in seen)
+    others = any(each.suffix.lower() in TABLES or (not part_of(each.name) and each.is_dir()) for each in seen)
     return [] if others else sorted(each for each in seen if is_tar(each.name) and each.is_file())
 
 
@@ -108,14 +108,14 @@ def _parts_of(path: Path) -> dict[str, list[Path]]:
     """
     if not path.is_dir():
         return {"train": [path]}
-    folders = {_PARTS[name]: files for name in _PARTS if (files := _shards_in(path / name))}
-    if folders:
-        return {part: folders[part] for part in ("train", "val", "test") if part in folders}
+    with_shards = [name for name in subfolders(path) if part_of(name) and _shards_in(path / name)]
+    if with_shards:
+        return {part: _shards_in(path / name) for part, name in by_part(path, with_shards).items()}
     files = _shards_in(path)
     named: dict[str, list[Path]] = {}
     for file in files:
         words = _WORDS.findall(file.name.lower())
-        named.setdefault(next((_PARTS[word] for word in words if word in _PARTS), ""), []).append(file)
+        named.setdefault(next(filter(None, map(part_of, words)), ""), []).append(file)
     if set(named) <= {""}:
         return {"train": files}
     if "" in named:

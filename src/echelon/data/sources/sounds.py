@@ -12,6 +12,7 @@ import numpy as np
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES, FolderLinks, scan_classes, scan_like
+from echelon.data.parts import PartFolders, train_folder
 from echelon.data.sample_index import NamedSampleIndex
 from echelon.data.sounds import SoundFiles, measured, sound_specs
 from echelon.data.sources.base import SourceKind, held_out_of_begun
@@ -58,11 +59,14 @@ SOURCE = Sounds
 
 
 def first_file(path: Path) -> str:
-    """Return the name of the first file below a folder, hidden ones left out; empty: none is soon found."""
-    looked_at = 0
-    for _, folders, files in os.walk(path):
+    """Return the name of the first file below a folder; empty: none is soon found.
+
+    Left out are hidden ones, and what lies in no class's folder: lists and a README.
+    """
+    looked_at, own = 0, (str(path), str(train_folder(path)))
+    for folder, folders, files in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        seen = sorted(name for name in files if not name.startswith("."))
+        seen = sorted(name for name in files if not name.startswith(".")) if folder not in own or not folders else []
         looked_at += 1 + len(folders)
         if seen or looked_at > _LOOKED_AT:
             return seen[0] if seen else ""
@@ -86,18 +90,16 @@ def has_transcripts(path: Path) -> bool:
 
 
 def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
-    has = {each.name for each in path.iterdir() if each.is_dir()}
-    files, classes = scan_classes(path, "train" if "train" in has else "", links)
+    folders = PartFolders.of(path)
+    files, classes = scan_classes(path, folders.train, links)
     names = [files.names[i] for i in range(len(files))]
     sample_index = NamedSampleIndex.of(request.folder, request.config.source, classes, names)
     sounds = measured(files.subset(sample_index.order(names)))
-    parts = {
-        part: measured(scan_like(path, part, links, classes), sounds.rate)
-        for part in ("val", "test")
-        if part in has and "train" in has
-    }
+    validation, test = (
+        measured(scan_like(path, part, links, classes), sounds.rate) if part else None
+        for part in (folders.validation, folders.test)
+    )
     notes: tuple[str, ...] = ()
-    validation, test = parts.get("val"), parts.get("test")
     if validation is None:
         divided = held_out_of_begun(request, sample_index, test is not None, "sound")
         sounds, validation, notes = sounds.subset(divided.train), sounds.subset(divided.evaluation), divided.notes

@@ -52,7 +52,7 @@ from echelon.data.ragged import RaggedArray
 from echelon.data.sample_index import RowSampleIndex
 from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.data.sources.transcripts import Recordings, plain_text, transcribed
-from echelon.data.table_files import TableParts, check_known, listed, parts_in, stray
+from echelon.data.table_files import TableParts, check_known, is_folder_of_tables, listed, stray
 from echelon.tasks.base import Encoding
 from echelon.tasks.nest import Nest, TensorSpec, map_leaves
 
@@ -82,7 +82,7 @@ class TableFile(SourceKind):
 
     def takes(self, name: str) -> bool:
         """Whether it is a file with a suffix of tables, or a folder with `train.csv` or the like."""
-        return Path(name).suffix.lower() in TABLES or "train" in parts_in(Path(name).expanduser())
+        return Path(name).suffix.lower() in TABLES or is_folder_of_tables(Path(name).expanduser())
 
     def check(self, name: str) -> None:
         """Refuse a file that is not there.

@@ -149,6 +149,10 @@ class MaskedWindows(DrawnSamples):
         missing = -len(ids) % context
         self._tokens = np.concatenate([ids, np.full(missing, count, np.int64)]).reshape(-1, context)
         self._count, self._seed = count, seed
+        there = (self._tokens != count).sum(1)
+        self._predicted = self.unit_counts = np.maximum(1, np.round(PREDICTED * there)).astype(
+            np.int64
+        )  # exactly 15%, at least one
         self.specs = TensorSpec((context,), "int64", count + 1), TensorSpec((context,), "int64", count)
 
     def __len__(self) -> int:
@@ -156,12 +160,12 @@ class MaskedWindows(DrawnSamples):
 
     def fill(self, epoch: int, draws: Indices, inputs: Nest, targets: Nest) -> None:
         """Write the windows of `draws`, masked, and the tokens that were there."""
-        tokens = self._tokens[draws % len(self)]
+        rows = draws % len(self)
+        tokens = self._tokens[rows]
         place, fate, other = np.split(uniforms(self._seed, epoch, draws, 3 * tokens.shape[1]), 3, axis=1)
         there = tokens != self._count
-        # exactly 15% of each window, at least one: those with the lowest numbers
         rank = np.argsort(np.argsort(np.where(there, place, 1), axis=1), axis=1)
-        chosen = rank < np.maximum(1, np.round(PREDICTED * there.sum(1)))[:, None]
+        chosen = rank < self._predicted[rows, None]  # those with the lowest numbers
         anything = (other * self._count).astype(np.int64)
         changed = np.where(fate < _MASKED, self._count, np.where(fate < _MASKED + _RANDOM, anything, tokens))
         inputs[:] = np.where(chosen, changed, tokens)

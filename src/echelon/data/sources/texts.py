@@ -25,13 +25,13 @@ from echelon.data.class_folders import (
 )
 from echelon.data.columns import encode_texts
 from echelon.data.images import TensorArray
+from echelon.data.parts import PartFolders, train_folder
 from echelon.data.sample_index import NamedSampleIndex
 from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.data.sources.text_file import SUFFIXES, TextParts, is_for_one_text, outline_of_text, read_text, text_source
 from echelon.tasks.base import Encoding
 
 TEXT_FILES = FileKind(SUFFIXES, "text files")
-_VALIDATION, _TEST = ("val", "valid", "validation"), "test"
 _OTHER = (*IMAGE_FILES.extensions, *SOUND_FILES.extensions)
 TEXT_CLASSIFICATION = "text_classification"
 _LOOKED_AT = 1000  # files and folders, until the first folder with files tells what all hold
@@ -77,51 +77,35 @@ SOURCE = Texts
 def _begins_with_texts(path: Path) -> bool:
     """Whether the first folder below a folder that has files of a kind that is known has texts alone.
 
-    Files of the folder itself, and of its `train/`, are no samples: there, a text is a README.
+    Files of the folder itself, and of its training part, are no samples: there, a text is a README.
     """
-    looked_at = 0
+    looked_at, own = 0, (str(path), str(train_folder(path)))
     for folder, folders, files in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         looked_at += 1 + len(folders) + len(files)
         names = [name.lower() for name in files if not name.startswith(".")]
         known = [name for name in names if name.endswith((*SUFFIXES, *_OTHER))]
-        if known and folder not in (str(path), str(path / "train")):
+        if known and folder not in own:
             return not any(name.endswith(_OTHER) for name in known)
         if looked_at > _LOOKED_AT:
             return False
     return False
 
 
-def _parts(path: Path) -> tuple[str, str, str]:
-    """Return the names of the folders to train on, to validate and to test by; empty: there is none of its own.
-
-    Raises:
-        UserError: there is one to evaluate by and none to train on.
-    """
-    there = {each.name for each in path.iterdir() if each.is_dir()}
-    validation = next((name for name in _VALIDATION if name in there), "")
-    test = _TEST if _TEST in there else ""
-    if "train" in there:
-        return "train", validation, test
-    if there and there <= {*_VALIDATION, _TEST}:
-        raise UserError(f"data {path}: there is {validation or test}/ but no train/ beside it")
-    return "", "", ""
-
-
 def _classified(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     """Return texts with a class each, that of their folder."""
-    part, validation, test = _parts(path)
-    train, classes = scan_classes(path, part, links)
+    folders = PartFolders.of(path)
+    train, classes = scan_classes(path, folders.train, links)
     names = [train.names[i] for i in range(len(train))]
     sample_index = NamedSampleIndex.of(request.folder, request.config.source, classes, names)
     train = train.subset(sample_index.order(names))
     notes: tuple[str, ...] = ()
-    if validation:
-        held = scan_like(path, validation, links, classes)
+    if folders.validation:
+        held = scan_like(path, folders.validation, links, classes)
     else:
-        divided = held_out_of_begun(request, sample_index, bool(test), "text")
+        divided = held_out_of_begun(request, sample_index, bool(folders.test), "text")
         train, held, notes = train.subset(divided.train), train.subset(divided.evaluation), divided.notes
-    parts = [train, held, *([scan_like(path, test, links, classes)] if test else [])]
+    parts = [train, held, *([scan_like(path, folders.test, links, classes)] if folders.test else [])]
     texts = [read_text(Path(files.path(i))) for files in parts for i in range(len(files))]
     if not any(text.strip() for text in texts[: len(train)]):
         raise UserError(f"data {path}: all texts to train on are empty")
@@ -138,16 +122,16 @@ def _classified(path: Path, request: DataRequest, links: FolderLinks) -> Source:
         stages=sample_index.trained_stages(len(train)),
     )  # fmt: skip
     note = f"texts are cut into tokens, of a vocabulary of {column.tokeniser.count:,}"
-    return Source(samples[0], samples[1], info, (*notes, note), samples[2] if test else None, sample_index)
+    return Source(samples[0], samples[1], info, (*notes, note), samples[2] if folders.test else None, sample_index)
 
 
 def _one_text(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     """Return the files of each part as one text."""
-    train, validation, test = _parts(path)
-    links.count(path / part for part in (train, validation, test) if part)
+    folders = PartFolders.of(path)
+    links.count(path / part for part in (folders.train, folders.validation, folders.test) if part)
     links.check()
-    text = _joined(path / train, links)
-    held, last = (_joined(path / part, links) if part else "" for part in (validation, test))
+    text = _joined(path / folders.train, links)
+    held, last = (_joined(path / part, links) if part else "" for part in (folders.validation, folders.test))
     links.check()
     return text_source(request, TextParts.of(request, text, held, last))
 

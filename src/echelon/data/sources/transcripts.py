@@ -22,6 +22,7 @@ from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import SOUND_FILES, FileKind, FolderLinks, files_below
 from echelon.data.images import FileNames, LabelledFiles
 from echelon.data.order import Indices
+from echelon.data.parts import part_of
 from echelon.data.ragged import RaggedArray
 from echelon.data.sample_index import NamedSampleIndex, SampleIndex
 from echelon.data.sounds import SoundFiles, measured, sound_specs, transcript_spec
@@ -35,7 +36,6 @@ SPEECH_RECOGNITION = "speech_recognition"
 _LIST = ".trans.txt"
 _TEXT = ".txt"
 _FILES = FileKind((*SOUND_FILES.extensions, _TEXT), SOUND_FILES.plural)
-_PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
 
 
 class Transcripts(SourceKind):
@@ -225,7 +225,7 @@ def _folders_of_parts(path: Path, links: FolderLinks) -> dict[str, list[str]]:
         seen = sorted(e.name for e in entries if e.is_dir() and links.usable(e, (os.path.realpath(path),)))
     folders: dict[str, list[str]] = {}
     for name in seen:
-        if part := _PARTS.get(name.lower().partition("-")[0]):
+        if part := part_of(name.partition("-")[0]):
             folders.setdefault(part, []).append(name)
     return folders if "train" in folders else {"train": [""]}
 

@@ -1,0 +1,63 @@
+"""What a rank trains on what: the data's facts, the task, the caller's model, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from echelon.data.base import DataInfo
+from echelon.models import LoadedWeights
+from echelon.models.tuning.plan import UNCHANGED, UNTUNED, Tuned, TuningPlan
+from echelon.ps.table import RowStart
+from echelon.tasks import nest
+from echelon.tasks.base import Task
+from echelon.tasks.nest import Nest
+from echelon.trainer.inputs import any_inputs
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained on what.
+
+    Attributes:
+        info: of the data.
+        task: fitted to it.
+        user_model: the caller's own module, in place of the described one.
+        example: two samples' inputs of any values, the same on every rank; None: made as `info` says.
+        tuning: what is trained of it.
+        loaded: what became of the weights that it starts from, each time that it is built.
+        steps: of the run; 0: not known.
+        tunings: what tuning has made of the model, likewise.
+        row_starts: how rows of tables begin that servers make, by name, likewise: the model is built without them;
+            None: it is built with all rows.
+        example_targets: of the two samples, where data is at hand; None: it is not, as in a rehearsal.
+    """
+
+    info: DataInfo
+    task: Task
+    user_model: nn.Module | None = None
+    example: Nest = None
+    tuning: TuningPlan = UNTUNED
+    loaded: list[LoadedWeights] = field(default_factory=list)
+    steps: int = 0
+    tunings: list[Tuned] = field(default_factory=list)
+    row_starts: dict[str, RowStart] | None = None
+    example_targets: Nest = None
+
+    @property
+    def tuned(self) -> Tuned:
+        """What tuning has made of the model that was built last."""
+        return self.tunings[-1] if self.tunings else UNCHANGED
+
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """What a user has to know of it, with the name of its event."""
+        return [("tuning", self.tuned.words)] if self.tunings else []
+
+    def inputs(self, like: Tensor) -> Nest:
+        """Return the example, the same on every rank; drawn without touching the run's generators."""
+        example = any_inputs(self.info, 2, like.dtype) if self.example is None else self.example
+        return nest.map_leaves(
+            lambda leaf: leaf.to(like.device, like.dtype) if leaf.is_floating_point() else leaf.to(like.device), example
+        )

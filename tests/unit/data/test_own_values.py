@@ -1,0 +1,72 @@
+"""What values targets from Python have is looked at before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from echelon.core.errors import UserError
+from echelon.data import from_datasets
+from echelon.tasks.base import Task, TaskSettings
+from echelon.tasks.classification import Classification
+from echelon.tasks.image_classification import ImageClassification
+from echelon.tasks.multi_label import MultiLabel
+from echelon.tasks.regression import Regression
+from echelon.tasks.segmentation import Segmentation
+
+X = torch.randn(6, 4)
+MARKS = torch.tensor([[1, 0, 1], [0, 0, 0]] * 3).float()
+ONE_HOT = torch.eye(3).repeat(2, 1)
+
+
+class Items(Dataset[tuple[Tensor, Tensor]]):
+    """Made one by one."""
+
+    def __init__(self, targets: Tensor) -> None:
+        self.wanted = targets
+
+    def __len__(self) -> int:
+        return len(self.wanted)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return X[i], self.wanted[i]
+
+
+@pytest.mark.parametrize("made", [Items, lambda targets: TensorDataset(X, targets)])
+@pytest.mark.parametrize(
+    ("targets", "task", "words"),
+    [
+        (MARKS * 5, MultiLabel(), r"targets reach from 0 to 5, .* 0 or 1 for each label"),
+        (MARKS * 0.5, MultiLabel(), "targets reach from 0 to 0.5"),
+        (ONE_HOT, ImageClassification(), r"they are one-hot: give targets.argmax\(1\)"),
+        (torch.full((6, 2, 2), 5), Segmentation(["a", "b"]), "masks have numbers from 5 to 5, and the 2 classes"),
+        (torch.arange(6) % 3 + 1, Classification(), "labels are 1 to 3, and classes are numbered from 0"),
+    ],
+)  # fmt: skip
+def test_what_no_task_can_learn_from_is_refused(made: type[Items], targets: Tensor, task: Task, words: str) -> None:
+    info = from_datasets(made(targets), made(targets)).info
+    with pytest.raises(UserError, match=words):
+        task.fitted(info, TaskSettings())
+
+
+def test_one_hot_rows_are_learnt_by_no_task_that_nobody_named() -> None:
+    info = from_datasets(Items(ONE_HOT), Items(ONE_HOT)).info
+    assert info.task == "image_classification", "which refuses them"
+    assert from_datasets(Items(MARKS), Items(MARKS)).info.task == "regression"
+    assert Regression().fitted(info, TaskSettings()).outputs == 3
+    assert MultiLabel().fitted(info, TaskSettings()).outputs == 3
+
+
+def test_numbers_that_stand_for_no_class_are_none() -> None:
+    masks = torch.tensor([[[0, 1], [255, -100]]] * 6)
+    info = from_datasets(Items(masks), Items(masks)).info
+    assert info.target_values is not None and info.target_values.span == (0, 1)
+    assert Segmentation(["a", "b"]).fitted(info, TaskSettings()).outputs == 2
+
+
+def test_class_0_may_be_missing_where_classes_are_named() -> None:
+    data = Items(torch.arange(6) % 2 + 1)
+    info = from_datasets(data, data, classes=["none", "cat", "dog"]).info
+    assert Classification().fitted(info, TaskSettings()).outputs == 3
