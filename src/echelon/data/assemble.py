@@ -389,6 +389,6 @@ def _write_row(i: int, row: int, item: Nest, out: Nest, what: str) -> None:
         if tuple(value.shape) != buffer.shape[1:]:
             raise UserError(
                 f"item {i} of the data has shape {tuple(value.shape)}, the first {buffer.shape[1:]}: "
-                f"all {what} must have one shape"
+                f"all {what} must have one shape: pad them, or crop them, in the data set's __getitem__"
             )
         buffer[row] = value.detach().cpu().numpy()

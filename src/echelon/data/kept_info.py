@@ -17,7 +17,7 @@ from echelon.tasks.base import SentenceMarks
 from echelon.tasks.nest import Nest, TensorSpec
 
 RUN_FILE = DATA_FILE
-_ELSEWHERE = ("tokeniser", "tightest", "stages")  # in files of their own; `tightest` is for training alone
+_ELSEWHERE = ("tokeniser", "tightest", "stages", "target_values")  # in files of their own, or for training alone
 _NESTS = ("several", "targets")
 _SPEC, _TUPLE, _LIST, _DICT = "spec", "tuple", "list", "dict"
 

@@ -166,7 +166,22 @@ class TrainLoader(_Loader):
         return global_batches(self._samples_in(epoch), size, seed, epoch)
 
     def _made(self, epoch: int, wanted: Sequence[tuple[int, Indices, Shard]]) -> Iterator[Batch]:
-        """Give parts of batches: each one's number in the epoch, its draws, and which part of it."""
+        """Give parts of batches: each one's number in the epoch, its draws, and which part of it.
+
+        Raises:
+            UserError: a sample cannot be used; says in which batch.
+        """
+        given = 0
+        try:
+            for batch in self._mixed(epoch, wanted):
+                yield batch
+                given += 1
+        except UserError as error:
+            number, _, shard = wanted[given]
+            place = f"rank {shard.rank}, batch {number + 1} of epoch {epoch + 1}"
+            raise UserError(f"{error} ({place})") from error
+
+    def _mixed(self, epoch: int, wanted: Sequence[tuple[int, Indices, Shard]]) -> Iterator[Batch]:
         if self._mixer is None:
             jobs = [
                 BatchJob(number, local_part(draws, shard), len(draws), draws, _uneven(len(draws), shard))

@@ -76,6 +76,8 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
     mean, std = measure(data, side) if isinstance(data, Images) else ((), ())
     values = None if both is not None else seen_values(data, held)
     several, targets = nest.map_leaves(_spec, (inputs, targets))
+    if first is None:
+        several = _with_counts(several, data, held)
     info = DataInfo(
         name, names, int(first.shape[0]) if first is not None and first.ndim else 1, side, len(train), len(evaluation),  # type: ignore[arg-type]
         tuple(np.bincount(labels, minlength=len(names)).tolist()) if names and labels is not None else (), mean, std,
@@ -124,8 +126,9 @@ def source_of(data: OwnData, holdout: float, seed: int) -> Source:
         )
         return replace(source, info=replace(source.info, name=type(data).__name__), notes=(*source.notes, note))
     if len(data) not in (2, 3):
+        listed = "; a list of samples is none: wrap it in a torch.utils.data.Dataset" if len(data) > 3 else ""
         raise UserError(
-            f"data: {len(data)} data sets: give one, (training, evaluation) or (training, validation, test)"
+            f"data: {len(data)} data sets: give one, (training, evaluation) or (training, validation, test){listed}"
         )
     source = from_datasets(data[0], data[1])
     if len(data) == 2:
@@ -239,6 +242,20 @@ def _first_sample(name: str, data: Any) -> tuple[Nest, Nest]:
 def _is_class(targets: Nest) -> bool:
     one_number = isinstance(targets, torch.Tensor) and targets.ndim == 0
     return one_number and not targets.is_floating_point() and not targets.is_complex()
+
+
+def _with_counts(specs: Nest, *parts: Dataset[Any]) -> Nest:
+    """Return specs of several inputs, those of ids with their number: single whole numbers from 0, in memory."""
+    if not all(isinstance(part, TensorArray) for part in parts):
+        return specs
+
+    def counted(spec: TensorSpec, *arrays: Any) -> TensorSpec:
+        """Return the spec of an input with the number of its ids; of no ids as it is."""
+        if spec.shape or spec.dtype not in ("int64", "int32") or min(int(array.min()) for array in arrays) < 0:
+            return spec
+        return replace(spec, count=max(int(array.max()) for array in arrays) + 1)
+
+    return nest.map_leaves(counted, specs, *(part.values for part in parts))  # type: ignore[attr-defined]
 
 
 def _task_of(targets: Nest, values: TargetValues | None) -> str:

@@ -71,7 +71,8 @@ class PairPrediction(Regression):
         if task.outputs != 1 or not any(spec.count for spec in nest.leaves(data.inputs)):
             raise UserError(
                 f"data {data.name}: --task recommendation needs inputs of ids and one target; these are "
-                f"{nest.describe(data.inputs)}, and {nest.describe(data.targets)}"
+                f"{nest.describe(data.inputs)}, and {nest.describe(data.targets)}: give a table with --input and "
+                "--target, or TensorDataset(users, items, ratings) of int64, int64 and float32"
             )
         task._clicks = nest.leaves(data.targets)[0].count == CLICKS
         if task._clicks:

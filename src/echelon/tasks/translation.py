@@ -94,10 +94,11 @@ class Translation(TokenTask):
         """Say what is wrong with a model's outputs."""
         logits = logits_of(outputs)
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        if isinstance(shape, tuple) and len(shape) == 3 and shape[0] == samples and shape[2] == self._vocabulary:
+        fits = isinstance(shape, tuple) and len(shape) == 3 and shape[0] == samples
+        if fits and (not self._vocabulary or shape[2] == self._vocabulary):
             return ""
         return (
-            f"must return logits of shape (batch, target tokens, {self._vocabulary}), one for each token; for a "
+            f"must return logits of shape (batch, target tokens, {self._vocabulary or 'V'}), one for each token; for a "
             f"batch of {samples} it returned {shape}"
         )
 
