@@ -40,9 +40,10 @@ from echelon.trainer.work import Work
 from tests.ranks.layouts import HeldTensor, assemble, held, make_world
 from tests.ranks.runs import Runs
 from tests.ranks.spawn import Rank, run_ranks
-from tests.ranks.task_data import MAKERS, NO_DATA, Settings
+from tests.ranks.task_data import MAKERS, NO_DATA, VARIANTS, Settings
 
 LAYOUTS = ("dp=2", "fsdp=2", "tp=2", "pp=2,microbatches=2")
+MIXED = ("dp=2,fsdp=2", "dp=2,tp=2", "dp=2,pp=2,microbatches=2", "fsdp=2,tp=2", "tp=2,pp=2,microbatches=2")
 STRATEGIES = [("local(4)", "none"), ("allreduce", "topk(0.1)")]
 MORE_STRATEGIES = [("diloco(period=4)", "none"), ("allreduce", "sign"), ("allreduce", "powersgd")]
 STEPS, LEARNING_STEPS, BATCH = 3, 16, 8
@@ -68,7 +69,7 @@ class Trained:
 Way = tuple[str, str, str]
 """Layout, strategy, compression."""
 Case = tuple[str, Settings]
-"""A task and where its data is."""
+"""A task, after a comma what it learns of data of a certain kind, and where its data is."""
 
 
 class TaskTrainer:
@@ -78,7 +79,7 @@ class TaskTrainer:
         parallel, sync, codec = way
         settings: dict[str, object] = {"data.batch_size": BATCH, "data.loaders": 0, "data.holdout": 0.2}
         settings |= {"strategy.parallel": parallel, "strategy.sync": sync, "strategy.compression": codec}
-        settings |= {"optimizer.name": "adamw", "optimizer.lr": 3e-3, "task": case[0].replace("_", "-")}
+        settings |= {"optimizer.name": "adamw", "optimizer.lr": 3e-3, "task": _flag(case[0])}
         self.config = build(None, {**settings, **case[1]}).config
         self.world = make_world(self.config, rank)
         resolved = resolve(self.config)
@@ -125,6 +126,10 @@ class TaskTrainer:
         """Return what writes and reads this rank's checkpoints."""
         state = RanksState(self.parts, self.world, Patience(folder))
         return Saver(folder, 2, state, Recorder(None), Fingerprint(model="a task's"))
+
+
+def _flag(name: str) -> str:
+    return name.partition(",")[0].replace("_", "-")
 
 
 def _double(batch: Batch) -> Batch:
@@ -195,12 +200,13 @@ def resume(rank: Rank, cases: Sequence[Case], folder: Path) -> list[bool]:
 
 
 def _case(name: str, folder: Path) -> Case:
-    return name, {**MAKERS[name](folder), "data.root": str(folder / "cache")}
+    return name, {**(MAKERS | VARIANTS)[name](folder), "data.root": str(folder / "cache")}
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
-    return [_case(name, tmp_path_factory.mktemp(name)) for name in MAKERS if name in TASKS.names()]
+    names = [name for name in (*MAKERS, *VARIANTS) if name.partition(",")[0] in TASKS.names()]
+    return [_case(name, tmp_path_factory.mktemp("data")) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -214,18 +220,18 @@ def test_every_task_has_tiny_data(name: str) -> None:
     assert name in MAKERS or name in NO_DATA, "add what makes its data to tests/ranks/task_data.py"
 
 
-def check_same(cases: Sequence[Case], alone: Sequence[Trained], ways: Sequence[Way]) -> list[str]:
-    """Compare each way with one process; returns what was refused."""
-    ranks = run_ranks(train, 2, cases, ways, STEPS, timeout_s=400)
+def check_same(cases: Sequence[Case], alone: Sequence[Trained], ways: Sequence[Way], count: int = 2) -> list[str]:
+    """Compare each way of `count` ranks with one process; returns what was refused."""
+    ranks = run_ranks(train, count, cases, ways, STEPS, timeout_s=200 * count)
     wrong, refused = [], []
     for i, ((name, _), one) in enumerate(zip(cases, alone, strict=True)):
         assert not one.failed and not one.refused, one
         for j, way in enumerate(ways):
             both = [rank[i * len(ways) + j] for rank in ranks]
-            if both[0].failed or both[1].failed:
-                wrong.append(both[0].failed or both[1].failed)
+            if failed := next((each.failed for each in both if each.failed), ""):
+                wrong.append(failed)
             elif both[0].refused:
-                refused.append(f"{name} {way[0].partition(',')[0]}: {both[0].refused}")
+                refused.append(f"{name} {way[0]}: {both[0].refused}")
             else:
                 wrong += _differences(f"{name} {way[0]}", both, one)
     assert not wrong, "\n".join(wrong)
@@ -251,15 +257,28 @@ def _differences(what: str, both: Sequence[Trained], one: Trained) -> list[str]:
 def test_every_task_in_every_layout_is_one_process(cases: list[Case], alone: list[Trained]) -> None:
     refused = check_same(cases, alone, [(layout, "allreduce", "none") for layout in LAYOUTS])
     # A model without a plan for tensor parallelism, or that is no chain, is refused in words.
-    unsplit = [f"{name} {layout}" for name, _ in cases for layout in ("tp=2", "pp=2")]
-    assert not [each for each in refused if each.partition(":")[0] not in unsplit], refused
+    assert not [each for each in refused if not {"tp=2", "pp=2"} & {*_axes(each)}], refused
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_task_in_mixed_layouts_is_one_process(cases: list[Case], alone: list[Trained]) -> None:
+    refused = check_same(cases, alone, [(layout, "allreduce", "none") for layout in MIXED], count=4)
+    assert not [each for each in refused if not {"tp=2", "pp=2"} & {*_axes(each)}], refused
+    together = [each for each in refused if "dp=2,fsdp=2" in each]
+    assert not together, together
+
+
+def _axes(refusal: str) -> list[str]:
+    """Return the axes of the layout that a task was refused for, such as `tp=2`."""
+    return refusal.partition(":")[0].split(" ")[-1].split(",")
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_memory_of_every_task_is_forecast(cases: list[Case]) -> None:
     for name, settings in cases:
-        described = {**settings, "data.batch_size": BATCH, "task": name.replace("_", "-"), "optimizer.name": "adamw"}
+        described = {**settings, "data.batch_size": BATCH, "task": _flag(name), "optimizer.name": "adamw"}
         told = try_out(resolve(build(None, described).config), workers=1, ranks=1).forecast
         assert not told.unknown, f"{name}: {told.unknown}"
         (memory,) = told.memory
@@ -293,15 +312,15 @@ def test_every_task_learns_with_every_strategy_and_codec(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", [*MAKERS, *VARIANTS])
 def test_every_task_learns_from_servers(name: str, mode: str, tmp_path: Path) -> None:
     named: Callable[[str], str] = lambda key: "--" + key.rpartition(".")[2].replace("_", "-")  # noqa: E731
-    settings = {key: str(value) for key, value in MAKERS[name](tmp_path).items()}
+    settings = {key: str(value) for key, value in (MAKERS | VARIANTS)[name](tmp_path).items() if value}
     source, model = settings.pop("data.source"), settings.pop("model.name", "auto")
     flags = [word for key, value in settings.items() for word in (named(key), value)]
     with Runs(tmp_path) as runs:
         run = runs.train(
-            source, "--task", name.replace("_", "-"), "--model", model, *flags, "--workers", "2", "--sync",
+            source, "--task", _flag(name), "--model", model, *flags, "--workers", "2", "--sync",
             f"ps(mode={mode})", "--batch-size", "8", "--max-steps", "24", "--epochs", "24", "--optimizer", "adamw",
             "--lr", "3e-3", "--loaders", "0", folder="run",
         )  # fmt: skip

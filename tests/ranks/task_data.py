@@ -58,6 +58,20 @@ def recommendation(folder: Path) -> Settings:
     return {"data.source": str(source), "data.input": "user,film", "data.target": "stars"}
 
 
+def clicks(folder: Path) -> Settings:
+    """Whether a user has clicked, by the film."""
+    rows = [f"{i * 7 % 12},{i * 5 % 9},{int(i * 5 % 9 < 4)}" for i in range(108)]
+    source = table(folder / "clicks.csv", "user,film,clicked", rows)
+    return {"data.source": str(source), "data.input": "user,film", "data.target": "clicked"}
+
+
+def interactions(folder: Path) -> Settings:
+    """Films that a user has seen, in order, of those that lie beside the last one."""
+    rows = [f"{user},{(user * 5 + step) % 30}" for user in range(12) for step in range(9)]
+    source = table(folder / "seen.csv", "user,film", rows)
+    return {"data.source": str(source), "data.input": "user,film", "data.target": ""}
+
+
 def text_classification(folder: Path) -> Settings:
     """Texts of different lengths, whose last word is of their class."""
     rows = [
@@ -117,4 +131,9 @@ MAKERS: dict[str, Callable[[Path], Settings]] = {
     "translation": translation,
 }
 """For each task, by its file: what writes its data into a folder, and says the settings that find it."""
+VARIANTS: dict[str, Callable[[Path], Settings]] = {
+    "recommendation, clicks": clicks,
+    "recommendation, ranking": interactions,
+}
+"""Other data of tasks that learn something else from it, by the task and what that is."""
 NO_DATA = {"supervised": "it has no loss of its own: tests/ranks/test_own_parts.py trains it"}

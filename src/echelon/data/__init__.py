@@ -2,7 +2,7 @@
 
 from echelon.data.base import Batch, DataInfo, Shard, Source
 from echelon.data.loader import EvalLoader, LoaderConfig, TrainLoader
-from echelon.data.own import OwnData, example_samples, from_datasets, name_of_data, source_of
+from echelon.data.own import OwnData, example_samples, from_datasets, name_of_data, samples_digest, source_of
 from echelon.data.sources import SourceChoice, check_source, open_data
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "from_datasets",
     "name_of_data",
     "open_data",
+    "samples_digest",
     "source_of",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from echelon.tasks.base import NO_TARGET, TargetValues
 from echelon.tasks.nest import Nest, TensorSpec
 
 _MOST_READ_FOR_LABELS = 20_000
+_DIGESTED = 16  # samples whose inputs tell data from others
 _LOOKED_AT = 8  # items, for the values of their targets
 _PROMISE = (
     "samples come in its own order, each once in an epoch as far as it gives the same each time, and each process "
@@ -169,6 +171,25 @@ def _check_map_style(part: str, data: Any) -> None:
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or len(data) == 0:
         name = type(data).__name__
         raise UserError(f"data {name}: the {part} data needs a length above 0 and items by index (map-style)")
+
+
+def samples_digest(source: Source) -> str:
+    """Return a digest of training data: of all its targets, and of some inputs, as far as these lie in memory.
+
+    What a data set makes item by item is not asked for again: it may draw random numbers.
+    """
+    data, digest = source.train, hashlib.sha256()
+    if isinstance(data, TensorArray):
+        known, inputs = data.targets, data.values
+    elif isinstance(data, ImageArray | ImageItems):
+        known, inputs = data.labels, data.pixels if isinstance(data, ImageArray) else ()
+    else:
+        known, inputs = (data.known_targets if isinstance(data, TensorItems) else None), ()
+    rows = np.linspace(0, max(0, source.info.train_size - 1), _DIGESTED).astype(int)
+    for array in (*nest.leaves(known), *(x[rows] for x in nest.leaves(inputs) if isinstance(x, np.ndarray))):
+        if isinstance(array, np.ndarray):
+            digest.update(f"{array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def example_samples(source: Source) -> tuple[Nest, Nest]:

@@ -22,7 +22,7 @@ from echelon.coordinator.addresses import ROLES_FOLDER
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.terms import TERMINAL_VARIABLE
-from echelon.data import LoaderConfig, Shard, Source, example_samples
+from echelon.data import LoaderConfig, Shard, Source, example_samples, samples_digest
 from echelon.data.base import DataInfo
 from echelon.data.kept_info import keep_info
 from echelon.data.loader import EvalLoader, TrainLoader, size_note
@@ -129,7 +129,22 @@ class _Groundwork:
             tuning,
             steps=self._steps_since(tuning),
             example_targets=targets,
+            least_samples=self._least_samples,
         )
+
+    @property
+    def samples(self) -> str:
+        """Return a digest of data of the caller's own; empty: it has a name."""
+        return samples_digest(self.source) if self.user_objects.source is not None else ""
+
+    @property
+    def _least_samples(self) -> int:
+        """Return the samples that a rank computes with at once in the smallest batch, which is the last of an epoch."""
+        data, ranks = self.resolved.config.data, max(1, self.world.data_size)
+        last = self.source.info.train_size % data.batch_size or data.batch_size
+        if self.steps < self.train_loader.batches_per_epoch:  # it is never reached
+            last = data.batch_size
+        return max(1, min(last, self.source.info.train_size) // ranks // self.resolved.config.training.accumulate)
 
     @property
     def steps(self) -> int:
@@ -414,7 +429,7 @@ def assemble(
         config.checkpoint.keep,
         RanksState(run_parts, world, record.patience),
         record,
-        Fingerprint.of(config, info, ground.task, ground.train_loader.sampling),
+        Fingerprint.of(config, info, ground.task, ground.train_loader.sampling, ground.samples),
     )
     restored = None if is_newcomer else _restored(saver, goes_on)
     if world.leads:
@@ -533,7 +548,7 @@ def assemble_worker(
     state = ServersState(
         link.servers, link.table, per_epoch, record.patience, idle, work.tuned.frozen, tuning.epoch, parts
     )
-    fingerprint = Fingerprint.of(config, info, ground.task, ground.train_loader.sampling)
+    fingerprint = Fingerprint.of(config, info, ground.task, ground.train_loader.sampling, ground.samples)
     saver = Saver(path, config.checkpoint.keep, state, record, fingerprint)
     run = ground.run(run_parts, saver, progress)
     if process.number == 0:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from echelon.core.errors import UserError
 from echelon.data.images import random_state_kept
+from echelon.models.keras_model import KerasModule
 from echelon.models.tables import check_tables
 from echelon.models.trial import evaluating, own_copy, try_out
 from echelon.tasks import nest
@@ -18,6 +19,7 @@ from echelon.tasks.nest import Nest
 from echelon.trainer.inputs import model_input
 from echelon.trainer.work import Work
 
+_NEEDS_SEVERAL = "Expected more than 1 value per channel"  # as torch says it
 _SAID = 300  # characters of what a forward raises
 
 
@@ -42,6 +44,32 @@ def check_own_model(model: nn.Module, work: Work) -> None:
     except UserError:
         raise
     except Exception:  # noqa: BLE001  the caller's code may raise any, of zeros
+        return
+
+
+def check_single_samples(model: nn.Module, work: Work) -> None:
+    """Refuse a batch of which a rank has one sample alone, where normalisation needs several values.
+
+    Raises:
+        UserError: says how to leave it out.
+    """
+    if work.least_samples != 1 or isinstance(model, KerasModule):
+        return
+    example = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    single = nest.take(work.inputs(example), [0])
+    try:
+        copied = own_copy(model, {name for name, _ in model.named_parameters(remove_duplicate=False)}).train()
+        with random_state_kept(), torch.random.fork_rng(devices=[]), torch.no_grad():
+            nest.call(copied, single)
+    except ValueError as error:
+        if _NEEDS_SEVERAL not in str(error):
+            return
+        raise UserError(
+            f"model {type(model).__name__} normalises over the samples of a batch, and a worker has one alone in the "
+            f"last batch of an epoch ({work.info.train_size:,} training samples): use a --batch-size that leaves more, "
+            "or GroupNorm"
+        ) from error
+    except Exception:  # noqa: BLE001  what else a forward raises is told where samples are at hand
         return
 
 

@@ -35,7 +35,7 @@ from echelon.sync.same_start import equalise
 from echelon.tasks import nest
 from echelon.torch_compat import is_compiled
 from echelon.trainer.inputs import model_input
-from echelon.trainer.own_trial import check_own_model
+from echelon.trainer.own_trial import check_own_model, check_single_samples
 from echelon.trainer.precision import PRECISIONS, build_scaler, to_fp8
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.split_sync import SplitSync
@@ -175,6 +175,8 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
         model = model.to(world.device)  # not else: tensors without data, as in a rehearsal, cannot be moved at all
     if work.user_model is not None:
         check_own_model(model, work)
+    if not config.model.sync_batchnorm and work.tuning.changes_nothing:  # else some may be frozen
+        check_single_samples(model, work)
     if config.training.precision == "fp8":
         model = to_fp8(model, world.device)
     sharded = world.placement is not None and world.placement.layout.fsdp > 1  # rows of parameters must be contiguous

@@ -83,6 +83,7 @@ class Fingerprint:
     """What must be the same for a checkpoint to continue a run: model, data, order of samples, optimizer.
 
     Attributes:
+        samples: a digest of data of a caller's own; empty: these have a name.
         grown_from: training samples that a checkpoint may be of as well, of a run whose data grew.
     """
 
@@ -97,10 +98,11 @@ class Fingerprint:
     sampling: str = ""
     tune: str = ALL
     grown_from: tuple[int, ...] = ()
+    samples: str = ""
 
     @classmethod
-    def of(cls, config: RunConfig, info: DataInfo, task: Task, sampling: str) -> Fingerprint:
-        """Return the fingerprint of a described run; `sampling` is its loader's."""
+    def of(cls, config: RunConfig, info: DataInfo, task: Task, sampling: str, samples: str = "") -> Fingerprint:
+        """Return the fingerprint of a run; `sampling` is its loader's, `samples` a digest of a caller's data."""
         return cls(
             task=task.name,
             model=config.model.name,
@@ -113,6 +115,7 @@ class Fingerprint:
             sampling=sampling,
             tune=config.model.tune,
             grown_from=tuple(stage.count for stage in info.stages),
+            samples=samples,
         )
 
     def check(self, saved: StateView) -> None:
@@ -131,6 +134,11 @@ class Fingerprint:
                 raise UserError(
                     f"the run began with {saved[key]} training samples, and {self.data} has {value} now: put it "
                     "back as it was, or start a new run with --weights (what --rescan is for knows its samples)"
+                )
+            if key == "samples" and key in saved and saved[key] != value:
+                raise UserError(
+                    f"the samples of {self.data} are not those that the run began with (targets, or some inputs, "
+                    "differ): give these, or start a new run with --weights"
                 )
             if key in saved and saved[key] != value:
                 raise UserError(

@@ -31,6 +31,7 @@ class Work:
         tunings: what tuning has made of the model, likewise.
         row_starts: how rows of tables begin that servers make, by name, likewise: the model is built without them;
             None: it is built with all rows.
+        least_samples: that a rank computes with at once in some step; 0: not known.
         example_targets: of the two samples, where data is at hand; None: it is not, as in a rehearsal.
     """
 
@@ -44,6 +45,7 @@ class Work:
     tunings: list[Tuned] = field(default_factory=list)
     row_starts: dict[str, RowStart] | None = None
     example_targets: Nest = None
+    least_samples: int = 0
 
     @property
     def tuned(self) -> Tuned:

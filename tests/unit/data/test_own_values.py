@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from echelon.core.errors import UserError
-from echelon.data import from_datasets
+from echelon.data import from_datasets, samples_digest
 from echelon.tasks.base import Task, TaskSettings
 from echelon.tasks.classification import Classification
 from echelon.tasks.image_classification import ImageClassification
@@ -70,3 +70,20 @@ def test_class_0_may_be_missing_where_classes_are_named() -> None:
     data = Items(torch.arange(6) % 2 + 1)
     info = from_datasets(data, data, classes=["none", "cat", "dog"]).info
     assert Classification().fitted(info, TaskSettings()).outputs == 3
+
+
+def test_a_digest_tells_data_of_other_values_and_asks_no_item_again() -> None:
+    labels = torch.arange(6) % 3
+    digests = {
+        name: samples_digest(from_datasets(data, data))
+        for name, data in {
+            "memory": TensorDataset(X, labels),
+            "again": TensorDataset(X.clone(), labels.clone()),
+            "inputs": TensorDataset(X + 1, labels),
+            "targets": TensorDataset(X, labels.flip(0)),
+            "items": Items(labels),
+            "other items": Items(labels.flip(0)),
+        }.items()
+    }
+    assert digests["memory"] == digests["again"]
+    assert len(set(digests.values())) == len(digests) - 1

@@ -18,7 +18,7 @@ from echelon.tasks.base import TaskSettings
 from echelon.tasks.own_loss import LossFunction, takes_whole_outputs
 from echelon.tasks.registry import build_task
 from echelon.tasks.tailored import TailoredTask
-from echelon.trainer.own_trial import check_own_model
+from echelon.trainer.own_trial import check_own_model, check_single_samples
 from echelon.trainer.work import Work
 
 X = torch.randn(12, 8)
@@ -131,6 +131,16 @@ def test_what_forward_raises_is_refused_with_its_place_where_data_are_at_hand() 
 def test_what_the_first_step_could_not_do_is_refused(model: nn.Module, inputs: torch.Tensor, words: str) -> None:
     with pytest.raises(UserError, match=words):
         check(model, inputs, Y)
+
+
+def test_a_batch_of_one_sample_is_refused_where_normalisation_needs_several() -> None:
+    data = TensorDataset(X, Y)
+    source = from_datasets(data, data)
+    task = build_task(source.info.task).fitted(source.info, TaskSettings())
+    with pytest.raises(UserError, match=r"model Counts normalises over .* a worker has one alone in the last batch"):
+        check_single_samples(Counts(), Work(source.info, task, least_samples=1))
+    check_single_samples(Counts(), Work(source.info, task, least_samples=2))
+    check_single_samples(nn.Linear(8, 3), Work(source.info, task, least_samples=1))
 
 
 def test_a_trial_moves_nothing() -> None:
