@@ -612,6 +612,16 @@ def _with_its_task(data: str | OwnData, task: str | Task, config: RunConfig) -> 
     return source, build_task(TaskChoice.of(config).name_for(source.info, TaskObjects()))
 
 
+def _is_one_text(config: RunConfig, task: Task | None) -> bool:
+    """Whether samples are windows of one text, whose end is held out."""
+    from echelon.tasks.base import Encoding
+    from echelon.tasks.registry import AUTO, build_task
+
+    if task is None and config.task != AUTO:
+        task = build_task(config.task)
+    return task is not None and task.encoding in (Encoding.NEXT_TOKEN, Encoding.MASKED_TOKENS)
+
+
 def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjects | None:
     """Return what is not given by name; None: all of it is."""
     objects = {name: value for name, value in candidates.items() if not isinstance(value, str)}
@@ -627,9 +637,13 @@ def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjec
         loss, metrics = _compiled(module, objects.get("loss", ""), objects.get("metrics", ""))
         described = {"loss": (loss, config.optimizer.loss), "metrics": (metrics, config.training.metrics)}
         objects |= {name: value for name, (value, text) in described.items() if value and of_object(value) == text}
+    source = None
+    if data is not None:
+        end = _is_one_text(config, objects.get("task"))
+        source = source_of(data, config.data.holdout, config.training.seed, end)
     return UserObjects(
         model=module,
-        source=source_of(data, config.data.holdout, config.training.seed) if data is not None else None,
+        source=source,
         task=objects.get("task"),
         callbacks=tuple(objects.get("callbacks", ())),
         loggers=objects.get("loggers", ()),

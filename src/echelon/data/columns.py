@@ -332,18 +332,19 @@ def _value_set(name: str, values: pa.ChunkedArray, known: tuple[str | int | bool
 
 @dataclass(frozen=True)
 class Standardised:
-    """Numbers less their mean, over their standard deviation; a missing one is the mean."""
+    """Numbers less their mean, over their standard deviation; a missing one, or an infinite one, is the mean."""
 
     values: NDArray[np.float32]
     missing: int
+    infinite: int
 
 
 def standardised(values: pa.ChunkedArray, facts: ColumnFacts) -> Standardised:
     """Standardise a column of numbers."""
     numbers = as_numbers(values, facts.unit)
-    absent = ~np.isfinite(numbers)
+    absent, infinite = ~np.isfinite(numbers), int(np.isinf(numbers).sum())
     numbers[absent] = facts.mean
-    return Standardised(((numbers - facts.mean) / facts.std).astype(np.float32), int(absent.sum()))
+    return Standardised(((numbers - facts.mean) / facts.std).astype(np.float32), int(absent.sum()), infinite)
 
 
 def number_facts(values: pa.ChunkedArray) -> ColumnFacts:

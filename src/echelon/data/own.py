@@ -100,12 +100,13 @@ OwnData = Source | Dataset[Any] | tuple[Dataset[Any], ...]
 """A source; one data set, of which a part is held out; or (training, evaluation) or (training, validation, test)."""
 
 
-def source_of(data: OwnData, holdout: float, seed: int) -> Source:
+def source_of(data: OwnData, holdout: float, seed: int, end: bool = False) -> Source:
     """Return data of a caller's own as a source.
 
     Args:
         holdout: share of a single data set that is held out for evaluation.
         seed: of that split.
+        end: whether its end is held out, as of one text, in place of samples drawn by the seed.
 
     Raises:
         UserError: as `from_datasets`, or the tuple has another length.
@@ -120,11 +121,14 @@ def source_of(data: OwnData, holdout: float, seed: int) -> Source:
             )
         _check_map_style("training", data)
         train, held = split(len(data), holdout, seed)  # type: ignore[arg-type]
+        if end:
+            train, held = np.split(np.arange(len(data)), [len(train)])  # type: ignore[arg-type]
         parts = [Subset(data, part.tolist()) for part in (train, held)]
         source = from_datasets(parts[0], parts[1])
         source = replace(source, train=_of_origin(source.train, train), evaluation=_of_origin(source.evaluation, held))
         note = (
-            f"{len(held)} of the {len(train) + len(held)} samples are held out for evaluation (--holdout {holdout:g})"
+            f"{'the last ' if end else ''}{len(held)} of the {len(train) + len(held)} samples are held out for "
+            f"evaluation (--holdout {holdout:g})"
         )
         return replace(source, info=replace(source.info, name=type(data).__name__), notes=(*source.notes, note))
     if len(data) not in (2, 3):

@@ -259,7 +259,8 @@ def _csv_options(file: Path, columns: Sequence[str] = ()) -> dict[str, object]:
     """Return how a CSV file is read: its delimiter by its first line, and of the columns those named, else all."""
     with file.open("rb") as stream:
         head = stream.readline()
-    delimiter = "\t" if file.suffix.lower() == ".tsv" else ";" if b";" in head and b"," not in head else ","
+    others = [mark for mark in (";", "|") if mark.encode() in head and b"," not in head]
+    delimiter = "\t" if file.suffix.lower() == ".tsv" else next(iter(others), ",")
     return {
         "parse_options": arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
         "convert_options": arrow_csv.ConvertOptions(strings_can_be_null=True, include_columns=list(columns)),

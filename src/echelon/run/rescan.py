@@ -34,8 +34,8 @@ def take_new_samples(path: Path, run: ResolvedRun, from_python: bool) -> None:
     source = None if from_python else run.source.open()
     if source is None or source.sample_index is None:
         raise UserError(
-            "--rescan is for folders of images or sounds, tar shards, tables and parallel text, of which new samples "
-            f"can be told from those that the run began with: not for {config.data.source}"
+            "--rescan is for folders of images, sounds or texts with classes, tar shards, tables and parallel text, of "
+            f"which new samples can be told from those that the run began with: not for {config.data.source}"
         )
     sample_index = source.sample_index
     if not sample_index.is_kept:

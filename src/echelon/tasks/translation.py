@@ -60,9 +60,7 @@ class Translation(TokenTask):
     generation_samples = 256
     encoding = Encoding.TEXT_PAIRS
     default_model: ClassVar[str] = "small_seq2seq"
-    defaults: ClassVar[TaskDefaults] = TaskDefaults(
-        "adamw", 2e-3, 0.01, epochs=8, batch_size=128, holdout=0.1, warmup_epochs=0.5
-    )
+    defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 2e-3, 0.01, epochs=8, batch_size=128, warmup_epochs=0.5)
 
     def __init__(self) -> None:
         self._shown = 0

@@ -487,7 +487,8 @@ class _Rows:
                         "nothing is learnt of it; --input names the others"
                     )
                 if column.missing:
-                    notes.append(f"{name}: {column.missing} of {len(values)} values are missing: the mean stands there")
+                    what = f"missing or infinite ({column.infinite})" if column.infinite else "missing"
+                    notes.append(f"{name}: {column.missing} of {len(values)} values are {what}: the mean stands there")
             elif form is Form.CATEGORIES:
                 known = numbered(name, values, self.measured.of(name, known_values, values[: self.train]))
                 if not self.measured.has(name) and _hardly_repeat(known.count, self.train):
