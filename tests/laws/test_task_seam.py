@@ -195,6 +195,22 @@ def test_it_trains_and_resumes_in_every_layout(runs: Runs, layout: str) -> None:
     assert run.summary()["metrics"]["rmse"] == pytest.approx(rmse(run.folder))
     tolerance = 0.02 if layout.startswith(("local", "ps")) else 1e-4
     assert math.isclose(rmse(run.folder), rmse(alone.folder), abs_tol=tolerance)
+    evaluated = runs.start("evaluate", str(run.folder), environment=environment)
+    assert evaluated.end() == 0 and "RMSE" in evaluated.text(), evaluated.text()
+    page = (run.folder / "report.html").read_text()
+    assert "Errors of the toy" in page and 'id="toy-errors"' in page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_layouts_and_strategies_are_compared_by_it(runs: Runs) -> None:
+    environment = {"PYTHONPATH": f"{runs.root}:{Path.cwd()}"}
+    tries = [word for layout in LAYOUTS.values() for word in ("--try", f"{layout[0].removeprefix('--')}={layout[1]}")]
+    arguments = ("toys.regression:load", *TOY[:-2], *tries, "--seeds", "1", "--epochs", "2", "--workers", "2")
+    run = runs.start("compare", *arguments, "--run", str(runs.root / "ways"), folder="ways", environment=environment)
+    assert run.end(800) == 0, run.text()
+    table = (runs.root / "ways" / "report.html").read_text()
+    assert all(layout[1].partition(",")[0] in table for layout in LAYOUTS.values()) and "RMSE" in table
 
 
 @pytest.mark.long
