@@ -20,14 +20,14 @@ from torch.utils.data import Dataset
 
 from benchmarks._gated import Gate, fit, gated, train_gated
 from echelon.config import RunConfig, build
-from echelon.core.task import BestResult
+from echelon.core.task import BestResult, sampling_interval
 from echelon.data import EvalLoader, LoaderConfig, Shard, Source, open_data
 from echelon.data.order import Indices, grouped_batches
 from echelon.data.recipe import make_rows
 from echelon.models import build_model
 from echelon.run.defaults import with_task_defaults
 from echelon.tasks import nest
-from echelon.tasks.base import SAMPLE, Task
+from echelon.tasks.base import SAMPLE, ChosenSample, Task
 from echelon.tasks.registry import TaskChoice
 from echelon.trainer.inputs import model_input
 
@@ -169,16 +169,23 @@ def _evaluated(loop: PlainLoop, data: Dataset[Any]) -> dict[str, float]:
     task, config = loop.task, loop.config
     loop.model.eval()
     loader = EvalLoader(loop.source, LoaderConfig(config.data, config.training.seed, CPU), Shard(0, 1), data)
-    metrics, total, units = task.metrics(CPU), 0.0, 0
+    metrics, total, units, place = task.metrics(CPU), 0.0, 0, 0
+    every = sampling_interval(task.generation_samples, loader.total) if task.generation_samples else 0
+    chosen: list[ChosenSample] = []
     with torch.inference_mode():
         for batch in loader:
             outputs = nest.exact(nest.call(loop.model, batch.inputs))
             metrics.update(outputs, batch.targets)
             total += float(task.loss_sum(outputs, batch.targets))
             units += task.units(batch.targets)
+            for i in range(-place % every, nest.rows(batch.targets), every) if every else ():
+                row = [i]
+                chosen.append(ChosenSample(place + i, nest.take(batch.inputs, row), nest.take(batch.targets, row)))
+            place += nest.rows(batch.targets)
+        generated = task.generated(lambda inputs: nest.exact(nest.call(loop.model, inputs)), chosen, None)
     loader.close()
-    found = {name: float(value or 0.0) for name, value in metrics.compute().metrics.items()}
-    return {**found, "loss": total / units}
+    found = {**metrics.compute().metrics, **generated.metrics}
+    return {**{name: float(value or 0.0) for name, value in found.items()}, "loss": total / units}
 
 
 def bias_rmse(arguments: Sequence[str], seed: int, folder: Path, decay: float = 5.0) -> float:

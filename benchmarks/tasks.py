@@ -124,7 +124,6 @@ CANDIDATES = (
         ("multi30k-en-de", "--task", "translation", "--input", "en", "--target", "de"),
         "chrf",
         _unpacked("multi30k-en-de.tar.gz"),
-        by_hand=False,
         window_steps=4,
     ),
     *(Candidate(f"speaker-{name}", (name,), "top1", _without_a_speaker(name), by_hand=False) for name in SPEAKERS),
