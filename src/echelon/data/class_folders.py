@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from echelon.core.errors import UserError
-from echelon.data.images import FileNames, LabelledFiles
+from echelon.data.labelled_files import FileNames, LabelledFiles
 
 _MOST_WAYS = 100  # to one folder, through links: these multiply where links lie behind links
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
-import threading
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,46 +17,11 @@ from torch.utils.data import Dataset, Subset
 
 from echelon.core.errors import UserError
 from echelon.data.decode import CannotDecode, Picture, as_picture, contents_of, picture_of, rgb_tensor
+from echelon.data.labelled_files import FileRanges, LabelledFiles, Labels
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 
-Labels = NDArray[np.int64]
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
-
-
-class FileNames:
-    """Many file names in one block of bytes: a million strings would be copied in every loader by their counters."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        encoded = [os.fsencode(name) for name in names]
-        self._bytes = b"".join(encoded)
-        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, i: int) -> str:
-        return os.fsdecode(self._bytes[self._ends[i - 1] if i else 0 : self._ends[i]])
-
-
-@dataclass(frozen=True)
-class LabelledFiles:
-    """Files under one folder, each of a class."""
-
-    root: str
-    names: FileNames
-    labels: Labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def path(self, i: int) -> str:
-        """Return where file `i` lies."""
-        return os.path.join(self.root, self.names[i])  # noqa: PTH118 - a Path for each image costs 10 us
-
-    def subset(self, chosen: NDArray[np.int64]) -> Self:
-        """Return some of the files."""
-        return type(self)(self.root, FileNames([self.names[i] for i in chosen]), self.labels[chosen])
 
 
 class LabelledImages(Dataset[tuple[Tensor, int]], ABC):
@@ -115,89 +77,15 @@ class ImageFiles(LabelledFiles, EncodedImages):
         return contents_of(self.path(i))
 
 
-_MOST_OPEN = 128
-
-
-class OpenFiles:
-    """Some large files, opened as they are read.
-
-    Reads move no position in a file, so processes that are forked later share those that are open. Threads may read.
-    """
-
-    def __init__(self, paths: Sequence[str], sizes: Sequence[int]) -> None:
-        """Open none yet.
-
-        Args:
-            sizes: of the files in bytes, when what lies where was found out.
-        """
-        self.paths, self._sizes = paths, sizes
-        self._open: dict[int, int] = {}
-        self._turn = threading.Lock()  # a file that one thread reads is not closed by another
-        weakref.finalize(self, _close_all, self._open)
-
-    def read(self, file: int, offset: int, size: int) -> bytes:
-        """Return a range of bytes; fewer where the file ends.
-
-        Raises:
-            UserError: the file is of another size than it was.
-            OSError: it cannot be read.
-        """
-        with self._turn:
-            return os.pread(self._descriptor(file), size, offset)
-
-    def __reduce__(self) -> tuple[type[OpenFiles], tuple[Sequence[str], Sequence[int]]]:
-        return OpenFiles, (self.paths, self._sizes)
-
-    def _descriptor(self, file: int) -> int:
-        if file not in self._open:
-            if len(self._open) >= _MOST_OPEN:
-                os.close(self._open.pop(next(iter(self._open))))
-            self._open[file] = os.open(self.paths[file], os.O_RDONLY | os.O_CLOEXEC)
-            if os.fstat(self._open[file]).st_size != self._sizes[file]:
-                raise UserError(f"data {self.paths[file]}: it changed while the run reads it: start or resume again")
-        return self._open[file]
-
-
-def _close_all(descriptors: dict[int, int]) -> None:
-    for descriptor in descriptors.values():
-        os.close(descriptor)
-    descriptors.clear()
-
-
-@dataclass(frozen=True)
-class ImageRanges(EncodedImages):
-    """Image files that lie within larger files, such as tar shards.
-
-    Attributes:
-        names: of the images within their file.
-        file: in which each lies, `(N,)`, by its place in `files`.
-        offset, size: of each in bytes, `(N,)`.
-    """
-
-    files: OpenFiles
-    names: FileNames
-    file: NDArray[np.int64]
-    offset: NDArray[np.int64]
-    size: NDArray[np.int64]
-    labels: Labels
+class ImageRanges(FileRanges, EncodedImages):
+    """Image files that lie within larger files, such as tar shards."""
 
     def contents(self, i: int) -> bytes:
         """Return the file of image `i`."""
         try:
-            return self.files.read(int(self.file[i]), int(self.offset[i]), int(self.size[i]))
+            return super().contents(i)
         except OSError as error:
             raise CannotDecode(error.strerror or str(error)) from error
-
-    def path(self, i: int) -> str:
-        """Return what image `i` is called in messages."""
-        return f"{self.files.paths[self.file[i]]}: {self.names[i]}"
-
-    def subset(self, chosen: NDArray[np.int64]) -> ImageRanges:
-        """Return some of the images."""
-        names = FileNames([self.names[i] for i in chosen])
-        return ImageRanges(
-            self.files, names, self.file[chosen], self.offset[chosen], self.size[chosen], self.labels[chosen]
-        )
 
 
 @dataclass(frozen=True)

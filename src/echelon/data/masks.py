@@ -28,7 +28,8 @@ from echelon.data.assemble import RowsOfOneShape, normalise
 from echelon.data.base import BadSample
 from echelon.data.cache import locked
 from echelon.data.decode import CannotDecode, Picture
-from echelon.data.images import ImageFiles, LabelledFiles
+from echelon.data.images import ImageFiles
+from echelon.data.labelled_files import LabelledFiles
 from echelon.data.order import Indices, uniforms
 from echelon.tasks.base import NO_TARGET
 from echelon.tasks.nest import Nest, TensorSpec

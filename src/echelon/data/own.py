@@ -18,13 +18,13 @@ from echelon.data.images import (
     ImageArray,
     ImageItems,
     Images,
-    Labels,
     TensorArray,
     TensorItems,
     as_sample,
     labels_of,
     random_state_kept,
 )
+from echelon.data.labelled_files import Labels
 from echelon.data.order import Indices, split
 from echelon.data.statistics import measure
 from echelon.data.stream import Stream, is_stream

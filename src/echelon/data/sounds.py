@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from echelon.core.errors import UserError
 from echelon.data.base import CLASS_NUMBER, BadSample
-from echelon.data.images import LabelledFiles
+from echelon.data.labelled_files import AnyFiles, Labels
 from echelon.data.order import Indices, uniforms
 from echelon.data.ragged import RaggedArray
 from echelon.tasks.nest import Nest, TensorSpec
@@ -41,21 +41,35 @@ class CannotReadSound(ValueError):
 
 
 @dataclass(frozen=True)
-class SoundFiles(LabelledFiles, Dataset[tuple[Tensor, Tensor]]):
-    """Sound files under one folder.
+class SoundFiles(Dataset[tuple[Tensor, Tensor]]):
+    """Sound files, under one folder or within tar shards.
 
     Attributes:
+        files: each of a class, unless there are transcripts.
         rate: samples per second, to which files of others are resampled.
         frames: of each file's spectrogram, `(N,)`.
         transcripts: token ids of what is said in each file; None: each is of a class.
     """
 
+    files: AnyFiles
     rate: int = MOST_HZ
     frames: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
     transcripts: RaggedArray | None = None
 
+    def __len__(self) -> int:
+        return len(self.files)
+
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         return log_mel(self.wave(i), self.rate), torch.as_tensor(self.targets[i])
+
+    @property
+    def labels(self) -> Labels:
+        """Return the numbers of classes."""
+        return self.files.labels
+
+    def path(self, i: int) -> str:
+        """Return what file `i` is called in messages."""
+        return self.files.path(i)
 
     @property
     def targets(self) -> RaggedArray | Indices:
@@ -64,9 +78,8 @@ class SoundFiles(LabelledFiles, Dataset[tuple[Tensor, Tensor]]):
 
     def subset(self, chosen: NDArray[np.int64]) -> SoundFiles:
         """Return some of the files."""
-        files = LabelledFiles(self.root, self.names, self.labels).subset(chosen)
         spoken = None if self.transcripts is None else self.transcripts.subset(chosen)
-        return SoundFiles(files.root, files.names, files.labels, self.rate, self.frames[chosen], spoken)
+        return SoundFiles(self.files.subset(chosen), self.rate, self.frames[chosen], spoken)
 
     def wave(self, i: int) -> Tensor:
         """Return file `i` as `(samples,)` at `rate`, the mean of its channels, in -1 to 1.
@@ -77,7 +90,7 @@ class SoundFiles(LabelledFiles, Dataset[tuple[Tensor, Tensor]]):
         import soundfile
 
         try:
-            channels, rate = soundfile.read(self.path(i), dtype="float32", always_2d=True)
+            channels, rate = soundfile.read(self.files.opened(i), dtype="float32", always_2d=True)
         except (soundfile.LibsndfileError, OSError) as error:
             raise CannotReadSound(str(error)) from error
         if not np.isfinite(channels).all():
@@ -90,7 +103,7 @@ class SoundFiles(LabelledFiles, Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(np.ascontiguousarray(wave))
 
 
-def measured(files: LabelledFiles, rate: int = 0) -> SoundFiles:
+def measured(files: AnyFiles, rate: int = 0) -> SoundFiles:
     """Return files with the lengths of their spectrograms, which their headers tell.
 
     Args:
@@ -104,7 +117,7 @@ def measured(files: LabelledFiles, rate: int = 0) -> SoundFiles:
     lengths = np.zeros(len(files), np.int64)
     for i in range(len(files)):
         try:
-            header = soundfile.info(files.path(i))
+            header = soundfile.info(files.opened(i))
         except (soundfile.LibsndfileError, OSError) as error:
             raise UserError(f"data {files.path(i)}: this is no sound that can be read ({error}): remove it") from None
         if header.frames >= _UNKNOWN:
@@ -116,7 +129,7 @@ def measured(files: LabelledFiles, rate: int = 0) -> SoundFiles:
             raise UserError(f"data {files.path(i)}: this sound is empty: remove it")
         rate = rate or min(header.samplerate, MOST_HZ)
         lengths[i] = frame_count(-(-header.frames * rate // header.samplerate), rate)
-    return SoundFiles(files.root, files.names, files.labels, rate, lengths)
+    return SoundFiles(files, rate, lengths)
 
 
 def at_rate(sounds: SoundFiles, rate: int) -> SoundFiles:
@@ -125,8 +138,7 @@ def at_rate(sounds: SoundFiles, rate: int) -> SoundFiles:
     Raises:
         UserError: a file is no sound.
     """
-    again = measured(LabelledFiles(sounds.root, sounds.names, sounds.labels), rate)
-    return replace(again, transcripts=sounds.transcripts)
+    return replace(measured(sounds.files, rate), transcripts=sounds.transcripts)
 
 
 def frame_count(samples: int, rate: int) -> int:

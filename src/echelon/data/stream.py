@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from echelon.core.errors import UserError
-from echelon.data.images import Labels, RandomState, as_sample, random_state_kept
+from echelon.data.images import RandomState, as_sample, random_state_kept
+from echelon.data.labelled_files import Labels
 from echelon.data.order import item_seeds
 
 _COUNTING_S = 600.0

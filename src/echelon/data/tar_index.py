@@ -22,14 +22,19 @@ from pyarrow import feather
 
 from echelon.core.errors import UserError
 from echelon.data.cache import locked
-from echelon.data.class_folders import IMAGE_FILES
+from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES
 from echelon.data.images import TARGET_KEYS
 
-_FORMAT = 1  # of what is cached
+_FORMAT = 2  # of what is cached
 _INDEXING_S = 3600.0
 _BLOCK = tarfile.BLOCKSIZE
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _CLASS, _JSON, _TEXT = "cls", "json", "txt"
+IMAGES, SOUNDS, TEXTS = "images", "sounds", "texts"
+_EXTENSIONS = {
+    kind: tuple(extension[1:] for extension in files.extensions)
+    for kind, files in ((IMAGES, IMAGE_FILES), (SOUNDS, SOUND_FILES))
+} | {TEXTS: (_TEXT,)}
 _FIELDS = (*TARGET_KEYS, "cls", "class")
 _MOST_LABEL_BYTES = 1 << 20
 
@@ -39,11 +44,11 @@ class MemberChoice:
     """Which members of a sample are used.
 
     Attributes:
-        image: extension of the image, without its dot; empty: the one that is of an image.
+        content: extension of the image, sound or text, without its dot; empty: the one that is of such.
         field: of the JSON member, that holds the class; empty: the class is wherever it is found.
     """
 
-    image: str = ""
+    content: str = ""
     field: str = ""
 
 
@@ -54,12 +59,16 @@ class ShardIndex:
     Attributes:
         shards: paths.
         sizes: of the shards in bytes, when they were read.
-        table: `key` (string), `shard`, `offset` and `size` (int64) of the image, and its `label` (string).
+        table: `key` and `label` (string) of each sample, `shard`, `offset` and `size` (int64) of what it holds.
+        kind: of what they hold, `IMAGES`, `SOUNDS` or `TEXTS`.
+        spoken: whether labels are texts beside sounds, which may be what is said in them.
     """
 
     shards: tuple[str, ...]
     sizes: tuple[int, ...]
     table: pa.Table
+    kind: str = IMAGES
+    spoken: bool = False
 
 
 class _Place(NamedTuple):
@@ -90,17 +99,43 @@ def index_shards(files: Sequence[Path], members: MemberChoice, cache: Path) -> S
                 if not index.is_file():
                     _write(index, _read_shard(file, members))
     tables = [feather.read_table(index, memory_map=False) for index in kept]
-    _refuse_mixed_labels(files, tables)
+    _refuse_mixed(files, tables)
     numbered = [
         table.append_column("shard", pa.array(np.full(len(table), number, np.int64)))
         for number, table in enumerate(tables)
     ]
-    return ShardIndex(tuple(str(file) for file in files), sizes, pa.concat_tables(numbered).replace_schema_metadata())
+    facts = {name: value.decode() for name, value in tables[0].schema.metadata.items()}
+    kind = facts[b"kind"]
+    return ShardIndex(
+        tuple(str(file) for file in files), sizes, pa.concat_tables(numbered).replace_schema_metadata(), kind,
+        kind == SOUNDS and facts[b"labels"] == _TEXT,
+    )  # fmt: skip
+
+
+def kind_of_shard(file: Path, content: str = "") -> str:
+    """Return what the first sample of a shard holds, `IMAGES`, `SOUNDS` or `TEXTS`; empty: that is not known.
+
+    Args:
+        content: as in `MemberChoice`.
+    """
+    extensions: dict[str, list[str]] = {}
+    try:
+        with tarfile.open(file, mode="r:") as archive:
+            for member in archive:
+                stem, dot, extension = member.name.rpartition("/")[2].partition(".")
+                if not member.isreg() or not stem or not dot:
+                    continue
+                if extensions and member.name.rpartition(".")[0].partition(".")[0] not in extensions:
+                    break
+                extensions.setdefault(member.name.rpartition(".")[0].partition(".")[0], []).append(extension.lower())
+    except (tarfile.TarError, OSError):
+        return ""
+    return _kind_of(next(iter(extensions.values()), []), MemberChoice(content))
 
 
 def _digest(file: Path, members: MemberChoice) -> str:
     found = file.stat()
-    facts = (_FORMAT, os.path.realpath(file), found.st_size, found.st_mtime_ns, members.image, members.field)
+    facts = (_FORMAT, os.path.realpath(file), found.st_size, found.st_mtime_ns, members.content, members.field)
     return hashlib.sha256(repr(facts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -111,7 +146,11 @@ def _write(index: Path, table: pa.Table) -> None:
     unfinished.replace(index)
 
 
-def _refuse_mixed_labels(files: Sequence[Path], tables: Sequence[pa.Table]) -> None:
+def _refuse_mixed(files: Sequence[Path], tables: Sequence[pa.Table]) -> None:
+    for file, table in zip(files, tables, strict=True):
+        held, first = (each.schema.metadata[b"kind"].decode() for each in (table, tables[0]))
+        if held != first:
+            raise UserError(f"data {file}: it holds {held}, and {files[0]} {first}: use shards of one kind")
     kinds = [table.schema.metadata[b"labels"].decode() for table in tables]
     for file, kind in zip(files, kinds, strict=True):
         if kind != kinds[0]:
@@ -129,15 +168,16 @@ def _read_shard(file: Path, members: MemberChoice) -> pa.Table:
         samples = _samples_of(file)
         if not samples:
             raise UserError(f"data {file}: it holds no samples, which are members such as 000017.jpg and 000017.cls")
-        labels, label_of = _label_member(file, stream.fileno(), samples, members)
-        images = [_image_member(file, key, sample, members) for key, sample in samples.items()]
+        kind = _kind_of(list(next(iter(samples.values()))), members) or IMAGES
+        places = [_content_member(file, key, sample, members, kind) for key, sample in samples.items()]
+        labels, label_of = _label_member(file, stream.fileno(), samples, members, kind)
         columns = {
             "key": pa.array([key.encode(errors="replace").decode() for key in samples], pa.string()),
-            "offset": pa.array([place.offset for place in images], pa.int64()),
-            "size": pa.array([place.size for place in images], pa.int64()),
+            "offset": pa.array([place.offset for place in places], pa.int64()),
+            "size": pa.array([place.size for place in places], pa.int64()),
             "label": pa.array([label_of(key, sample) for key, sample in samples.items()], pa.string()),
         }
-    return pa.table(columns).replace_schema_metadata({"labels": labels})
+    return pa.table(columns).replace_schema_metadata({"labels": labels, "kind": kind})
 
 
 def compressed_shard(file: Path, how: str) -> str:
@@ -206,20 +246,43 @@ def _refuse_cut(file: Path, end: int) -> None:
         raise UserError(f"data {file}: at byte {end} is no member's header: the archive is damaged, pack it again")
 
 
-def _image_member(file: Path, key: str, sample: _Sample, members: MemberChoice) -> _Place:
-    wanted = (members.image.lower().lstrip("."),) if members.image else tuple(e[1:] for e in IMAGE_FILES.extensions)
+def _kind_of(extensions: Sequence[str], members: MemberChoice) -> str:
+    """Return what a sample with these members holds; empty: nothing that is known.
+
+    A text beside an image or a sound is its label, and alone with a class it is what is learnt from.
+    """
+    if members.content:
+        wanted = members.content.lower().rpartition(".")[2]
+        return next((kind for kind, known in _EXTENSIONS.items() if wanted in known), IMAGES)
+    found = [kind for kind in (IMAGES, SOUNDS) if any(each in _EXTENSIONS[kind] for each in extensions)]
+    if not found and _TEXT in extensions and {_CLASS, _JSON} & {*extensions}:
+        return TEXTS
+    return found[0] if found else ""
+
+
+_NOUNS = {IMAGES: "image (.jpg, .png, ...)", SOUNDS: "sound (.wav, .flac, ...)", TEXTS: "text (.txt)"}
+
+
+def _content_member(file: Path, key: str, sample: _Sample, members: MemberChoice, kind: str) -> _Place:
+    wanted = (members.content.lower().lstrip("."),) if members.content else _EXTENSIONS[kind]
     found = [extension for extension in sample if extension in wanted]
     if len(found) == 1:
         return sample[found[0]]
     has = ", ".join(f".{extension}" for extension in sample)
     if found:
-        raise UserError(f"data {file}: sample {key} has several images ({has}): name one with --input {found[0]}")
-    what = f".{wanted[0]}" if members.image else "image (.jpg, .png, ...)"
-    raise UserError(f"data {file}: sample {key} has no {what}, only {has}")
+        raise UserError(f"data {file}: sample {key} has several {kind} ({has}): name one with --input {found[0]}")
+    what = f".{wanted[0]}" if members.content else _NOUNS[kind]
+    raise UserError(f"data {file}: sample {key} has no {what}, only {has}{_two_dots(sample)}")
+
+
+def _two_dots(sample: _Sample) -> str:
+    """Say how a name with two dots is read, where one of a sample ends as an image or a sound does."""
+    known = [e for e in sample if "." in e and e.rpartition(".")[2] in (*_EXTENSIONS[IMAGES], *_EXTENSIONS[SOUNDS])]
+    return f": what follows a name's first dot is its kind, so name one with --input {known[0]}" if known else ""
 
 
 def _label_member(
-    file: Path, descriptor: int, samples: Mapping[str, _Sample], members: MemberChoice
+    file: Path, descriptor: int, samples: Mapping[str, _Sample], members: MemberChoice, kind: str
 ) -> tuple[str, Any]:
     """Return the extension that classes are in, and a function of (key, sample) that reads one.
 
@@ -231,7 +294,7 @@ def _label_member(
         if not members.field:
             reader = _LabelReader(file, descriptor, reader.field_of(key, first))
         return _JSON, reader.from_json
-    extension = next((each for each in (_CLASS, _TEXT) if each in first), "")
+    extension = next((each for each in (_CLASS, _TEXT) if each in first and (each != _TEXT or kind != TEXTS)), "")
     if not extension:
         has = ", ".join(f".{each}" for each in first)
         hint = "; --target names the field of its .json" if _JSON in first else ""

@@ -22,7 +22,8 @@ from echelon.data.base import Source
 from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES, FileKind, FolderLinks, files_below
 from echelon.data.columns import MOST_TOKENS, MeasuredColumns, inputs_of_rows, with_mask
 from echelon.data.file_names import TABLES
-from echelon.data.images import FileNames, ImageArray, ImageFiles, LabelledFiles, TensorArray
+from echelon.data.images import ImageArray, ImageFiles, TensorArray
+from echelon.data.labelled_files import FileNames, LabelledFiles
 from echelon.data.masks import ImagesToMask
 from echelon.data.sounds import measured
 from echelon.data.sources.text_file import SUFFIXES as TEXTS

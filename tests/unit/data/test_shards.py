@@ -13,8 +13,8 @@ import torch
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data import LoaderConfig, Shard, TrainLoader, check_source, images, open_data
-from echelon.data.images import OpenFiles
+from echelon.data import LoaderConfig, Shard, TrainLoader, check_source, labelled_files, open_data
+from echelon.data.labelled_files import OpenFiles
 from tests.unit.data.images import make_folder, make_image, make_shards, write_tar
 
 ALONE = Shard(0, 1)
@@ -57,7 +57,7 @@ def test_a_rank_reads_the_bytes_of_its_samples_alone(tmp_path: Path, monkeypatch
     read = []
     real = os.pread
     monkeypatch.setattr(os, "pread", lambda *place: read.append(place) or real(*place))  # type: ignore[func-returns-value]
-    monkeypatch.setattr(images, "_MOST_OPEN", 2)  # of four
+    monkeypatch.setattr(labelled_files, "_MOST_OPEN", 2)  # of four
     seen = sum(len(batch.targets) for batch in loader.epoch(0))
     assert len(read) == seen < source.info.train_size
 
@@ -146,7 +146,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty class": (lambda shard: write_tar(shard, _pairs() | {"2.cls": b" "}), "2.cls is empty, or no text"),
     "own class each": (lambda shard: write_tar(shard, _pairs() | {f"{i}.cls": b"%d" % i for i in range(6)}),
                        "6 samples have 6 different labels: are these classes"),
-    "a sound": (lambda shard: write_tar(shard, {"1.wav": b"", "1.cls": b"1"}), "1 has no image .* only .wav, .cls"),
+    "nothing known": (lambda shard: write_tar(shard, {"1.pth": b"", "1.cls": b"1"}), "1 has no image .* only .pth"),
+    "two dots": (lambda shard: write_tar(shard, {"1.v1.jpg": b"", "1.cls": b"1"}), "--input v1.jpg"),
     "no json": (lambda shard: write_tar(shard, {"1.jpg": b"", "1.json": b"{"}), "1.json is no JSON"),
     "no field": (lambda shard: write_tar(shard, {"1.jpg": b"", "1.json": b'{"x": 1}'}), "no class .*--target names"),
     "gzip inside": (lambda shard: shard.write_bytes(gzip.compress(b"hello")), "compressed .gzip.*gunzip"),

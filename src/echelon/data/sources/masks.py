@@ -17,7 +17,8 @@ from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import FolderLinks, files_below
 from echelon.data.decode import CannotDecode
-from echelon.data.images import FileNames, ImageFiles, LabelledFiles
+from echelon.data.images import ImageFiles
+from echelon.data.labelled_files import FileNames, LabelledFiles
 from echelon.data.masks import IGNORED, MaskedImages, pixel_counts
 from echelon.data.parts import PartFolders, train_folder
 from echelon.data.sources.base import SourceKind, held_out

@@ -11,26 +11,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from echelon.core.errors import UserError
-from echelon.data.base import DataRequest, Source
+from echelon.data.base import DataOutline, DataRequest, Source
 from echelon.data.class_folders import FolderLinks
 from echelon.data.file_names import COMPRESSED, TABLES, is_tar
-from echelon.data.images import FileNames, ImageRanges, OpenFiles
-from echelon.data.parts import by_part, part_of, subfolders, train_folder
+from echelon.data.images import ImageRanges
+from echelon.data.labelled_files import FileNames, FileRanges, OpenFiles
+from echelon.data.parts import TEST, TRAIN, VALIDATION, by_part, part_of, subfolders, train_folder
 from echelon.data.sample_index import NamedSampleIndex
 from echelon.data.sources.base import SourceKind, grown_images, held_out_of_begun
+from echelon.data.sources.sounds import classified_sounds
+from echelon.data.sources.texts import TEXT_CLASSIFICATION, WrittenTexts, classified_texts
+from echelon.data.sources.transcripts import Recordings, plain_text, transcribed
 from echelon.data.tar_index import (
+    IMAGES,
+    SOUNDS,
+    TEXTS,
     MemberChoice,
     ShardIndex,
     compressed_shard,
     index_shards,
+    kind_of_shard,
 )
 from echelon.tasks.base import Encoding
 
@@ -62,16 +72,21 @@ class Shards(SourceKind):
                 if how := COMPRESSED.get(file.suffix.lower()):
                     raise UserError(compressed_shard(file, how))
 
+    def outline(self, request: DataRequest) -> DataOutline | None:
+        """Return the task that sounds or texts are for, as the first sample tells; None: they are images."""
+        files = _parts_of(request.path).get(TRAIN, []) if request.path.exists() else []
+        kind = kind_of_shard(files[0], request.config.input) if files else ""
+        if kind == SOUNDS:
+            said = request.encoding is Encoding.TRANSCRIPTS
+            return DataOutline("speech_recognition" if said else "speech_classification")
+        return DataOutline(TEXT_CLASSIFICATION) if kind == TEXTS else None
+
     def open(self, request: DataRequest) -> Source:
         """Open the shards; where they have no part for evaluation, samples are held out by the seed."""
         source = request.config.source
-        if request.encoding not in (Encoding.AUTO, Encoding.CLASSES):
-            raise UserError(
-                f"data {source} is shards of images with classes, which --task {request.task} does not take"
-            )
         self.check(str(request.path))
         parts = _parts_of(request.path)
-        if "train" not in parts:
+        if TRAIN not in parts:
             raise UserError(f"data {source}: there is {next(iter(parts))} but no train beside it")
         links = FolderLinks(request.path, request.config.follow_links)
         links.count(file for files in parts.values() for file in files)
@@ -82,11 +97,36 @@ class Shards(SourceKind):
             indexes = {part: index_shards(files, members, cache) for part, files in parts.items()}
         except OSError as error:
             raise UserError(f"data {error.filename}: {error.strerror}") from None
-        opened = _source(request, indexes)
+        opened = _of_kind(_Shards(request, indexes))
         return replace(opened, notes=(*links.notes, *opened.notes))
 
 
 SOURCE = Shards
+
+
+def _of_kind(shards: _Shards) -> Source:
+    """Return what the shards hold, as the task wants it.
+
+    Raises:
+        UserError: the task is for other data.
+    """
+    wanted, index = shards.request.encoding, shards.indexes[TRAIN]
+    if index.kind == SOUNDS and (wanted is Encoding.TRANSCRIPTS or (wanted is Encoding.AUTO and _is_said(index))):
+        if index.spoken:
+            return shards.recordings()
+        raise UserError(f"data {shards.path}: a transcript of each sound is to be in a .txt beside it")
+    known = {
+        IMAGES: (Encoding.CLASSES, shards.images),
+        SOUNDS: (Encoding.SPEECH, shards.sounds),
+        TEXTS: (Encoding.TEXT, shards.texts),
+    }
+    encoding, opened = known[index.kind]
+    if wanted not in (Encoding.AUTO, encoding):
+        raise UserError(
+            f"data {shards.path} is shards of {index.kind} with classes, which --task {shards.request.task} does not "
+            "take"
+        )
+    return opened()
 
 
 def _shards_in(path: Path) -> list[Path]:
@@ -107,7 +147,7 @@ def _parts_of(path: Path) -> dict[str, list[Path]]:
         UserError: some names tell their part, and others do not.
     """
     if not path.is_dir():
-        return {"train": [path]}
+        return {TRAIN: [path]}
     with_shards = [name for name in subfolders(path) if part_of(name) and _shards_in(path / name)]
     if with_shards:
         return {part: _shards_in(path / name) for part, name in by_part(path, with_shards).items()}
@@ -117,30 +157,101 @@ def _parts_of(path: Path) -> dict[str, list[Path]]:
         words = _WORDS.findall(file.name.lower())
         named.setdefault(next(filter(None, map(part_of, words)), ""), []).append(file)
     if set(named) <= {""}:
-        return {"train": files}
+        return {TRAIN: files}
     if "" in named:
         raise UserError(f"data {path}: is {named[''][0].name} of train, val or test? Other shards there say it by name")
-    return {part: named[part] for part in ("train", "val", "test") if part in named}
+    return {part: named[part] for part in (TRAIN, VALIDATION, TEST) if part in named}
 
 
-def _source(request: DataRequest, indexes: Mapping[str, ShardIndex]) -> Source:
-    """Return the parts as images, with what is held out where some are not there."""
-    path = request.config.source
-    classes = _classes(path, indexes["train"])
-    parts = {part: _images(path, index, classes) for part, index in indexes.items()}
-    train, validation, test = parts["train"], parts.get("val"), parts.get("test")
-    names = tuple(str(name) for name in classes)
-    members = [f"{Path(train.files.paths[train.file[i]]).name}: {train.names[i]}" for i in range(len(train))]
-    sample_index = NamedSampleIndex.of(request.folder, path, names, members)
-    if sample_index.is_kept:
-        train = train.subset(sample_index.order(members))
-    notes: tuple[str, ...] = ()
-    if validation is None:
-        divided = held_out_of_begun(request, sample_index, test is not None)
-        train, validation, notes = train.subset(divided.train), train.subset(divided.evaluation), divided.notes
-    return replace(
-        grown_images(request, train, validation, names, sample_index), test=test, notes=notes, sample_index=sample_index
-    )
+@dataclass(frozen=True)
+class _Shards:
+    """The files in the shards of each part, with what stands beside each of them."""
+
+    request: DataRequest
+    indexes: Mapping[str, ShardIndex]
+
+    @property
+    def path(self) -> str:
+        """What the data is called."""
+        return self.request.config.source
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        """Names by label."""
+        return tuple(_classes(self.path, self.indexes[TRAIN]))
+
+    @cached_property
+    def members(self) -> list[str]:
+        """Names of the training samples, each with its shard, by which a run knows them."""
+        files = _files(self.indexes[TRAIN])
+        return [f"{Path(files.files.paths[files.file[i]]).name}: {files.names[i]}" for i in range(len(files))]
+
+    def sample_index(self, classes: tuple[str, ...]) -> NamedSampleIndex:
+        """Return how samples are numbered in the run."""
+        return NamedSampleIndex.of(self.request.folder, self.path, classes, self.members)
+
+    def of_classes(self) -> tuple[dict[str, FileRanges], NamedSampleIndex]:
+        """Return the files of each part with their classes, and how those of training are numbered."""
+        parts = {part: _labelled(self.path, index, self.classes) for part, index in self.indexes.items()}
+        sample_index = self.sample_index(self.classes)
+        if sample_index.is_kept:
+            parts[TRAIN] = parts[TRAIN].subset(sample_index.order(self.members))
+        return parts, sample_index
+
+    def images(self) -> Source:
+        """Return images with classes."""
+        files, sample_index = self.of_classes()
+        parts = {part: ImageRanges(**vars(each)) for part, each in files.items()}
+        train, validation, test = parts[TRAIN], parts.get(VALIDATION), parts.get(TEST)
+        notes: tuple[str, ...] = ()
+        if validation is None:
+            divided = held_out_of_begun(self.request, sample_index, test is not None)
+            train, validation, notes = train.subset(divided.train), train.subset(divided.evaluation), divided.notes
+        grown = grown_images(self.request, train, validation, self.classes, sample_index)
+        return replace(grown, test=test, notes=notes, sample_index=sample_index)
+
+    def sounds(self) -> Source:
+        """Return sounds with classes."""
+        parts, sample_index = self.of_classes()
+        return classified_sounds(self.request, parts, self.classes, sample_index)
+
+    def texts(self) -> Source:
+        """Return texts with classes."""
+        parts, sample_index = self.of_classes()
+        written = {part: WrittenTexts(_texts_in(files), files.labels) for part, files in parts.items()}
+        return classified_texts(self.request, written, self.classes, sample_index)
+
+    def recordings(self) -> Source:
+        """Return sounds with what is said in them."""
+        parts = {
+            part: Recordings(
+                _files(index), index.table["key"].to_pylist(), list(map(plain_text, index.table["label"].to_pylist()))
+            )
+            for part, index in self.indexes.items()
+        }
+        sample_index = self.sample_index(())
+        train = parts[TRAIN].some(sample_index.order(self.members))
+        return transcribed(self.request, train, parts.get(VALIDATION), parts.get(TEST), sample_index)
+
+
+def _texts_in(files: FileRanges) -> list[str]:
+    """Return the texts of files.
+
+    Raises:
+        UserError: one is not UTF-8.
+    """
+    texts = []
+    for i in range(len(files)):
+        try:
+            texts.append(files.contents(i).decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"data {files.path(i)}: it is not UTF-8 (byte {error.start}): convert it") from error
+    return texts
+
+
+def _is_said(index: ShardIndex) -> bool:
+    """Whether texts beside sounds are what is said in them, and no names of classes: nearly each is another one."""
+    return index.spoken and 2 * len(pc.unique(index.table["label"])) > len(index.table) + 2
 
 
 def _classes(path: str, index: ShardIndex) -> Sequence[str]:
@@ -158,7 +269,7 @@ def _classes(path: str, index: ShardIndex) -> Sequence[str]:
     return sorted(found, key=int) if all(re.fullmatch(r"-?\d+", each) for each in found) else sorted(found)
 
 
-def _images(path: str, index: ShardIndex, classes: Sequence[str]) -> ImageRanges:
+def _labelled(path: str, index: ShardIndex, classes: Sequence[str]) -> FileRanges:
     places = pc.index_in(index.table["label"], value_set=pa.array(classes, pa.string()))
     if places.null_count:
         row = pc.index(pc.is_null(places), True).as_py()
@@ -166,7 +277,10 @@ def _images(path: str, index: ShardIndex, classes: Sequence[str]) -> ImageRanges
         raise UserError(
             f"data {index.shards[shard]}: sample {key} has the class {label!r}, which the train part has not"
         )
+    return replace(_files(index), labels=places.to_numpy().astype("int64"))
+
+
+def _files(index: ShardIndex) -> FileRanges:
     shard, offset, size = (index.table[name].to_numpy() for name in ("shard", "offset", "size"))
     names = FileNames(index.table["key"].to_pylist())
-    labels = places.to_numpy().astype("int64")
-    return ImageRanges(OpenFiles(index.shards, index.sizes), names, shard, offset, size, labels)
+    return FileRanges(OpenFiles(index.shards, index.sizes), names, shard, offset, size, np.zeros(len(shard), np.int64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -12,8 +13,9 @@ import numpy as np
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES, FolderLinks, scan_classes, scan_like
-from echelon.data.parts import PartFolders, train_folder
-from echelon.data.sample_index import NamedSampleIndex
+from echelon.data.labelled_files import AnyFiles
+from echelon.data.parts import TEST, TRAIN, VALIDATION, PartFolders, train_folder
+from echelon.data.sample_index import NamedSampleIndex, SampleIndex
 from echelon.data.sounds import SoundFiles, measured, sound_specs
 from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.tasks.base import Encoding
@@ -94,11 +96,26 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     files, classes = scan_classes(path, folders.train, links)
     names = [files.names[i] for i in range(len(files))]
     sample_index = NamedSampleIndex.of(request.folder, request.config.source, classes, names)
-    sounds = measured(files.subset(sample_index.order(names)))
-    validation, test = (
-        measured(scan_like(path, part, links, classes), sounds.rate) if part else None
-        for part in (folders.validation, folders.test)
-    )
+    parts: dict[str, AnyFiles] = {TRAIN: files.subset(sample_index.order(names))}
+    for part, folder in ((VALIDATION, folders.validation), (TEST, folders.test)):
+        if folder:
+            parts[part] = scan_like(path, folder, links, classes)
+    return classified_sounds(request, parts, classes, sample_index)
+
+
+def classified_sounds(
+    request: DataRequest, files: Mapping[str, AnyFiles], classes: tuple[str, ...], sample_index: SampleIndex
+) -> Source:
+    """Return sounds with a class each; where there is no part for validation, one is held out by the seed.
+
+    Args:
+        files: of `train`, and of `val` and `test` where they are there.
+
+    Raises:
+        UserError: a file is no sound, or one alone is there to train on.
+    """
+    sounds = measured(files[TRAIN])
+    validation, test = (measured(files[p], sounds.rate) if p in files else None for p in (VALIDATION, TEST))
     notes: tuple[str, ...] = ()
     if validation is None:
         divided = held_out_of_begun(request, sample_index, test is not None, "sound")

@@ -451,7 +451,8 @@ class _Rows:
         links = FolderLinks(folder, request.config.follow_links, SOUND_FILES)
         links.count(folder / name for name in names)
         links.check()
-        rows, end = Recordings(str(folder), names, [plain_text(text) for text in texts]), self.train + self.evaluation
+        rows = Recordings.in_folder(folder, names, [plain_text(text) for text in texts])
+        end = self.train + self.evaluation
         places = np.arange(len(names))
         train, held, test = (rows.some(part) for part in np.split(places, [self.train, end]))
         source = transcribed(request, train, held, test if test.names else None)

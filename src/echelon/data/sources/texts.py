@@ -6,7 +6,8 @@ For `--task language-modelling` the files of a part are one long text, in the or
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,8 +26,10 @@ from echelon.data.class_folders import (
 )
 from echelon.data.columns import encode_texts
 from echelon.data.images import TensorArray
-from echelon.data.parts import PartFolders, train_folder
-from echelon.data.sample_index import NamedSampleIndex
+from echelon.data.labelled_files import Labels
+from echelon.data.order import Indices
+from echelon.data.parts import TEST, TRAIN, VALIDATION, PartFolders, train_folder
+from echelon.data.sample_index import NamedSampleIndex, SampleIndex
 from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.data.sources.text_file import SUFFIXES, TextParts, is_for_one_text, outline_of_text, read_text, text_source
 from echelon.tasks.base import Encoding
@@ -98,22 +101,57 @@ def _classified(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     train, classes = scan_classes(path, folders.train, links)
     names = [train.names[i] for i in range(len(train))]
     sample_index = NamedSampleIndex.of(request.folder, request.config.source, classes, names)
-    train = train.subset(sample_index.order(names))
+    files = {TRAIN: train.subset(sample_index.order(names))}
+    for name, folder in ((VALIDATION, folders.validation), (TEST, folders.test)):
+        if folder:
+            files[name] = scan_like(path, folder, links, classes)
+    written = {
+        name: WrittenTexts([read_text(Path(part.path(i))) for i in range(len(part))], part.labels)
+        for name, part in files.items()
+    }
+    return classified_texts(request, written, classes, sample_index)
+
+
+@dataclass(frozen=True)
+class WrittenTexts:
+    """The texts of a part, and the number of each one's class, `(N,)`."""
+
+    texts: list[str]
+    labels: Labels
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def some(self, chosen: Indices) -> WrittenTexts:
+        """Return some of them."""
+        return WrittenTexts([self.texts[i] for i in chosen.tolist()], self.labels[chosen])
+
+
+def classified_texts(
+    request: DataRequest, written: Mapping[str, WrittenTexts], classes: tuple[str, ...], sample_index: SampleIndex
+) -> Source:
+    """Return texts with a class each as tokens; where there is no part for validation, one is held out by the seed.
+
+    Args:
+        written: the texts of `train`, and of `val` and `test` where they are there.
+
+    Raises:
+        UserError: all texts to train on are empty, or there is one alone.
+    """
     notes: tuple[str, ...] = ()
-    if folders.validation:
-        held = scan_like(path, folders.validation, links, classes)
-    else:
-        divided = held_out_of_begun(request, sample_index, bool(folders.test), "text")
-        train, held, notes = train.subset(divided.train), train.subset(divided.evaluation), divided.notes
-    parts = [train, held, *([scan_like(path, folders.test, links, classes)] if folders.test else [])]
-    texts = [read_text(Path(files.path(i))) for files in parts for i in range(len(files))]
-    if not any(text.strip() for text in texts[: len(train)]):
-        raise UserError(f"data {path}: all texts to train on are empty")
+    train, held, test = written[TRAIN], written.get(VALIDATION), written.get(TEST)
+    if held is None:
+        divided = held_out_of_begun(request, sample_index, test is not None, "text")
+        train, held, notes = train.some(divided.train), train.some(divided.evaluation), divided.notes
+    used = [part for part in (train, held, test) if part is not None]
+    texts = [text for part in used for text in part.texts]
+    if not any(text.strip() for text in train.texts):
+        raise UserError(f"data {request.config.source}: all texts to train on are empty")
     column = encode_texts(request, texts, len(train), len(train) - (sample_index.count - sample_index.begun))
-    ends = np.cumsum([0, *map(len, parts)])
+    ends = np.cumsum([0, *map(len, used)])
     samples = [
-        TensorArray({name: ids.subset(np.arange(a, b)) for name, ids in column.inputs.items()}, files.labels)
-        for files, a, b in zip(parts, ends[:-1], ends[1:], strict=True)
+        TensorArray({name: ids.subset(np.arange(a, b)) for name, ids in column.inputs.items()}, part.labels)
+        for part, a, b in zip(used, ends[:-1], ends[1:], strict=True)
     ]
     info = DataInfo(
         request.config.source, classes, 1, 1, len(train), len(held),
@@ -122,7 +160,7 @@ def _classified(path: Path, request: DataRequest, links: FolderLinks) -> Source:
         stages=sample_index.trained_stages(len(train)),
     )  # fmt: skip
     note = f"texts are cut into tokens, of a vocabulary of {column.tokeniser.count:,}"
-    return Source(samples[0], samples[1], info, (*notes, note), samples[2] if folders.test else None, sample_index)
+    return Source(samples[0], samples[1], info, (*notes, note), samples[2] if test is not None else None, sample_index)
 
 
 def _one_text(path: Path, request: DataRequest, links: FolderLinks) -> Source:

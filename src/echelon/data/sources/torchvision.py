@@ -15,7 +15,8 @@ import numpy as np
 from echelon.core.errors import UserError
 from echelon.data.base import DataRequest, Source
 from echelon.data.cache import locked
-from echelon.data.images import FileNames, ImageArray, ImageFiles, ImageItems, Images, Labels, labels_of
+from echelon.data.images import ImageArray, ImageFiles, ImageItems, Images, labels_of
+from echelon.data.labelled_files import FileNames, Labels
 from echelon.data.sources.base import SourceKind, began_with_all, held_out, image_source
 
 _DOWNLOAD_S = 3600.0

@@ -20,7 +20,7 @@ from echelon.core.errors import UserError
 from echelon.core.tokeniser import AUTO, CHARACTERS
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import SOUND_FILES, FileKind, FolderLinks, files_below
-from echelon.data.images import FileNames, LabelledFiles
+from echelon.data.labelled_files import AnyFiles, FileNames, LabelledFiles
 from echelon.data.order import Indices
 from echelon.data.parts import part_of
 from echelon.data.ragged import RaggedArray
@@ -84,9 +84,14 @@ SOURCE = Transcripts
 
 @dataclass(frozen=True)
 class Recordings:
-    """Sound files below a folder, each with its transcript."""
+    """Sound files, each with its transcript.
 
-    root: str
+    Attributes:
+        files: of no class.
+        names: of the files, in whose order samples are known.
+    """
+
+    files: AnyFiles
     names: list[str]
     texts: list[str]
 
@@ -113,17 +118,21 @@ class Recordings:
                 f"data {path / silent[0]}: it has no transcript{others}: write what is said to "
                 f"{Path(silent[0]).stem}{_TEXT} beside it, or remove it"
             )
-        return cls(str(path), names, [texts[_stem(name)] for name in names])
+        return cls.in_folder(path, names, [texts[_stem(name)] for name in names])
+
+    @classmethod
+    def in_folder(cls, path: Path, names: list[str], texts: list[str]) -> Recordings:
+        """Return files of a folder with their transcripts."""
+        return cls(LabelledFiles(str(path), FileNames(names), np.zeros(len(names), np.int64)), names, texts)
 
     def some(self, chosen: Indices) -> Recordings:
         """Return some of them."""
         rows = chosen.tolist()
-        return Recordings(self.root, [self.names[i] for i in rows], [self.texts[i] for i in rows])
+        return Recordings(self.files.subset(chosen), [self.names[i] for i in rows], [self.texts[i] for i in rows])
 
     def sounds(self, rate: int = 0) -> SoundFiles:
         """Return the files with their lengths, as `measured` does; their transcripts are not yet encoded."""
-        labels = np.zeros(len(self.names), np.int64)
-        return measured(LabelledFiles(self.root, FileNames(self.names), labels), rate)
+        return measured(self.files, rate)
 
 
 def transcribed(
