@@ -226,6 +226,23 @@ def _check_types(model: nn.Module, blocks: Mapping[str, nn.Module], mesh: Device
             )
 
 
+@contextmanager
+def kept_gathered(model: nn.Module) -> Iterator[None]:
+    """Keep the parameters that forward passes gather until the block ends, so that many in a row gather them once.
+
+    Each rank then holds the whole model. All ranks that share it enter together.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in sharded[1:]:  # the first is the root, which torch leaves gathered
+            module.set_reshard_after_forward(True, recurse=False)
+        reshard(model)
+
+
 def reshard(model: nn.Module) -> None:
     """Let go of gathered parameters: a forward pass without backward leaves the root's, which then grow stale."""
     for module in model.modules():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,12 +19,15 @@ from echelon.core.figure import ReportSection
 from echelon.core.task import sampling_interval
 from echelon.data.loader import EvalLoader
 from echelon.models.trial import evaluating
+from echelon.parallel.blocks import kept_gathered
 from echelon.tasks import nest
 from echelon.tasks.base import ChosenSample, EvaluationResult, Metrics, PendingSection, StreamedMetrics, Task
 from echelon.tasks.gathering import RowMessages
 from echelon.tasks.nest import Nest
 from echelon.trainer.precision import autocast_to
 from echelon.trainer.world import World
+
+_SHARE_OF_FREE = 0.25  # of memory, that a model may take which is whole for a while
 
 
 def _nothing() -> None:
@@ -94,7 +100,8 @@ def evaluate(
             advance()
         if streamed is not None:
             streamed.flush()
-        generated = task.generated(outputs_of, chosen.samples, world.data_group)
+        with _gathered(model, world):
+            generated = task.generated(outputs_of, chosen.samples, world.data_group)
     if world.data_group is not None:
         totals = totals.to(world.device)
         dist.all_reduce(totals, group=world.data_group)
@@ -124,6 +131,30 @@ def _begin_stream(metrics: Metrics, loader: EvalLoader, world: World) -> Streame
         return None
     metrics.stream(RowMessages(group, loader.batch_size, -(-loader.most // loader.batch_size)), loader.total)
     return metrics
+
+
+@contextmanager
+def _gathered(model: nn.Module, world: World) -> Iterator[None]:
+    """Hold a model that is sharded whole while it writes, token by token, where each rank has room for it.
+
+    Else each token would gather all layers once more.
+    """
+    group = world.placement.group(Axis.FSDP) if world.placement is not None else None
+    if group is None:
+        yield
+        return
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    has_room = torch.tensor([int(whole <= _SHARE_OF_FREE * _free_bytes(world.device))], device=world.device)
+    dist.all_reduce(has_room, op=dist.ReduceOp.MIN, group=group)
+    with kept_gathered(model) if has_room else nullcontext():
+        yield
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return the memory that this rank may still take: on a machine, its part of what is free there."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 class _Chosen:
