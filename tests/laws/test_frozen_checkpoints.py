@@ -14,6 +14,7 @@ from echelon.checkpoint import CheckpointStore, whole
 from echelon.core.patience import Patience
 from echelon.trainer.saving import RanksState, WriterState
 from echelon.trainer.state import Cursor, averaged
+from tests.laws.extras import NEEDS_PEFT
 from tests.laws.test_layouts import BATCHNORM
 from tests.ranks.layouts import Trainer, Trial, make_trainer
 from tests.ranks.spawn import Rank, run_ranks
@@ -161,9 +162,9 @@ def test_machines_with_disks_of_their_own_resume_to_the_bit_from_what_the_first_
     run_ranks(resumed_apart, 2, (QUICK[0], MORE[-1]), tmp_path, timeout_s=300)
 
 
+@NEEDS_PEFT
 @pytest.mark.long
 def test_runs_with_adapters_resume_to_the_bit(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="needs peft")
     check(LORA, tmp_path)
 
 

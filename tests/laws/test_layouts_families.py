@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from echelon.run.resolve import resolve
 from echelon.trainer.parts import build_parts
 from echelon.trainer.state import seed_everything
 from echelon.trainer.work import Work
+from tests.laws.extras import NEEDS_TRANSFORMERS
 from tests.laws.test_tensor_parallel import CASES, CLASSES, bert, example, gpt2
 from tests.ranks.layouts import TASK, HeldTensor, assemble, held, make_world, train_on_one_batch
 from tests.ranks.spawn import Rank, run_ranks
@@ -41,10 +41,6 @@ SETTINGS: Mapping[str, Any] = {"optimizer.name": "momentum", "optimizer.lr": 0.0
 
 Found = tuple[list[float], dict[str, HeldTensor]]
 Ranks = Sequence[Mapping[str, Found | str]]
-
-needs_transformers = pytest.mark.skipif(
-    find_spec("transformers") is None, reason="transformers is not installed: it is the extra `transformers`"
-)
 
 
 def train(rank: Rank | None, name: str, layout: str, recompute: str = "none") -> Found:
@@ -99,7 +95,7 @@ def test_families_in_two_ways_at_once_are_one_process(families: Ranks, name: str
     check(families, name)
 
 
-@needs_transformers
+@NEEDS_TRANSFORMERS
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "on_two", [pytest.param(each, marks=[pytest.mark.slow] * ("pp" not in each)) for each in ON_TWO], indirect=True
@@ -109,7 +105,7 @@ def test_transformers_on_two_ranks_are_one_process(on_two: Ranks, name: str) -> 
     check(on_two, name)
 
 
-@needs_transformers
+@NEEDS_TRANSFORMERS
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("on_four", ON_FOUR, indirect=True)

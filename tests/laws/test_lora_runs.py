@@ -18,8 +18,9 @@ from echelon.models import ModelInput, build_model
 from echelon.run.defaults import with_task_defaults
 from echelon.run.in_process import start_in_process
 from echelon.run.resolve import launch_request
+from tests.laws.extras import NEEDS_PEFT
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [NEEDS_PEFT, pytest.mark.long, pytest.mark.timeout(600)]
 SETTINGS = {
     "data.source": "digits",
     "model.name": "small_vit",
@@ -48,7 +49,8 @@ def small_vit(weights: Path) -> nn.Module:
 
 
 def test_a_run_with_adapters_is_used_as_any_other(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="needs peft")
+    import peft
+
     base = train(tmp_path / "base")
     run = train(tmp_path / "tuned", **{"model.weights": str(base), "model.tune": "lora(r=4)+norm+bias"})
     api.export(base, tmp_path / "base.safetensors")
@@ -70,7 +72,6 @@ def test_a_run_with_adapters_is_used_as_any_other(tmp_path: Path) -> None:
 
 
 def test_what_peft_has_no_place_for_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="needs peft")
     run = train(tmp_path / "tuned", **{"model.tune": "lora(r=4)+last(1)"})
     with pytest.raises(UserError, match=r"blocks.*was trained beside the adapters, and peft has no place for it"):
         api.export(run, tmp_path / "tuned.peft")
@@ -78,7 +79,6 @@ def test_what_peft_has_no_place_for_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_was_unfrozen_beside_adapters_is_exported_with_them(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="needs peft")
     later = {"training.max_steps": 0, "training.epochs": 2, "data.batch_size": 500, "training.eval_every": 0}
     tune = 'lora(r=4)+unfreeze(epoch=2, pattern="blocks.*.norm*+norm")'
     run = train(tmp_path / "tuned", **later, **{"model.tune": tune})

@@ -17,6 +17,7 @@ from echelon.data import EvalLoader, LoaderConfig, Shard, TrainLoader, check_sou
 from echelon.data.sources import SOURCES, kind_of
 from echelon.data.sources.base import SourceKind
 from echelon.tasks import nest
+from tests.laws.extras import NEEDS_DATASETS
 from tests.unit.data.images import make_folder, make_shards
 from tests.unit.data.shapes import make_shapes
 from tests.unit.data.test_parallel_text import make_parallel
@@ -56,7 +57,8 @@ def _table(folder: Path) -> str:
 
 def _saved(folder: Path) -> str:
     """Write images with classes as the library `datasets` does."""
-    datasets = pytest.importorskip("datasets", reason="needs the extra hf")
+    import datasets
+
     pixels = np.random.default_rng(0).integers(0, 256, (20, 12, 12, 3), dtype=np.uint8)
     features = datasets.Features({"picture": datasets.Image(), "kind": datasets.ClassLabel(names=["zebra", "ape"])})
     rows = {"picture": [Image.fromarray(each) for each in pixels], "kind": [i % 2 for i in range(20)]}
@@ -82,6 +84,7 @@ EXAMPLES: dict[str, Callable[[Path], str]] = {
 """For each kind, what makes its data in a folder and returns its name."""
 TARGETS = {"table": "y", "parallel_text": "de"}
 INPUTS = {"parallel_text": "en"}
+NEEDS = {"hugging_face": NEEDS_DATASETS}
 
 
 def own_data() -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset]:
@@ -89,7 +92,7 @@ def own_data() -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset]:
     return data, torch.utils.data.Subset(data, range(5))
 
 
-@pytest.fixture(params=list(EXAMPLES))
+@pytest.fixture(params=[pytest.param(name, marks=NEEDS.get(name, ())) for name in EXAMPLES])
 def data(request: pytest.FixtureRequest, tmp_path: Path) -> DataConfig:
     name = EXAMPLES[request.param](tmp_path)
     assert type(kind_of(name)) is SOURCES.settings_class(request.param)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon.models import ModelInput, hints_for
 from echelon.parallel.tensor import answer, apply_tensor, full_state, load_full_state, same_function
+from tests.laws.extras import NEEDS_TRANSFORMERS
 from tests.ranks.spawn import Rank, run_ranks
 
 STEPS = 5
@@ -144,8 +145,15 @@ SLOW = {
     *("torchvision_resnet", "torchvision_resnet_bottleneck"),
 }
 SETTINGS = [(name, False) for name in CASES] + [(name, True) for name in BY_TOKENS]
-IDS = [f"{name}{'-sequence' if sequence else ''}" for name, sequence in SETTINGS]
-QUICK = [pytest.param(*each, id=i, marks=[pytest.mark.slow] * (each[0] in SLOW)) for each, i in zip(SETTINGS, IDS)]
+
+
+def cases(slow: Collection[str] = ()) -> list[Any]:
+    """Return a case for each of SETTINGS, with its name and what it needs."""
+    found = []
+    for name, sequence in SETTINGS:
+        marks = [pytest.mark.slow] * (name in slow) + [NEEDS_TRANSFORMERS] * name.startswith("transformers")
+        found.append(pytest.param(name, sequence, id=f"{name}{'-sequence' if sequence else ''}", marks=marks))
+    return found
 
 
 def example(name: str) -> tuple[Tensor, Tensor]:
@@ -240,8 +248,6 @@ def results(world: int, slow: bool) -> list[Any]:
 
 
 def check(name: str, sequence: bool, world: int) -> None:
-    if name.startswith("transformers"):
-        pytest.importorskip("transformers", reason="transformers is not installed: it is the extra `transformers`")
     for result in results(world, world == 2 and name in SLOW):
         found = result[name, sequence]
         assert not isinstance(found, str), found
@@ -250,12 +256,12 @@ def check(name: str, sequence: bool, world: int) -> None:
         assert found["losses"] < TOLERANCE and found["state"] < TOLERANCE, found
 
 
-@pytest.mark.parametrize(("name", "sequence"), QUICK)
+@pytest.mark.parametrize(("name", "sequence"), cases(SLOW))
 def test_two_ranks_are_one_process(name: str, sequence: bool) -> None:
     check(name, sequence, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sequence"), SETTINGS, ids=IDS)
+@pytest.mark.parametrize(("name", "sequence"), cases())
 def test_four_ranks_are_one_process(name: str, sequence: bool) -> None:
     check(name, sequence, 4)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.laws.extras import NEEDS_PEFT
 from tests.laws.test_layouts import BATCHNORM, STEPS, Trained, _compare, train
 from tests.ranks.layouts import Trial, make_trainer
 from tests.ranks.spawn import Rank, run_ranks
@@ -87,12 +88,12 @@ def test_more_tuning_is_the_same_function_in_every_layout() -> None:
     check(MORE)
 
 
+@NEEDS_PEFT
 @pytest.mark.parametrize(
     ("trials", "ranks"),
     [pytest.param(LORA, 2, marks=pytest.mark.slow), pytest.param(LORA_BOTH, 4, marks=pytest.mark.long)],
 )
 def test_adapters_are_the_same_function_in_every_layout(trials: Sequence[Trial], ranks: int) -> None:
-    pytest.importorskip("peft", reason="needs peft")
     check(trials, ranks)
 
 
