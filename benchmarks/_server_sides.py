@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from echelon.compression import read
+from echelon.core.torch_names import IMPORTED_BY_OPTIMIZERS
 from echelon.launch.link import Host, enter
 
 SECRET = b"b" * 32
 NOBODY = "ipc:///nonexistent/echelon-scheduler"
 START_S = 120.0
 WINDOW_S = 120.0
-PRELOAD = ["torch", "torch._dynamo", "zmq", "echelon.ps.server", "echelon.ps.client"]
+PRELOAD = ["torch", IMPORTED_BY_OPTIMIZERS, "zmq", "echelon.ps.server", "echelon.ps.client"]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from benchmarks import _slow_link_tables as tables
 from benchmarks._common import append_result, command_line, interleave, read_results
 from benchmarks._slow_link_pair import CandidateFailed, Pair, Terms, Window
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.torch_names import IMPORTED_BY_OPTIMIZERS
 from echelon.launch.link import ShapedNetwork, check_link, parse_link
 
 NAME = "slow_link"
@@ -49,7 +50,7 @@ def main() -> None:
     options = _options()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the store cannot name addresses of a namespace, and warns
     os.environ["OMP_NUM_THREADS"] = "1"
-    mp.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "benchmarks._slow_link_worker"])
+    mp.set_forkserver_preload(["torch", IMPORTED_BY_OPTIMIZERS, "torch.distributed", "benchmarks._slow_link_worker"])
     modes = {"rate": rate, "curve": curve, "accuracy": accuracy, "aborts": aborts, "render": render}
     try:
         modes[options.mode](options)

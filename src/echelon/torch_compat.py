@@ -1,7 +1,8 @@
 """What the package uses of torch without its being public: the one place to look when a new torch is out.
 
-Private names move without notice. All of these were seen in torch 2.15.0; the tests import every one, so that a version
-that has moved one fails there and not in a run. Nothing here imports `torch.distributed.tensor` before it is asked for.
+Private names move without notice. All of these were seen in torch 2.11.0 and in 2.15.0; the tests import every one,
+so that a version that has moved one fails there and not in a run. Nothing here imports `torch.distributed.tensor`
+before it is asked for.
 
     name here               name in torch
     BatchNormBase           torch.nn.modules.batchnorm._BatchNorm
@@ -15,7 +16,8 @@ that has moved one fails there and not in a run. Nothing here imports `torch.dis
     foreach_copy_, ...      torch._foreach_copy_, ...
     inject_parametrized_... torch.nn.utils.parametrize._inject_new_class, _inject_property
     storage_key             torch.UntypedStorage._cdata
-    schema_of               torch._ops.OpOverload._schema
+    is_operator, schema_of  torch._ops.OpOverload._schema
+    is_compiled, COMPILED   torch._dynamo.OptimizedModule._orig_mod
     conv_forward            torch.nn.Conv1d._conv_forward, ...
     ignore_in_ddp           DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     has_comm_hook           DistributedDataParallel._comm_hooks
@@ -23,6 +25,8 @@ that has moved one fails there and not in a run. Nothing here imports `torch.dis
     trunc_normal_replaced   torch.nn.init._no_grad_trunc_normal_
     mesh_join_replaced      DeviceMesh._concatenate
     step_microbatches       PipelineSchedule..._step_microbatches, _merge_outputs, before torch had them in `step`
+
+One more, `torch._dynamo`, is in `core.torch_names`, for who needs it without torch.
 """
 
 from __future__ import annotations
@@ -63,6 +67,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ATTENTION_OPS",
+    "COMPILED",
     "CTC_LOSS",
     "CTC_LOSS_BACKWARD",
     "FAKE_TENSOR_LOGGER",
@@ -86,6 +91,7 @@ __all__ = [
     "inject_parametrized_class",
     "inject_parametrized_property",
     "is_compiled",
+    "is_operator",
     "is_persistent",
     "local_tensor",
     "mesh_join_replaced",
@@ -244,6 +250,11 @@ def copy_with(
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that no other storage has while this one lives; storages without memory have one too."""
     return int(storage._cdata)
+
+
+def is_operator(function: object) -> bool:
+    """Whether a recorded function is an operator of torch, which has a schema, and not one in Python."""
+    return hasattr(function, "_schema")
 
 
 def schema_of(operator: Any) -> torch.FunctionSchema:

@@ -32,9 +32,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from echelon.core.torch_names import IMPORTED_BY_OPTIMIZERS
+
 PRELOAD = [
     "torch",
-    "torch._dynamo",
+    IMPORTED_BY_OPTIMIZERS,
     "torch.distributed",
     "numpy",
     "pytest",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,14 @@ from torch import nn
 
 import echelon
 from echelon import torch_compat
+from echelon.core.torch_names import IMPORTED_BY_OPTIMIZERS
 
 PACKAGE = Path(echelon.__file__).parent
+KNOWERS = {PACKAGE / "torch_compat.py", PACKAGE / "core" / "torch_names.py"}
 ATTRIBUTES = {
     "_modules", "_non_persistent_buffers_set", "_local_tensor", "_get_backend", "_cdata", "_schema", "_conv_forward",
     "_comm_hooks", "_concatenate", "_step_supports_amp_scaling", "_no_grad_trunc_normal_",
-    "_set_params_and_buffers_to_ignore_for_model",
+    "_set_params_and_buffers_to_ignore_for_model", "_orig_mod", "_step_microbatches", "_merge_outputs",
 }  # fmt: skip
 
 
@@ -27,7 +30,7 @@ def _private(name: str) -> bool:
 
 
 def _uses(tree: ast.Module) -> Iterator[str]:
-    """Yield what a module imports from torch, or reads of its objects, under a private name."""
+    """Yield what a module imports from torch, or reads of its objects, under a private name, or has as a string."""
     of_torch = {"torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
@@ -42,12 +45,33 @@ def _uses(tree: ast.Module) -> Iterator[str]:
             named = re.fullmatch(r"[\w.]+", name) and name.partition(".")[0] in of_torch and _private(name)
             if named or node.attr in ATTRIBUTES:
                 yield name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # for getattr, import_module, loggers
+            name = node.value.strip(".")
+            if name in ATTRIBUTES or (re.fullmatch(r"torch(\.\w+)+", name) and _private(name)):
+                yield name
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_other_module_knows_private_names_of_torch(path: Path) -> None:
-    if path.name != "torch_compat.py":
+    if path not in KNOWERS:
         assert not [*_uses(ast.parse(path.read_text()))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from torch._guards import detect_fake_mode",
+        "import torch._dynamo",
+        "torch._foreach_norm([])",
+        "operator._schema",
+        "hasattr(operator, '_schema')",
+        "name.removeprefix('_orig_mod.')",
+        "MODULES = ('torch', 'torch._dynamo')",
+    ],
+)
+def test_every_way_to_use_a_private_name_is_seen(text: str) -> None:
+    assert [*_uses(ast.parse(text))]
+    assert not [*_uses(ast.parse(text.replace("._", ".").replace("'_", "'")))]
 
 
 @pytest.mark.parametrize("name", torch_compat.__all__)
@@ -55,6 +79,7 @@ def test_this_torch_has_every_name(name: str) -> None:
     assert getattr(torch_compat, name) is not None
     assert torch_compat.fake_store() is not None
     assert torch_compat.strided_shard(0, 2).dim == 0  # type: ignore[attr-defined]
+    assert importlib.util.find_spec(IMPORTED_BY_OPTIMIZERS) is not None
 
 
 def test_a_copy_has_the_tensors_and_children_that_it_is_given() -> None:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from echelon.core.errors import UserError
 from echelon.core.hints import Hints
+from echelon.torch_compat import COMPILED
 
-WRAPPERS = ("module.", "_orig_mod.")
+WRAPPERS = ("module.", COMPILED)
 NESTED = ("state_dict", "model", "model_state_dict", "module")  # Lightning, Horovod's examples, torch's, DeepSpeed
 COUNTER = "num_batches_tracked"
 DEEPSPEED = "mp_rank_00_model_states.pt"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from echelon.torch_compat import (
     TorchDispatchMode,
+    is_operator,
     schema_of,
     storage_key,
     tree_flatten,
@@ -181,7 +182,7 @@ def last_draw(recording: Recording, tensor: Tensor) -> Draw | None:
 def _plain_call(operation: _Operation) -> tuple[str, tuple[float, ...]]:
     """Return the name of an operation on a tensor and numbers alone, and the numbers; an empty name: it is another."""
     values = [*operation.args[1:], *(v for k, v in operation.kwargs.items() if k != "generator")]
-    if not hasattr(operation.function, "_schema") or not all(isinstance(v, int | float) for v in values):
+    if not is_operator(operation.function) or not all(isinstance(v, int | float) for v in values):
         return "", ()
     return schema_of(operation.function).name.removeprefix("aten::"), tuple(map(float, values))
 
