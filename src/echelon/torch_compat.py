@@ -176,7 +176,7 @@ def same_ranks_group(
 def step_microbatches(
     schedule: Any, inputs: list[tuple[Tensor, ...]] | None, targets: list[Tensor] | None, return_outputs: bool
 ) -> Tensor | None:
-    """Run one step of a torch pipeline schedule on micro-batches; returns the outputs on the last stage, if asked for.
+    """Run a step of a torch pipeline schedule on micro-batches `(b, ...)`; returns the last stage's outputs, if asked.
 
     The `step` of torch 2.15 takes them as they are; that of torch 2.11 cuts a whole batch by itself.
     """
@@ -200,7 +200,7 @@ def fake_store() -> Any:
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """Return a DTensor's local part, in the same memory and outside of autograd."""
+    """Return a DTensor's local part, any shape, in the same memory and outside of autograd."""
     local: Tensor = tensor._local_tensor
     return local
 
@@ -239,7 +239,7 @@ def registered_tensors(module: nn.Module) -> dict[str, Tensor | None]:
 def copy_with(
     module: nn.Module, children: Mapping[str, nn.Module | None], tensors: Mapping[str, Tensor | None]
 ) -> nn.Module:
-    """Return a shallow copy of a module with some of its children, and of its own parameters and buffers."""
+    """Return a shallow copy of a module with some of its children, and of its own tensors, of any shape."""
     copied = copy.copy(module)
     copied._modules = dict(children)
     copied._parameters = {name: p for name, p in module._parameters.items() if name in tensors}
@@ -290,7 +290,7 @@ def set_unscales_itself(optimizer: torch.optim.Optimizer, value: bool) -> None:
 
 @contextmanager
 def trunc_normal_replaced(make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Iterator[None]:
-    """Draw truncated normals inside the block by what `make` returns of torch's own function."""
+    """Draw truncated normals of any shape inside the block by what `make` returns of torch's own function."""
     with _replaced(nn.init, "_no_grad_trunc_normal_", make(nn.init._no_grad_trunc_normal_)):
         yield
 

@@ -178,13 +178,13 @@ class WrittenTensors:
         self._alive: list[Tensor] = []  # else their memory could become that of others
 
     def add(self, tensor: Tensor, file: str, name: str) -> None:
-        """Remember where a tensor lies."""
+        """Remember where a tensor of any shape lies."""
         if tensor.numel():
             self._at[_memory(tensor)] = file, name
             self._alive.append(tensor)
 
     def refer(self, tree: Any, tensors: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-        """Return a tree that says of tensors that lie in a file where, and the tensors that lie in none."""
+        """Return a tree that says of tensors that lie in a file where, and the tensors, any shape, that lie in none."""
         found = {name: self._at.get(_memory(tensor)) for name, tensor in tensors.items()}
         at = {name: place for name, place in found.items() if place is not None}
         return moved(tree, lambda name: at.get(name)), {n: t for n, t in tensors.items() if n not in at}
@@ -207,7 +207,7 @@ class AlikeTensors:
     ranks: Sequence[int] = ()
 
     def writers(self, by_name: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return which rank writes which of them, by name: all ranks say the same, and write about as much each."""
+        """Return which rank writes which (any shape), by name: all ranks say the same, and write about as much each."""
         alike = {_memory(tensor) for tensor in self.tensors if tensor.numel()}
         load = dict.fromkeys(sorted(self.ranks, reverse=True), 0)
         chosen: dict[str, int] = {}
@@ -234,6 +234,7 @@ class RankPart:
         Args:
             state: the rank's own.
             shared: what else it says, with `shards` taken out by `take_parts`.
+            shards: the rank's pieces by name, any shape.
             alike: what of its own state another rank may write.
 
         Raises:

@@ -34,7 +34,7 @@ _NAMES = {
 
 
 def stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to CPU memory of their own, keeping their memory order; done when it returns.
+    """Copy tensors of any shape to CPU memory of their own, keeping their memory order; done when it returns.
 
     Copies from a GPU go through page-locked memory, all in flight at once.
     """
@@ -45,13 +45,13 @@ def stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write CPU tensors into a file of `folder`; returns its SHA-256. Raises OSError, as on a full disk."""
+    """Write CPU tensors, any shape, into a file of `folder`; returns its SHA-256. Raises OSError, as on a full disk."""
     # A tensor without elements has no bytes: its slot in the tree says all there is.
     return write_file(folder / TENSORS, to_stored({name: tensor for name, tensor in tensors.items() if tensor.numel()}))
 
 
 def to_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors as files hold them: those of dtypes that safetensors does not know as their bytes."""
+    """Return tensors as files hold them: in their shapes, or as bytes, 1-D, where safetensors knows no such dtype."""
     return {name: tensor if tensor.dtype in _NAMES else as_bytes(tensor) for name, tensor in tensors.items()}
 
 
@@ -76,7 +76,7 @@ class StreamedTensor:
 def write_file(
     path: Path, tensors: Mapping[str, Tensor | StreamedTensor], about: Mapping[str, str] | None = None
 ) -> str:
-    """Write CPU tensors of safetensors' dtypes as one durable safetensors file, and words about it.
+    """Write CPU tensors of any shape and safetensors' dtypes as one durable safetensors file, and words about it.
 
     Returns its SHA-256, taken of what is written: to read it again for that takes as long as to write it.
     Raises OSError.
@@ -156,7 +156,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def from_bytes(data: Tensor, slot: Slot) -> Tensor:
-    """Return the tensor of `as_bytes`, in memory of its own and in the memory order of `slot`.
+    """Return the tensor of `as_bytes`, of uint8 `(nbytes,)`, in memory of its own and in the memory order of `slot`.
 
     Raises RuntimeError when the number of bytes is another.
     """
@@ -167,7 +167,7 @@ def from_bytes(data: Tensor, slot: Slot) -> Tensor:
 
 
 def export_weights(module_state: Mapping[str, Tensor], path: Path) -> None:
-    """Write a module's `state_dict()` to one safetensors file at `path`, whole or not at all.
+    """Write a module's `state_dict()`, tensors of any shape, to one safetensors file at `path`, whole or not at all.
 
     Tensors that share memory (tied weights) are written once per name. An older file at `path` is replaced.
     Raises UserError when it cannot be written.

@@ -65,7 +65,10 @@ def flatten(state: StateView) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild the state of `flatten`. Raises ValueError or KeyError for a tree that flatten does not make."""
+    """Rebuild the state of `flatten`, with its tensors, any shape.
+
+    Raises ValueError or KeyError for a tree that flatten does not make.
+    """
     if isinstance(tree, list):
         return [unflatten(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -154,7 +157,7 @@ def _encode_tensor(value: Tensor, where: str, tensors: dict[str, Tensor]) -> dic
 
 
 def is_permuted(tensor: Tensor) -> bool:
-    """Tell whether the tensor fills its memory without gaps, but in another order than the default one."""
+    """Tell whether the tensor, any shape, fills its memory without gaps, but in another order than the default one."""
     if tensor.is_contiguous():
         return False
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)

@@ -76,13 +76,13 @@ class Adaptation:
 
 
 def with_note(body: Tensor, note: Sequence[float]) -> Tensor:
-    """Put a note before a message's body."""
+    """Put a note before a message's body: uint8, 1-D, like the result."""
     head = torch.tensor(note, dtype=torch.float64).view(torch.uint8).to(body.device)
     return torch.cat([head, body])
 
 
 def split_note(body: Tensor, count: int) -> tuple[list[float], Tensor]:
-    """Return the note of so many numbers, and the body after it."""
+    """Return the note of so many numbers, and the body after it, of a uint8 1-D message."""
     head = body[: 8 * count].cpu().clone().view(torch.float64)
     return head.tolist(), body[8 * count :]
 

@@ -61,7 +61,7 @@ class BucketLayout:
 
 
 def lay_out(parameters: Iterable[tuple[str, Tensor]]) -> BucketLayout:
-    """Group parameters, given in the order in which backward reaches them, into buckets.
+    """Group parameters of any shape, given in the order in which backward reaches them, into buckets.
 
     A bucket holds parameters of one group, dtype and device.
     """

@@ -272,7 +272,7 @@ class GradientHook:
             codec_state.rescale(self._work.held(), factor)
 
     def take_velocity(self, velocity: Mapping[str, Tensor]) -> None:
-        """Go on with a velocity, by parameter, that the optimizer has kept until now; call it after `attach`."""
+        """Go on with a velocity, by parameter and of its shape, that the optimizer has kept; call it after `attach`."""
         if isinstance(self._work, CodecWork):
             self._work.take_velocity(velocity)
 

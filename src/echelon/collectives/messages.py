@@ -34,7 +34,7 @@ class Mailbox:
         return [(self.ring.index + i) % self.size for i in range(1, self.size)]
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> tuple[dict[int, Tensor], int]:
-        """Send uint8 messages; return those received, both by place among the members, and the bytes sent.
+        """Send uint8 1-D messages; return those received, both by place among the members, and the bytes sent.
 
         Args:
             outgoing: a message for each place that gets one.
@@ -48,7 +48,7 @@ class Mailbox:
         return received, self._transfer(outgoing, received, _BODY_TAG)
 
     def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> tuple[dict[int, int], int]:
-        """Tell the length of each outgoing message; return the length of each sender's, and the bytes sent."""
+        """Tell the length of each outgoing message, 1-D; return the length of each sender's, and the bytes sent."""
         device = next((m.device for m in outgoing.values()), torch.device("cpu"))
         said = {p: torch.tensor([m.numel()], dtype=torch.int64, device=device) for p, m in outgoing.items()}
         heard = {p: torch.empty(1, dtype=torch.int64, device=device) for p in senders}
@@ -74,7 +74,7 @@ class Mailbox:
 
 
 def seal(body: Tensor, usable: bool) -> Tensor:
-    """Put the word before a message that says whether it can be used; an unusable one keeps its length."""
+    """Put the word before a message, uint8 1-D, that says whether it can be used; an unusable one keeps its length."""
     message = torch.empty(HEADER_BYTES + body.numel(), dtype=torch.uint8, device=body.device)
     message[:HEADER_BYTES] = int(usable)
     message[HEADER_BYTES:] = body
@@ -82,6 +82,6 @@ def seal(body: Tensor, usable: bool) -> Tensor:
 
 
 def unsealed(messages: Mapping[int, Tensor]) -> dict[int, tuple[Tensor, bool]]:
-    """Return each message's body and whether it can be used; a GPU is waited for once."""
+    """Return each message's body, uint8 1-D, and whether it can be used; a GPU is waited for once."""
     words = torch.stack([message[0] for message in messages.values()]).tolist() if messages else []
     return {j: (message[HEADER_BYTES:], bool(w)) for (j, message), w in zip(messages.items(), words, strict=True)}

@@ -67,7 +67,7 @@ class PlainReducer(Reducer):
         self.held = []
 
     def reduce_(self, flat: Tensor) -> int:
-        """Divide, then sum along the route."""
+        """Divide a 1-D tensor in place, then sum along the route."""
         if self._divisor != 1:
             flat.div_(self._divisor)
         return self._route.sum_(flat)
@@ -87,7 +87,7 @@ class MomentumReducer(Reducer):
         self.held = [CodecShard(state, (0, like.numel()), holders)]
 
     def reduce_(self, flat: Tensor) -> int:
-        """Apply the momentum in place, then reduce as without a codec."""
+        """Apply the momentum to a 1-D tensor in place, then reduce as without a codec."""
         self._velocity.mul_(self._momentum).add_(flat)
         if self._looks_ahead:
             flat.add_(self._velocity, alpha=self._momentum)
@@ -106,7 +106,7 @@ class LinearReducer(Reducer):
         self.held = self._sum.held
 
     def reduce_(self, flat: Tensor) -> int:
-        """Sum the codec's rounds along the route."""
+        """Sum the codec's rounds of a 1-D tensor along the route."""
         return self._sum.sum_(flat, self._route.sum_, self._average)
 
 
@@ -121,7 +121,7 @@ class CodedReducer(Reducer):
         self.held, self.adaptation = self._sum.held, self._sum.adaptation
 
     def reduce_(self, flat: Tensor) -> int:
-        """Exchange encoded chunks, add them up, and exchange the encoded sums."""
+        """Exchange encoded chunks of a 1-D tensor, add them up, and exchange the encoded sums."""
         return self._sum.sum_(flat, self._divisor)
 
 
@@ -147,7 +147,7 @@ class TieredReducer(Reducer):
         self.held = [replace(h, span=(h.span[0] + start, h.span[1] + start)) for h in held]
 
     def reduce_(self, flat: Tensor) -> int:
-        """Scatter sums inside the group, reduce this rank's piece between groups with the codec, gather inside."""
+        """Scatter sums of a 1-D tensor in the group, reduce this rank's piece between groups with the codec, gather."""
         inside, pieces = self._tiers.inside, self._tiers.pieces
         sent = run_schedule(flat, reduce_scatter(inside, pieces, 0), self._group)
         if self._tiers.between is not None:
@@ -209,5 +209,5 @@ def make_reducer(coding: Coding, pieces: list[FlatTensor], name: str, like: Tens
 
 
 def is_finite(flat: Tensor) -> bool:
-    """Whether all elements are finite: one pass for the usual case, exact in the others (waits for a GPU)."""
+    """Whether all elements, any shape, are finite: one pass in the usual case, exact in others (waits for a GPU)."""
     return bool(torch.isfinite(flat.sum())) or bool(torch.isfinite(flat).all())

@@ -86,7 +86,7 @@ def run_plan(flat: Tensor, plan: Plan, group: dist.ProcessGroup) -> int:
 
 
 def run_schedule(flat: Tensor, steps: Sequence[PathStep], group: dist.ProcessGroup) -> int:
-    """Plan and carry out this rank's steps (see `run_plan`)."""
+    """Plan and carry out this rank's steps on a 1-D tensor (see `run_plan`)."""
     return run_plan(flat, make_plan(steps, flat.element_size()), group)
 
 

@@ -59,7 +59,7 @@ def ring_bytes(n_bytes: int, world_size: int, on_gpu: bool) -> int:
 
 
 def numel_by_group(parameters: Iterable[torch.Tensor]) -> dict[str, int]:
-    """Count elements of `weights` and `small` parameters."""
+    """Count elements of `weights` and `small` parameters, any shape."""
     count = {"weights": 0, "small": 0}
     for parameter in parameters:
         count["small" if is_small(parameter) else "weights"] += parameter.numel()

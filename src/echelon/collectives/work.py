@@ -141,7 +141,7 @@ class CodecWork:
             codec_state.load_state_dict(filling.bucket, filling.reducer.held, saved)
 
     def take_velocity(self, velocity: Mapping[str, Tensor]) -> None:
-        """Apply from now on, before encoding, a momentum that the optimizer has applied until now."""
+        """Apply from now on, before encoding, a momentum, of each parameter's shape, that the optimizer has applied."""
         for filling in self._fillings:
             codec_state.take_velocity(filling.bucket, filling.reducer.held, velocity)
 

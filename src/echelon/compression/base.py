@@ -176,7 +176,7 @@ class Codec(ABC):
         """Decode into a tensor of the payload's shape and dtype: a new one, or `out` (contiguous, as many elements)."""
 
     def compress_parts(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Payload]:
-        """Encode several tensors, each with a state of its own, as `compress` does.
+        """Encode several tensors of any shape, each with a state of its own, as `compress` does.
 
         Raises:
             NonFiniteError: one holds NaN or infinity; states may have counted a step.
@@ -184,12 +184,12 @@ class Codec(ABC):
         return [self.compress(tensor, state) for tensor, state in zip(tensors, states, strict=True)]
 
     def extract_parts(self, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
-        """Decode several payloads, each into a tensor of its own, as `extract` does."""
+        """Decode several payloads, each into a tensor of its own (any shape, as many elements), as `extract` does."""
         for payload, out in zip(payloads, outs, strict=True):
             self.extract(payload, out)
 
     def add_parts(self, target: Tensor, payloads: Sequence[Payload]) -> None:
-        """Add several payloads to `target`, one after the other, as `add_to` does."""
+        """Add several payloads to `target`, any shape, one after the other, as `add_to` does."""
         for payload in payloads:
             self.add_to(target, payload)
 
@@ -230,11 +230,11 @@ class Codec(ABC):
         return self
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
-        """Add `alpha` times the decoded tensor to `target`, in place; sparse codecs touch only what was sent."""
+        """Add `alpha` times the decoded tensor to `target`, any shape, in place; sparse codecs touch what was sent."""
         target.add_(self.extract(payload).view_as(target), alpha=alpha)
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:  # noqa: B027 (most codecs have nothing to do)
-        """Zero `target` where the payload carries a value; dense codecs leave it as it is."""
+        """Zero `target`, any shape, where the payload carries a value; dense codecs leave it as it is."""
 
     def n_bytes(self, numel: int) -> int | None:
         """Length of `to_bytes` for a tensor of `numel` elements; None where it depends on the values."""
@@ -258,7 +258,7 @@ class Codec(ABC):
         raise TypeError(f"{self.name} sends no symbols that entropy coding could shorten")
 
     def from_planes(self, planes: tuple[Tensor, ...], meta: Meta) -> Payload:
-        """Undo `planes`."""
+        """Undo `planes`, uint8 1-D each."""
         raise TypeError(f"{self.name} sends no symbols that entropy coding could shorten")
 
     @property
@@ -275,7 +275,7 @@ class Codec(ABC):
         return type(self).transferred is not Codec.transferred
 
     def payload(self, tensors: Sequence[Tensor], meta: Meta) -> Payload:
-        """Build a payload of this codec's layout."""
+        """Build a payload of 1-D tensors in this codec's layout."""
         sizes = tuple((t.dtype, t.numel()) for t in tensors)
         header = 0 if self.fixed_size else 8 * len(sizes)
         size = packed_bytes(sizes)
@@ -287,7 +287,7 @@ class Codec(ABC):
         return pack(payload.tensors, with_lengths=not self.fixed_size)
 
     def from_bytes(self, buffer: Tensor, meta: Meta) -> Payload:
-        """Read a payload from a uint8 buffer, which may be longer. The payload may share its memory.
+        """Read a payload from a uint8 1-D buffer, which may be longer. The payload may share its memory.
 
         Raises:
             ValueError: the buffer does not hold such a payload.
@@ -307,11 +307,11 @@ class Codec(ABC):
         raise TypeError(f"{self.name} is not linear: use compress and extract")
 
     def subtract_reduced(self, pending: Tensor, mean: Tensor, state: State) -> None:
-        """After `reduce_rounds`: leave in `pending`, in place, what of it was not sent (summed over workers)."""
+        """After `reduce_rounds`: leave in `pending` [numel], in place, what was not sent (summed over workers)."""
         pending.sub_(mean.view_as(pending))
 
     def clear_reduced(self, target: Tensor, state: State) -> None:  # noqa: B027 (dense codecs have nothing to do)
-        """After `reduce_rounds`: zero `target` where values were sent, as `clear_sent` does for a payload."""
+        """After `reduce_rounds`: zero `target` [numel] where values were sent, as `clear_sent` does for a payload."""
 
 
 def fuse_rounds(rounds: Sequence[Rounds]) -> Generator[Tensor, Tensor, list[Tensor]]:

@@ -67,7 +67,7 @@ def pack_codes(codes: Tensor, width: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, width: int, n: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Undo `pack_codes`."""
+    """Undo `pack_codes`: codes [n]."""
     if width == 8 and dtype == torch.uint8:
         return packed
     stride = packed_size(n)

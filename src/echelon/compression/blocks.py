@@ -93,7 +93,7 @@ def quantise(x: Tensor, grid: Grid, state: State) -> tuple[Tensor, Tensor]:
 
 
 def quantise_parts(tensors: Sequence[Tensor], grid: Grid, states: Sequence[State]) -> list[tuple[Tensor, Tensor]]:
-    """Do what `quantise` does, to several tensors in one go: a GPU is done before the host has asked for the next.
+    """Do what `quantise` does, to several 1-D tensors in one go: a GPU is done before the host asks for the next.
 
     Each lies in stretches of its own, filled up with zeros; so the dither is that of each alone.
 
@@ -140,7 +140,7 @@ def _scales_of(blocks: Tensor, sizes: Sequence[int], grid: Grid, counts: Sequenc
 
 
 def dequantise_parts(coded: Sequence[tuple[Tensor, Tensor]], grid: Grid) -> list[Tensor]:
-    """Decode several pairs of steps and codes, from `quantise`, in one go; returns float32 tensors."""
+    """Decode several pairs of steps and codes, from `quantise`, in one go; returns float32 [n] each."""
     sizes = [codes.numel() for _, codes in coded]
     rows_ = block_count(max(sizes), grid.block)
     codes = _stacked([codes for _, codes in coded], rows_ * grid.block)

@@ -29,7 +29,7 @@ class Cast(Codec):
         return ((self.wire_dtype, numel),)
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
-        """Round every element to the wire dtype."""
+        """Round every element of a tensor, any shape, to the wire dtype."""
         payload = self.payload((self._cast(tensor, state),), Meta.of(tensor))
         state.numbers["step"] += 1
         return payload
@@ -43,7 +43,7 @@ class Cast(Codec):
         return out
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
-        """Add `alpha` times the elements to `target`, in place."""
+        """Add `alpha` times the elements to `target`, any shape, in place."""
         target.view(-1).add_(payload.tensors[0], alpha=alpha)
 
     def reduce_rounds(self, tensor: Tensor, state: State) -> Rounds:

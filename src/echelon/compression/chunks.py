@@ -86,7 +86,7 @@ def write(decode: Decoder, payload: Payload, out: Tensor | None, device: torch.d
 
 
 def accumulate(decode: Decoder, target: Tensor, alpha: float) -> None:
-    """Add alpha times the decoded pieces to `target`, in place."""
+    """Add alpha times the decoded pieces to `target`, any shape, in place."""
     flat = target.view(-1)
     for start, end, values in decode(None):
         flat[start:end].add_(values, alpha=alpha)

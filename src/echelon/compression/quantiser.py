@@ -32,28 +32,28 @@ class Quantiser(Codec):
 
     @abstractmethod
     def unpack(self, packed: Tensor, n: int) -> Tensor:
-        """Undo `pack`."""
+        """Undo `pack`; returns uint8 codes [n]."""
 
     def layout(self, numel: int) -> Layout:
         """Return one float32 scale per block, and the packed codes."""
         return ((torch.float32, block_count(numel, self.grid.block)), (torch.uint8, self.packed_size(numel)))
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
-        """Round each element stochastically to a level of its block and pack the codes."""
+        """Round each element, any shape, stochastically to a level of its block and pack the codes."""
         scales, codes = quantise(flat32(tensor), self.grid, state)
         state.numbers["step"] += 1
         return self.payload((scales, self.pack(codes)), Meta.of(tensor))
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
-        """Multiply the codes by the scales of their blocks."""
+        """Multiply the codes by the scales of their blocks; of the payload's shape."""
         return write(self._decoder(payload), payload, out, payload.tensors[0].device)
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
-        """Add `alpha` times the decoded tensor to `target`, block by block, in place."""
+        """Add `alpha` times the decoded tensor to `target`, any shape, block by block, in place."""
         accumulate(self._decoder(payload), target, alpha)
 
     def compress_parts(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Payload]:
-        """Do what `compress` does to each; on a GPU in one go."""
+        """Do what `compress` does to each, any shape; on a GPU in one go."""
         if not tensors or tensors[0].device.type == "cpu":
             return super().compress_parts(tensors, states)
         made = quantise_parts([flat32(tensor) for tensor in tensors], self.grid, states)
@@ -63,7 +63,7 @@ class Quantiser(Codec):
         return [self.payload((scales, self.pack(codes)), Meta.of(tensor)) for (scales, codes), tensor in pairs]
 
     def extract_parts(self, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
-        """Do what `extract` does to each; on a GPU in one go."""
+        """Do what `extract` does to each, any shape; on a GPU in one go."""
         if outs[0].device.type == "cpu":
             super().extract_parts(payloads, outs)
             return
@@ -71,7 +71,7 @@ class Quantiser(Codec):
             out.view(-1).copy_(values)
 
     def add_parts(self, target: Tensor, payloads: Sequence[Payload]) -> None:
-        """Do what `add_to` does with each, one after the other; on a GPU they are decoded in one go."""
+        """Do what `add_to` does with each, `target` of any shape; on a GPU they are decoded in one go."""
         if target.device.type == "cpu":
             super().add_parts(target, payloads)
             return
@@ -93,6 +93,6 @@ class Quantiser(Codec):
         return scales.view(torch.uint8), self.unpack(packed, payload.meta.numel)
 
     def from_planes(self, planes: tuple[Tensor, ...], meta: Meta) -> Payload:
-        """Build the payload from scales and codes."""
+        """Build the payload from the bytes of scales, uint8 [4 * blocks], and codes, uint8 [n]."""
         scales, codes = planes
         return self.payload((scales.view(torch.float32), self.pack(codes)), meta)

@@ -67,7 +67,7 @@ def _prime(least: int) -> int:
 
 
 def quantile(sample: Tensor, count: float) -> float:
-    """Return a threshold that about `count` of a sample's elements exceed."""
+    """Return a threshold that about `count` of a sample's elements, 1-D, exceed."""
     rank = round(count)
     if rank >= sample.numel():
         return 0.0
@@ -89,7 +89,7 @@ def scatter(target: Tensor, indices: Tensor, values: Tensor) -> None:
 
 
 def largest(x: Tensor, k: int, state: State) -> Tensor:
-    """Return the indices of the k largest |x|, ascending, int64: exactly k, ties broken alike on every call.
+    """Return the indices of the k largest |x| of x [n], ascending, int64 [k]; ties are broken alike on every call.
 
     On a CPU a sampled threshold, set to let through somewhat more than k, leaves few candidates for the exact choice.
 

@@ -29,7 +29,7 @@ class Sparse(Codec):
     values: str
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
-        """The state's "sent" is the share of elements that the last message carried; -1 before the first one."""
+        """The state's "sent" is the share of `like` (any shape) that the last message carried; -1 before the first."""
         state = super().init_state(name, like, seed, stream)
         state.numbers["sent"] = -1.0
         return state
@@ -108,7 +108,7 @@ class Sparse(Codec):
         return indices, values[0].float()
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
-        """Write the values at their indices of a tensor of zeros."""
+        """Write the values at their indices of a tensor of zeros, of the payload's shape."""
         indices, values = self.chosen(payload)
         meta = payload.meta
         if out is None:
@@ -118,14 +118,14 @@ class Sparse(Codec):
         return out
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
-        """Add `alpha` times the values at their indices of `target`, in place."""
+        """Add `alpha` times the values at their indices of `target`, any shape, in place."""
         indices, values = self.chosen(payload)
         # Indices are distinct: reading, adding and writing back is index_add_ without its slow, ordered loop.
         view = target.view(-1)
         scatter(view, indices, gather(view, indices).add_(values.to(view.dtype), alpha=alpha))
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
-        """Zero `target` at the indices that the payload carries."""
+        """Zero `target`, any shape, at the indices that the payload carries."""
         indices, values = self.chosen(payload)
         scatter(target.view(-1), indices, torch.zeros_like(values))
 
@@ -149,7 +149,7 @@ class Sparse(Codec):
         return tuple(planes)
 
     def from_planes(self, planes: tuple[Tensor, ...], meta: Meta) -> Payload:
-        """Build the payload from its tensors, values of several bytes put together again."""
+        """Build the payload from uint8 1-D planes, values of several bytes put together again."""
         rest, tensors = list(planes), []
         for dtype, _ in self.layout(meta.numel):
             if dtype in (torch.uint8, torch.int64):

@@ -33,7 +33,7 @@ class Meta:
 
     @staticmethod
     def of(tensor: Tensor) -> Meta:
-        """Return a tensor's."""
+        """Return the shape and dtype of a tensor."""
         return Meta(tuple(tensor.shape), tensor.dtype)
 
 
@@ -142,7 +142,7 @@ def refuse_nonfinite(statistic: Tensor | float, state: State) -> None:
 
 
 def refuse_nonfinite_elements(values: Tensor, state: State, limit: float = math.inf) -> None:
-    """Raise NonFiniteError if any element is NaN, infinite or beyond `limit` (one pass; on CUDA: waits for it)."""
+    """Raise NonFiniteError if any element, any shape, is NaN, infinite or beyond `limit` (one pass; waits for CUDA)."""
     if values.numel():
         low, high = torch.aminmax(values)
         worst = float(torch.maximum(high, -low))

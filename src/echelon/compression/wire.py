@@ -44,7 +44,7 @@ def pack(tensors: Sequence[Tensor], with_lengths: bool) -> Tensor:
 
 
 def unpack(buffer: Tensor, layout: Layout) -> list[Tensor]:
-    """Read the tensors of a layout from a uint8 buffer; they share its memory where alignment allows.
+    """Read the 1-D tensors of a layout from a uint8 1-D buffer; they share its memory where alignment allows.
 
     Raises:
         ValueError: the buffer is too short for them, or the lengths in front are not those of the layout.

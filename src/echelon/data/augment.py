@@ -80,7 +80,11 @@ def _scaled(start: int, length: int, scale: float) -> tuple[int, int]:
 
 
 def crop_box(height: int, width: int, draws: NDArray[np.float64]) -> Box:
-    """Return the box of a random resized crop: the first of ten attempts that fits, else the centre."""
+    """Return the box of a random resized crop: the first of ten attempts that fits, else the centre.
+
+    Args:
+        draws: `(IMAGENET_DRAWS,)`.
+    """
     low, high = math.log(3 / 4), math.log(4 / 3)
     for i in range(0, 4 * _ATTEMPTS, 4):
         size, shape, down, across = draws[i : i + 4].tolist()

@@ -353,7 +353,7 @@ def number_facts(values: pa.ChunkedArray) -> ColumnFacts:
 
 
 def mean_and_std(numbers: NDArray[np.float64]) -> ColumnFacts:
-    """Return mean and standard deviation of those that are finite; of a constant, or of nothing, the deviation is 1."""
+    """Return mean and deviation of the finite numbers of `(N,)`; of a constant, or of nothing, the deviation is 1."""
     numbers = numbers[np.isfinite(numbers)]
     if not len(numbers):
         return ColumnFacts()
@@ -534,6 +534,6 @@ def encode_texts(request: DataRequest, texts: Sequence[str], train: int, begun: 
 
 
 def with_mask(rows: Sequence[NDArray[np.int64]]) -> dict[str, RaggedArray]:
-    """Return the ids of texts, an empty one as one zero, with a mask of those that are there."""
+    """Return the ids `(tokens,)` of texts, an empty one as one zero, with a mask of those that are there."""
     ids = RaggedArray.of([row if len(row) else np.zeros(1, np.int64) for row in rows])
     return {IDS: ids, MASK: RaggedArray(np.ones_like(ids.values), np.cumsum(ids.lengths))}

@@ -120,7 +120,7 @@ class ImageCells(EncodedImages):
         return f"{self.source}: row {int(self.rows[i]) + 1}"
 
     def subset(self, chosen: NDArray[np.int64]) -> ImageCells:
-        """Return some of the images."""
+        """Return some of the images, by their numbers `(n,)`."""
         return ImageCells(self.source, self.files, self.paths, self.rows[chosen], self.labels[chosen])
 
 
@@ -151,7 +151,7 @@ class ImageArray(Dataset[tuple[Tensor, int]]):
         return f"image {i if self.origin is None else self.origin[i]}"
 
     def subset(self, chosen: NDArray[np.int64]) -> ImageArray:
-        """Return some of the images."""
+        """Return some of the images, by their numbers `(n,)`."""
         return ImageArray(self.pixels[chosen], self.labels[chosen], chosen)
 
 
@@ -177,7 +177,7 @@ class ImageItems(LabelledImages):
         return f"item {i if self.origin is None else self.origin[i]}"
 
     def subset(self, chosen: NDArray[np.int64]) -> ImageItems:
-        """Return some of the images."""
+        """Return some of the images, by their numbers `(n,)`."""
         return ImageItems(Subset(self.items, chosen.tolist()), self.labels[chosen], chosen)
 
 

@@ -54,7 +54,7 @@ class LabelledFiles:
         return self.path(i)
 
     def subset(self, chosen: NDArray[np.int64]) -> Self:
-        """Return some of the files."""
+        """Return some of the files, by their numbers `(n,)`."""
         return type(self)(self.root, FileNames([self.names[i] for i in chosen]), self.labels[chosen])
 
 
@@ -141,7 +141,7 @@ class FileRanges:
         return f"{self.files.paths[self.file[i]]}: {self.names[i]}"
 
     def subset(self, chosen: NDArray[np.int64]) -> Self:
-        """Return some of the files."""
+        """Return some of the files, by their numbers `(n,)`."""
         names = FileNames([self.names[i] for i in chosen])
         rows = (each[chosen] for each in (self.file, self.offset, self.size, self.labels))
         return type(self)(self.files, names, *rows)

@@ -57,7 +57,7 @@ class MaskedImages(Dataset[tuple[Tensor, Tensor]]):
         return self.images.picture(i).load(1.0), torch.from_numpy(read_mask(self.masks.path(i)))
 
     def subset(self, chosen: NDArray[np.int64]) -> MaskedImages:
-        """Return some of the pairs."""
+        """Return some of the pairs, by their numbers `(n,)`."""
         return MaskedImages(self.images.subset(chosen), self.masks.subset(chosen))
 
 

@@ -91,7 +91,7 @@ class CudaFeed:
             return self._staged(*images.batch(epoch, draws))
 
     def normalised(self, pixels: Tensor, labels: Tensor) -> Staged:
-        """Start to normalise images that are on the GPU, and known to be complete."""
+        """Start to normalise images `(N, C, S, S)` with labels `(N,)` that are on the GPU, and known to be complete."""
         pixels.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             return self._staged(pixels, labels)

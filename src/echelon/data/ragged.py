@@ -48,12 +48,12 @@ class RaggedArray:
         return rows
 
     def subset(self, chosen: NDArray[np.int64]) -> RaggedArray:
-        """Return some of the samples."""
+        """Return some of the samples, by their numbers `(n,)`."""
         blocks = [self.values[:0], *(self[int(i)] for i in chosen)]
         return RaggedArray(np.concatenate(blocks), np.cumsum(self.lengths[chosen]), self.pad)
 
     def longest(self, indices: NDArray[np.int64]) -> int:
-        """Return the length of the longest of some samples, at least 1."""
+        """Return the length of the longest of some samples, by their numbers `(n,)`, at least 1."""
         return max(1, int(self.lengths[indices].max(initial=1)))
 
     def copy(self, indices: NDArray[np.int64], rows: NDArray[Any]) -> None:
@@ -64,7 +64,7 @@ class RaggedArray:
 
 
 def batch_specs(arrays: Nest, specs: Nest, indices: NDArray[np.int64]) -> Nest:
-    """Return specs whose ragged leaves are as long as the longest of some samples."""
+    """Return specs whose ragged leaves are as long as the longest of the samples `indices` `(n,)`."""
 
     def fitted(spec: nest.TensorSpec, array: Any) -> nest.TensorSpec:
         """Return the spec of one leaf."""

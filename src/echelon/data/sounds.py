@@ -77,7 +77,7 @@ class SoundFiles(Dataset[tuple[Tensor, Tensor]]):
         return self.labels if self.transcripts is None else self.transcripts
 
     def subset(self, chosen: NDArray[np.int64]) -> SoundFiles:
-        """Return some of the files."""
+        """Return some of the files, by their numbers `(n,)`."""
         spoken = None if self.transcripts is None else self.transcripts.subset(chosen)
         return SoundFiles(self.files.subset(chosen), self.rate, self.frames[chosen], spoken)
 

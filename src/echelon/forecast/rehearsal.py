@@ -110,7 +110,7 @@ class Counter(TorchDispatchMode):
         self.now = self.gradients = self.peak = self.without_gradients = 0
 
     def see(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, once."""
+        """Count the storage of a tensor, any shape, once."""
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if key not in self._sizes:
@@ -119,7 +119,7 @@ class Counter(TorchDispatchMode):
         self._resize(key, storage.nbytes())
 
     def is_gradient(self, parameter: Tensor) -> None:
-        """Say that a parameter's gradient is ready."""
+        """Say that the gradient of a parameter, any shape, is ready."""
         assert parameter.grad is not None
         key = storage_key(parameter.grad.untyped_storage())
         if key in self._sizes and key not in self._gradients:

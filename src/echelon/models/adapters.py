@@ -73,7 +73,7 @@ def merged(weights: Mapping[str, Tensor], model: nn.Module, scale: float) -> dic
     """Return weights in which each adapter is added into its layer's own: weight + scale * lora_B @ lora_A.
 
     Args:
-        weights: by name, those of adapters among them.
+        weights: by name, any shape, those of adapters among them: `lora_A` `(r, in, ...)`, `lora_B` `(out, r, ...)`.
         model: without adapters, or with them; its layers say which weights lie transposed.
         scale: alpha / r.
     """

@@ -51,7 +51,7 @@ class KerasMetric(Metric):
             self.add_state(f"state_{place}", start.clone(), dist_reduce_fx="sum")
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Count a batch."""
+        """Count a batch: outputs and targets `(B, ...)`."""
         import keras
 
         with keras.device(str(outputs.device)):

@@ -413,7 +413,7 @@ def _on_device(inputs: Any) -> Any:
 
 
 def given_by_keras(logits: Tensor, activation: str) -> Tensor:
-    """Return what a model of Keras gives, from the logits that its module makes of it."""
+    """Return what a model of Keras gives, from the logits `(B, ...)` of its module."""
     if activation == "softmax":
         return logits.softmax(-1)
     if activation == "sigmoid":

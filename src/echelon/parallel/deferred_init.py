@@ -61,7 +61,7 @@ class Recording:
     storages: dict[int, Any] = field(default_factory=dict)
 
     def view(self, tensor: Tensor) -> _View:
-        """Describe a meta tensor."""
+        """Describe a meta tensor of any shape."""
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         self.storages.setdefault(key, storage)
@@ -161,7 +161,7 @@ class Draw:
 
 
 def last_draw(recording: Recording, tensor: Tensor) -> Draw | None:
-    """Return how a meta tensor's values are drawn; None where it is more than a draw and some constants."""
+    """Return how a meta tensor of any shape is drawn; None where it is more than a draw and some constants."""
     view = recording.view(tensor)
     found: Draw | None = None
     for operation in recording.operations:
@@ -199,7 +199,7 @@ def replay(
     The generators are left as the recorded operations would have left them.
 
     Args:
-        wanted: the meta tensors by name, as they are at the end; several names may share memory.
+        wanted: the meta tensors by name, any shape, as they are at the end; several names may share memory.
         keep: is given a name and the whole tensor, in an order of its own.
         without: meta tensors that nothing is drawn for; the generators then come out otherwise.
     """
@@ -306,7 +306,7 @@ class DeferredInit:
                         tensor.copy_(real[name])
 
     def fill(self, keep: Callable[[str, Tensor], None], without: Iterable[Tensor] = ()) -> None:
-        """Hand out the values of each tensor that was deferred, whole, one after another; see `replay`."""
+        """Hand out the values of each tensor, any shape, that was deferred, whole, one after another; see `replay`."""
         wanted = {name: tensor for name, tensor in self.tensors.items() if tensor.is_meta}
         replay(self.recording, wanted, keep, without)
 

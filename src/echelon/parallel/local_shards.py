@@ -125,7 +125,7 @@ class LocalShards(nn.Module):
 
     @torch.no_grad()
     def fill(self, name: str, tensor: Tensor) -> None:
-        """Take this rank's piece out of a whole tensor, where it has one of that name."""
+        """Take this rank's piece out of a whole tensor, any shape, where it has one of that name."""
         held = self._tensors().get(name)
         if held is not None:
             held.copy_(cut_out(tensor, self.regions[name]) if name in self.regions else tensor)
@@ -170,7 +170,7 @@ class LocalShards(nn.Module):
         return {n for n, p in self.named_parameters() if self.divided is None or self.divided.owns(p)}
 
     def pending(self, gradients: Sequence[Tensor]) -> None:
-        """Take the gradients that the next `forward` is to have, in the order of `trainable`."""
+        """Take the gradients that the next `forward` is to have, in the order of `trainable` and of their shapes."""
         self._pending = list(gradients)
 
     def trainable(self) -> list[nn.Parameter]:
@@ -237,14 +237,14 @@ def clip_by_norm(pieces: LocalShards, clip_norm: float) -> None:
 
 
 def cut_out(tensor: Tensor, region: Region) -> Tensor:
-    """Return a copy of what lies in a region of a whole tensor."""
+    """Return a copy of what lies in a region of a whole tensor, any shape."""
     for dim, spans in enumerate(region.spans):
         tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in spans], dim)
     return tensor.clone()
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the local part of a tensor, in the same memory."""
+    """Return the local part of a tensor, any shape, in the same memory."""
     if not isinstance(tensor, DTensor):
         return tensor
     return local_tensor(tensor).detach()

@@ -62,8 +62,8 @@ class ShardGather:
         """Put the pieces of all ranks together; all call it together.
 
         Args:
-            shards: this rank's pieces by name, on any device; None: zeros.
-            tensors: on the first rank what is written to; others give none.
+            shards: this rank's pieces by name, any shape, on any device; None: zeros.
+            tensors: on the first rank what is written to, of `shapes`; others give none.
         """
         given = [piece for piece in self._own if piece.region.writes]
         flat = self._flat(given, shards)
@@ -77,7 +77,7 @@ class ShardGather:
             dist.send(flat, group=self._group, group_dst=0)
 
     def given(self, shards: Mapping[str, Tensor | None]) -> set[str]:
-        """Return on the first rank the names of which some rank has more than None; all call it together."""
+        """Return on the first rank the names of which some rank has a tensor, any shape; all call it together."""
         flags = torch.tensor([shards[piece.name] is not None for piece in self._own], dtype=torch.uint8)
         if not self._of_ranks:
             if len(flags):
@@ -97,8 +97,8 @@ class ShardGather:
         """Give each rank all the pieces that it holds; all call it together.
 
         Args:
-            tensors: the first rank's; others give none.
-            shards: this rank's pieces by name, on any device; they are written to.
+            tensors: the first rank's, of `shapes`; others give none.
+            shards: this rank's pieces by name, any shape, on any device; they are written to.
         """
         flat = self._blank(self._own)
         if self._of_ranks:

@@ -43,10 +43,14 @@ class RowTransport(Protocol):
     def fetch(
         self, name: str, part: Tensor, bounds: Sequence[int], rows: Tensor, trains: bool
     ) -> tuple[Tensor, object]:
-        """Return the values of rows of the whole table, and the way that they came."""
+        """Return the values `(R, D)` of rows `(R,)` of the whole table, and the way that they came.
+
+        Args:
+            part: the rows that this rank has, `(its rows, D)`.
+        """
 
     def send_back(self, route: Any, gradients: Tensor, touches: bool) -> Fetched:
-        """Return the sum of all ranks' gradients of the rows that this one has."""
+        """Return the sum of all ranks' gradients, `(R, D)` each, of the rows that this one has."""
 
 
 @dataclass
@@ -165,7 +169,7 @@ class CutTables:
         """Return the sum of squares of the gradients of all ranks' rows, float64; all ranks call it together.
 
         Args:
-            gradients: of this rank's rows by name of table, sparse and coalesced.
+            gradients: of this rank's rows by name of table, `(its rows, D)`, sparse and coalesced.
         """
         total = torch.zeros((), dtype=torch.float64, device=device)
         for name in self.spans:

@@ -44,7 +44,7 @@ class DividedUpdate:
         self._others = [parameter for parameter in listed if not self.owns(parameter)]
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether this rank's optimizer updates a parameter."""
+        """Whether this rank's optimizer updates a parameter, any shape."""
         return id(parameter) in self._own
 
     def keep_own(self, optimizer: torch.optim.Optimizer) -> None:

@@ -21,14 +21,14 @@ COPIES_FOLDER = "copies"
 
 
 def as_frame(tensor: Tensor) -> Any:
-    """Return a contiguous CPU tensor's memory, not copied; the tensor must not change until it was sent."""
+    """Return a contiguous CPU tensor's memory, any shape, not copied; it must not change until it was sent."""
     flat = tensor.detach() if tensor.requires_grad else tensor
     array: Any = (flat if flat.dim() == 1 else flat.reshape(-1)).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def sent_frame(tensor: Tensor) -> Any:
-    """Return a contiguous CPU tensor as a frame: lent where it is large, copied where that costs less.
+    """Return a contiguous CPU tensor, any shape, as a frame: lent where it is large, copied where that costs less.
 
     When ZeroMQ gives lent memory back, a thread of Python's wakes, which costs as much as to copy some 256 KiB.
     """
@@ -36,7 +36,7 @@ def sent_frame(tensor: Tensor) -> Any:
 
 
 def copied_frame(tensor: Tensor) -> zmq.Frame:
-    """Return a copy of a contiguous CPU tensor, in memory that ZeroMQ frees by itself: no thread of Python's wakes."""
+    """Return a copy of a contiguous CPU tensor, any shape, that ZeroMQ frees by itself: no thread of Python's wakes."""
     with as_frame(tensor) as view:  # a frame holds what it copied for as long as it lives, unless that is released
         return zmq.Frame(view, copy=True)
 
@@ -98,7 +98,7 @@ def read_frames(path: Path, meta: bytes) -> list[Any]:
 
 
 def message_of(frame: Any, tensor: Tensor) -> Any:
-    """Return the message that a frame is part of, to be sent again, where the tensor is its memory; else None."""
+    """Return the message of a frame, to be sent again, where the tensor, any shape, is its memory; else None."""
     there = isinstance(frame.obj, zmq.Frame) and torch.frombuffer(frame, dtype=torch.uint8).data_ptr()
     return frame.obj if there and there == tensor.data_ptr() else None
 

@@ -139,7 +139,7 @@ class References:
         self._held: dict[tuple[str, int], tuple[Tensor, list[State]]] = {}
 
     def encode(self, worker: str, key: KeyRange, value: Tensor, full: bool, memory: Any) -> tuple[bool, list[Any]]:
-        """Return whether frames hold a difference, and the frames; `full` sends the value itself and starts anew.
+        """Return whether frames hold a difference, and the frames; `full` sends the 1-D value itself and starts anew.
 
         `memory` is the message that the value lies in, or None: then it is copied.
         """

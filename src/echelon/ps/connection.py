@@ -312,7 +312,7 @@ class Connection:
             self._links[server].channel.send(content, frames)
 
     def queue_push(self, key: KeyRange, gradient: Tensor, info: PushInfo, absent: Sequence[int] = ()) -> None:
-        """Let a gradient leave when it is its turn, and the key's next value be asked for with it.
+        """Let a 1-D gradient leave when it is its turn, and the key's next value be asked for with it.
 
         Args:
             absent: parts of the key without a gradient; where these are all, nothing is encoded.
@@ -345,7 +345,7 @@ class Connection:
         self._links[key.server].flush()
 
     def ask_rows(self, key: KeyRange, rows: Tensor, of: RowsOf) -> AwaitedRows:
-        """Ask for rows of a table's key; returns where they will be."""
+        """Ask for rows of a table's key, `(R,)`; returns where they will be."""
         self._row_pulls += 1
         version = of.step if self.config.aggregates else 0
         pull = PullRows(key.index, of.task, self._row_pulls, of.tag, version)

@@ -413,7 +413,7 @@ class KeyStore:
 
     @torch.no_grad()
     def load_made(self, state: Mapping[str, Tensor]) -> None:
-        """Take over rows that exist, of `made` in a state; more may follow.
+        """Take over R rows that exist, of `made` in a state, `(R, ...)` each; more may follow.
 
         Raises:
             ValueError: they are none of this key's, or are here already.
@@ -557,7 +557,7 @@ def compensate_constant(gradient: Tensor, now: Tensor, then: Tensor, strength: f
 def compensate_adaptive(gradient: Tensor, now: Tensor, then: Tensor, mean_square: Tensor, strength: float) -> Tensor:
     """Return the compensated gradient with lambda_t = strength / sqrt(MS + 1e-7); updates `mean_square` in place.
 
-    The adaptive form of DC-ASGD, per worker: MS <- 0.95 MS + 0.05 g*g.
+    The adaptive form of DC-ASGD, per worker: MS <- 0.95 MS + 0.05 g*g; all 1-D, of one shape.
     """
     square = gradient * gradient
     mean_square.mul_(_MEAN_SQUARE_DECAY).add_(square, alpha=1 - _MEAN_SQUARE_DECAY)

@@ -41,7 +41,7 @@ class RowSlots:
         self._most, self._newest = (none, none), (none, none)
 
     def find(self, rows: Tensor) -> Tensor:
-        """Return the slots of rows; -1 where a row was not made."""
+        """Return the slots of rows, `(R,)` both; -1 where a row was not made."""
         slots = torch.full_like(rows, -1)
         for numbers, where in (self._most, self._newest):
             if len(numbers):
@@ -50,7 +50,7 @@ class RowSlots:
         return slots
 
     def add(self, rows: Tensor) -> None:
-        """Give rows the next slots, in their order; none of them may have one."""
+        """Give rows `(R,)` the next slots, in their order; none of them may have one."""
         slots = torch.arange(self.count, self.count + len(rows))
         self.count += len(rows)
         self._newest = _merged(self._newest, (rows, slots))
@@ -88,7 +88,7 @@ def grow_state(optimizer: torch.optim.Optimizer, view: nn.Parameter, fresh: torc
 
 
 def is_by_row(value: object, view: Tensor) -> bool:
-    """Whether an entry of an optimizer's state is of a table's rows."""
+    """Whether an entry of an optimizer's state is of a table's rows, `(R, D)` as their `view` is."""
     return isinstance(value, Tensor) and value.shape == view.shape
 
 

@@ -40,7 +40,7 @@ class WorkerMomentum:
         self._velocity: dict[int, Tensor] = {}
 
     def ahead(self, key: KeyRange, part: slice, value: Tensor, lr: float) -> Tensor:
-        """Return where a part of a key will be when this worker's gradient arrives, from where it is now.
+        """Return where a part of a key, 1-D, will be when this worker's gradient arrives, from where it is now.
 
         Args:
             lr: of one update.

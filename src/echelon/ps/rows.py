@@ -58,13 +58,13 @@ def read_values(frame: Any, count: int, key: KeyRange, dtype: torch.dtype) -> Te
 
 
 def row_gradient(rows: Tensor, values: Tensor, key: KeyRange) -> Tensor:
-    """Return the sparse gradient of a key, `(rows of the key, D)`."""
+    """Return the sparse gradient of a key, `(rows of the key, D)`, from rows `(R,)` and their values `(R, D)`."""
     shape = (key.rows, key.width)
     return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
 
 
 def of_keys(keys: Sequence[KeyRange], rows: Tensor) -> Iterator[tuple[KeyRange, int, Tensor]]:
-    """Divide ascending rows of a table among its keys: each key, its first row, and its rows by number within it."""
+    """Divide ascending rows `(R,)` of a table among its keys: each key, its first row, and its rows by number in it."""
     first = 0
     for key in keys:
         low, high = torch.searchsorted(rows, torch.tensor([first, first + key.rows])).tolist()
@@ -105,7 +105,7 @@ class RowVersions:
             self.counts = torch.cat([self.counts, more])
 
     def note_pull(self, worker: str, task: int, rows: Tensor) -> None:
-        """Remember what a worker has now of some rows, beside those that it pulled for the same task before."""
+        """Remember what a worker has now of some rows, `(R,)`, beside those that it pulled for the same task."""
         had = self._pulled.get(worker)
         counts = self.of(rows)
         if had is not None and had[0] == task:
@@ -126,12 +126,12 @@ class RowVersions:
         return torch.where(had[1][at] == rows, self.of(rows) - had[2][at], 0)
 
     def updated(self, rows: Tensor) -> None:
-        """Count an update of some rows, each once; they were made."""
+        """Count an update of some rows, `(R,)`, each once; they were made."""
         self._make_room()
         self.counts[rows if self._slots is None else self._slots.find(rows)] += 1
 
     def load(self, slots: slice, counts: Tensor | None) -> None:
-        """Take over the updates of rows that were made just now; None: they had none."""
+        """Take over the updates, `(R,)`, of rows that were made just now; None: they had none."""
         self._make_room()
         if counts is not None:
             self.counts[slots] = counts

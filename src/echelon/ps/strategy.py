@@ -218,7 +218,7 @@ class ParameterServer(ServerHeld):
 
     @torch.no_grad()
     def set_parameters(self, values: Mapping[int, Tensor]) -> None:
-        """Set the parameters from values by key; the next task loads its own again.
+        """Set the parameters from values by key, 1-D each; the next task loads its own again.
 
         Tables of which only servers have rows are left out.
         """
@@ -288,7 +288,7 @@ class ParameterServer(ServerHeld):
 
     @torch.no_grad()
     def load_buffers(self, flat: Tensor) -> None:
-        """Set all floating-point buffers that move."""
+        """Set all floating-point buffers that move, from `flat_buffers`, 1-D."""
         start = 0
         for buffer in moving_buffers(self.held):
             if buffer.is_floating_point():

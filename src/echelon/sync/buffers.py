@@ -22,7 +22,7 @@ def averaged_buffers(
     """Give every buffer that moves its mean over the replicas inside the block, and its own value back after it.
 
     Args:
-        known: the means, where they were made already; an empty list is filled with them. None: nobody keeps them.
+        known: the means, of the buffers' shapes, if made already; an empty list is filled with them. None: none is.
     """
     if group is None or dist.get_world_size(group) == 1:
         yield
@@ -64,7 +64,7 @@ def average_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 
 def mean_of_replicas(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return what `average_buffers` makes of the replicas' buffers, by name, from copies of all of them."""
+    """Return what `average_buffers` makes of the replicas' buffers, by name and any shape, from copies of them."""
     means: dict[str, Tensor] = {}
     for name, first in replicas[0].items():
         copies = [as_real(replica[name]) for replica in replicas]
@@ -86,7 +86,7 @@ def saved_buffers(replicas: Sequence[StateView], averages: bool) -> list[Mapping
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as pairs of its real and imaginary parts, in the same memory; a real one as it is."""
+    """Return a complex tensor, any shape, as real pairs `(..., 2)` in the same memory; a real one as it is."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 

@@ -154,7 +154,7 @@ class OuterNesterov:
         self._velocity: dict[str, Tensor] = {}
 
     def agree(self, name: str, current: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
-        """Take an outer step from the anchor; replicas go on from there."""
+        """Take an outer step from the anchor, by the mean delta of its shape; replicas go on from there."""
         if not self._momentum:
             return anchor.add_(mean, alpha=self._lr)
         # v is kept with the sign of the delta own - anchor, which is the outer gradient's with a minus.

@@ -122,7 +122,7 @@ class Elastic:
         self._alpha, self._replicas = alpha, replicas
 
     def agree(self, name: str, current: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
-        """Move both, each by where the other was."""
+        """Move both, of one shape, each by where the other was."""
         alpha = self._alpha()
         moved = torch.lerp(current, anchor, alpha)
         anchor.add_(mean, alpha=alpha * self._replicas)

@@ -45,7 +45,7 @@ class StateBytes:
 
 
 def whole(parameters: Sequence[Tensor]) -> int:
-    """Return the bytes of a copy of each parameter in the type that is computed with."""
+    """Return the bytes of a copy of each parameter, any shape, in the type that is computed with."""
     return sum(p.numel() * working_dtype(p.dtype).itemsize for p in parameters)
 
 
@@ -66,7 +66,7 @@ def states(compression: Compression, piece: Piece) -> int:
 
 
 def pushed(compression: Compression, parameters: Sequence[Tensor]) -> int:
-    """Return the bytes of a codec's states at the sender of all parameters' gradients."""
+    """Return the bytes of a codec's states at the sender of all gradients, of the parameters' shapes."""
     return sum(_state(compression.build(), p) for p in parameters) if compression.encodes else 0
 
 

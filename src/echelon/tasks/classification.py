@@ -108,7 +108,10 @@ class Classification(Task):
         return self._loss(outputs, targets)
 
     def training_score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the number of correct predictions; of mixed samples, those of the class with the largest share."""
+        """Return the number of correct predictions of logits `(B, C)`.
+
+        Of targets that are shares `(B, C)` in place of class numbers `(B,)`, the largest share is the class.
+        """
         wanted = targets.argmax(-1) if targets.is_floating_point() else targets
         return (outputs.detach().argmax(-1) == wanted).sum()
 
@@ -117,7 +120,7 @@ class Classification(Task):
         return ClassificationMetrics(self.classes, device)
 
     def predictions(self, outputs: Tensor) -> list[Prediction]:
-        """Return the likeliest class of each sample, and the probability of every one."""
+        """Return the likeliest class of each of logits `(B, C)`, and the probability of every one."""
         rows = outputs.softmax(-1).cpu()
         return [
             Prediction(

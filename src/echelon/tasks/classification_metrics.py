@@ -245,7 +245,7 @@ def _undefined(classes: int) -> tuple[dict[str, float | None], dict[str, list[fl
 
 
 def computed(metric: Metric, state: dict[str, Tensor]) -> Any:
-    """Return what a fresh metric makes of a state; in float64, since torchmetrics divides in its state's type."""
+    """Return what a fresh metric makes of a state of its shapes; in float64, as torchmetrics divides in its type."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*was called before the ``update`` method", category=UserWarning)
         metric.merge_state({name: value.double() for name, value in state.items()})
@@ -276,7 +276,7 @@ def _exact_roc(scores: Tensor, targets: Tensor) -> tuple[list[Tensor], list[Tens
 
 
 def summed_over_ranks(tensors: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Return the integer tensors' sums over ranks, on the CPU, by one all-reduce."""
+    """Return the sums over ranks of integer tensors of any shape, on the CPU, by one all-reduce."""
     total = torch.cat([tensor.flatten() for tensor in tensors])
     if group is not None:
         total = total.to(meeting_device(total, group))

@@ -41,7 +41,7 @@ class RowStream:
         self._begun: list[tuple[list[Tensor], dist.Work]] = []
 
     def add(self, rows: Tensor) -> None:
-        """Take rows of this rank; each message that is full sets out."""
+        """Take rows `(B, columns)` of this rank; each message that is full sets out."""
         self._waiting.append(rows.detach().float().cpu())
         while sum(map(len, self._waiting)) >= self._messages.rows:
             self._send()
@@ -104,7 +104,7 @@ class Gathered:
 
 
 def gather_rows(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the ranks' tensors one after another along dim 0, where they may differ in length, on the CPU."""
+    """Return the ranks' tensors `(B, ...)` one after another along dim 0, on the CPU; B may differ."""
     from torchmetrics.utilities.distributed import gather_all_tensors
 
     if group is None:
@@ -128,7 +128,7 @@ def gather_lines(rows: Sequence[Row], group: dist.ProcessGroup | None) -> list[R
 
 
 def meeting_device(tensor: Tensor, group: dist.ProcessGroup) -> torch.device:
-    """Return where the ranks of a group can exchange a tensor."""
+    """Return where the ranks of a group can exchange a tensor of any shape."""
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else tensor.device
 
 

@@ -78,7 +78,7 @@ class MultiLabel(Task):
         return len(self.labels)
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum over samples of the cross-entropy, its mean over the labels."""
+        """Return the sum over samples of the cross-entropy of logits and targets `(B, L)`, its mean over the labels."""
         losses = F.binary_cross_entropy_with_logits(outputs, targets.to(outputs), reduction="none")
         return losses.mean(-1).sum()
 
@@ -87,7 +87,7 @@ class MultiLabel(Task):
         return _LabelMetrics(self.labels, device)
 
     def predictions(self, outputs: Tensor) -> list[Prediction]:
-        """Return the labels whose probability is at least a half, and that of every one."""
+        """Return the labels whose probability, from logits `(B, L)`, is at least a half, and that of every one."""
         rows = outputs.sigmoid().tolist()
         return [
             Prediction(

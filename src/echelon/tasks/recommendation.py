@@ -91,7 +91,7 @@ class PairPrediction(Regression):
         return replace(super().facts(), unit="pair", units_per_sample=1)
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum over pairs of the squared error, or the cross-entropy."""
+        """Return the sum over pairs `(B,)` of the squared error, or the cross-entropy."""
         if self._clicks:
             return F.binary_cross_entropy_with_logits(outputs.reshape(-1), targets.to(outputs), reduction="sum")
         return super().loss_sum(outputs, targets)
@@ -101,7 +101,7 @@ class PairPrediction(Regression):
         return _PairMetrics(self._units, self._clicks, device)
 
     def predictions(self, outputs: Tensor) -> list[Prediction]:
-        """Return the rating of each pair, or the probability of a click."""
+        """Return the rating of each pair, from outputs `(B, 1)` or `(B,)`, or the probability of a click."""
         if self._clicks:
             return [Prediction(share) for share in outputs.reshape(-1).sigmoid().tolist()]
         return super().predictions(outputs)
@@ -160,7 +160,7 @@ class ItemRanking(PairPrediction):
         return task
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum over samples of -log of the share of the item that was taken; 0 where none is known."""
+        """Return the sum over samples `(B, I)` of -log of the taken item's share; 0 where none is known."""
         taken = targets == 1
         unknown = ~taken.any(1, keepdim=True)  # of one score each, so that its gradient is 0 and not undefined
         scores = outputs.reshape(targets.shape).masked_fill(targets == NO_TARGET, -torch.inf).masked_fill(unknown, 0)
@@ -172,7 +172,7 @@ class ItemRanking(PairPrediction):
         return _RankMetrics(device)
 
     def predictions(self, outputs: Tensor) -> list[Prediction]:
-        """Return the score of each pair's item, by which items of one user are ranked."""
+        """Return the score of each pair's item, the first of outputs `(B, I, 1)` or `(B, I)`: it ranks items."""
         return [Prediction(score) for score in outputs.reshape(len(outputs), -1)[:, 0].tolist()]
 
     def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:

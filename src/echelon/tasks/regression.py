@@ -47,11 +47,11 @@ class Units:
         self._mean, self._std = torch.tensor(mean), torch.tensor(std)
 
     def learnt(self, targets: Tensor) -> Tensor:
-        """Return targets as they are learnt."""
+        """Return targets `(B, T)` as they are learnt."""
         return (targets - self._mean.to(targets)) / self._std.to(targets) if len(self._mean) else targets
 
     def given(self, outputs: Tensor) -> Tensor:
-        """Return outputs in the data's units."""
+        """Return outputs `(B, T)` in the data's units."""
         return outputs * self._std.to(outputs) + self._mean.to(outputs) if len(self._mean) else outputs
 
 
@@ -93,7 +93,7 @@ class Regression(Task):
         return len(self._names)
 
     def loss_sum(self, outputs: Tensor, targets: Nest) -> Tensor:
-        """Return the sum over samples of the squared error, its mean over the targets."""
+        """Return the sum over samples of the squared error, its mean over the targets; `(B, T)`, or `(B,)`."""
         wide, wanted = self._rows(outputs), self._rows(targets)
         return (wide - self._units.learnt(wanted.to(wide))).square().mean(-1).sum()
 
@@ -105,7 +105,7 @@ class Regression(Task):
         return _RegressionMetrics(self._names, self._units, device)
 
     def predictions(self, outputs: Tensor) -> list[Prediction]:
-        """Return the target in the data's units; of several, each by its name."""
+        """Return the target, from outputs `(B, T)` or `(B,)`, in the data's units; of several, each by its name."""
         rows = self._units.given(self._rows(outputs)).tolist()
         if len(self._names) == 1:
             return [Prediction(value) for (value,) in rows]

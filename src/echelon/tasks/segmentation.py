@@ -117,7 +117,7 @@ class Segmentation(Task):
         return len(self.classes)
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the sum of the losses over the pixels that count, those of an auxiliary head with weight 0.5."""
+        """Return the sum of the losses over the pixels `(B, H, W)` that count, an auxiliary head's with weight 0.5."""
         total = self._losses(_logits(outputs), targets).sum()
         if isinstance(outputs, Mapping) and "aux" in outputs:
             total = total + _AUX_WEIGHT * self._losses(outputs["aux"], targets).sum()
@@ -132,7 +132,7 @@ class Segmentation(Task):
         return losses * self._weights.to(losses)[wanted.clamp(min=0)] if len(self._weights) else losses
 
     def units(self, targets: Tensor) -> int:
-        """Return the number of pixels that count."""
+        """Return the number of pixels `(B, H, W)` that count."""
         return int((_wanted(targets) != NO_TARGET).sum())
 
     def metrics(self, device: torch.device) -> Metrics:
@@ -257,7 +257,7 @@ class WorstMasks:
         self._worst = Worst(limit, _SCORES, (3, height, 3 * width + 2 * _GAP))
 
     def update(self, inputs: Nest, outputs: Any, targets: Tensor, first: int, numbered: bool) -> None:
-        """Look at a batch, B samples; B may be 0."""
+        """Look at a batch, logits `(B, C, H, W)` and class numbers `(B, H, W)`; B may be 0."""
         if not len(targets):
             return
         losses = self._task.pixel_losses(outputs, targets).detach().double().nan_to_num(nan=torch.inf, posinf=torch.inf)

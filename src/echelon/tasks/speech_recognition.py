@@ -116,7 +116,7 @@ class SpeechRecognition(Task):
         )  # fmt: skip
 
     def units(self, targets: Tensor) -> int:
-        """Return the number of labels."""
+        """Return the number of labels in `(B, L)`."""
         return int(label_counts(targets).sum())
 
     def metrics(self, device: torch.device) -> Metrics:
@@ -125,7 +125,7 @@ class SpeechRecognition(Task):
         return TranscriptMetrics(self._decoder)
 
     def predictions(self, outputs: Tensor) -> list[Prediction]:
-        """Return what is said in each sound."""
+        """Return what is said in each sound, from logits `(B, F, S)`."""
         assert self._decoder is not None
         return [Prediction(self._decoder.decode(labels)) for labels in greedy_labels(outputs)]
 
@@ -168,7 +168,7 @@ def label_counts(targets: Tensor) -> Tensor:
 
 
 def greedy_labels(logits: Tensor) -> list[list[int]]:
-    """Return the labels of each sample: the likeliest symbol of each frame, repetitions merged, blanks left out."""
+    """Return the labels of logits `(B, F, S)`: each frame's likeliest symbol, repetitions merged, blanks left out."""
     blank = logits.shape[-1] - 1
     rows = logits.argmax(-1).cpu()
     return [[i for i in row.unique_consecutive().tolist() if i != blank] for row in rows]
@@ -230,7 +230,7 @@ class TranscriptPair:
 
 
 def transcripts(decoder: TextDecoder, outputs: Tensor, targets: Tensor) -> list[TranscriptPair]:
-    """Return what is recognised of each sample by greedy decoding, beside its reference."""
+    """Return what greedy decoding recognises in logits `(B, F, S)`, beside the references, of labels `(B, L)`."""
     found = greedy_labels(outputs.detach())
     wanted = [row[row != NO_TARGET].tolist() for row in targets.cpu()]
     return [
@@ -252,7 +252,7 @@ class WorstTranscripts:
         self._worst: list[tuple[float, int, str, str]] = []  # -CER, place, title, both texts
 
     def update(self, inputs: Nest, outputs: Tensor, targets: Tensor, first: int, numbered: bool) -> None:
-        """Look at a batch, B samples; B may be 0."""
+        """Look at a batch, logits `(B, F, S)` and labels `(B, L)`; B may be 0."""
         for i, pair in enumerate(transcripts(self._decoder, outputs, targets)):
             number = f", sample {first + i}" if numbered else ""
             title = f"WER {pair.wer:.0%}, CER {pair.cer:.0%}{number}"

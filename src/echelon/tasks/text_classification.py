@@ -79,7 +79,7 @@ class WorstTexts:
         self._worst: list[tuple[float, int, str, str]] = []  # loss, place, what was predicted, text
 
     def update(self, inputs: Nest, outputs: Tensor, targets: Tensor, first: int, numbered: bool) -> None:
-        """Look at a batch, B samples; B may be 0."""
+        """Look at a batch, logits `(B, C)` and class numbers `(B,)`; B may be 0."""
         if not len(targets):
             return
         logits = outputs.detach().double()

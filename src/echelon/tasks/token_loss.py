@@ -57,7 +57,7 @@ class TokenTask(Task):
         )  # fmt: skip
 
     def units(self, targets: Tensor) -> int:
-        """Return the number of tokens, padding left out."""
+        """Return the number of tokens in `(B, T)`, padding left out."""
         return int((targets != NO_TARGET).sum())
 
     def metrics(self, device: torch.device) -> Metrics:

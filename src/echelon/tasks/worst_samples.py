@@ -103,7 +103,7 @@ class WorstOfAll:
     works: Sequence[dist.Work] = ()
 
     def section(self, make: Callable[[Tensor, Tensor], ReportSection]) -> PendingSection:
-        """Return the section that is made of numbers and pictures; none of no samples."""
+        """Return the section that is made of `scores` and `pictures`, in their shapes; none of no samples."""
 
         def made() -> ReportSection | None:
             """Make it on the first rank."""
@@ -191,7 +191,7 @@ class WorstSamples:
         self._worst = Worst(limit, _SCORES, pixels.thumbnail)
 
     def update(self, inputs: Nest, outputs: Tensor, targets: Tensor, first: int, numbered: bool) -> None:
-        """Look at a batch, B samples; B may be 0.
+        """Look at a batch, logits `(B, C)` and class numbers `(B,)`; B may be 0.
 
         Args:
             first: place of its first sample in the evaluation set.

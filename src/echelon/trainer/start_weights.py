@@ -46,7 +46,7 @@ def best_since(folder: Path) -> int:
 
 
 def without_tuning(weights: Mapping[str, Tensor], model: nn.Module, config: ModelConfig) -> Mapping[str, Tensor]:
-    """Return the weights of a run as a model takes them that is built by name: adapters are added into their layers.
+    """Return a run's weights, any shape, as a model takes them that is built by name: adapters are added into layers.
 
     Args:
         config: of the run.

@@ -58,7 +58,7 @@ class Work:
         return [("tuning", self.tuned.words)] if self.tunings else []
 
     def inputs(self, like: Tensor) -> Nest:
-        """Return the example, the same on every rank; drawn without touching the run's generators."""
+        """Return the example, alike on all ranks, drawn without the run's generators, where `like` (any shape) is."""
         example = any_inputs(self.info, 2, like.dtype) if self.example is None else self.example
         return nest.map_leaves(
             lambda leaf: leaf.to(like.device, like.dtype) if leaf.is_floating_point() else leaf.to(like.device), example

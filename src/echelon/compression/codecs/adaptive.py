@@ -82,7 +82,7 @@ class Adaptive(Codec):
         return Rung(_rungs()[rung])
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
-        """The state's numbers hold the controllers' entries, and what was measured of the last message."""
+        """The state (`like`: any shape) holds the controllers' numbers, and what was measured of the last message."""
         state = super().init_state(name, like, seed, stream)
         state.numbers |= {"energy": 0.0, "lost": -1.0, "sent": -1.0, "sent_bits": 32.0}
         state.numbers |= self.control().start(1) | self.control(BACK).start(1)
@@ -93,7 +93,7 @@ class Adaptive(Codec):
         return ((torch.uint8, None),)
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
-        """Encode with the rung that this state's own messages ask for: where nobody else decides with it."""
+        """Encode any shape with the rung that the state's own messages ask for: where nobody else decides with it."""
         control = self.control()
         rung = control.rung(state.numbers)
         inner = self.pinned(rung).compress(tensor, state)
@@ -106,17 +106,17 @@ class Adaptive(Codec):
         return replace(payload, chosen=inner.chosen)
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
-        """Decode as the message's rung does."""
+        """Decode as the message's rung does, in the payload's shape."""
         rung, inner = _opened(payload)
         return rung.extract(inner, out)
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
-        """Add as the message's rung does."""
+        """Add to `target`, any shape, as the message's rung does."""
         rung, inner = _opened(payload)
         rung.add_to(target, inner, alpha)
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
-        """Zero what the message's rung sent."""
+        """Zero in `target`, any shape, what the message's rung sent."""
         rung, inner = _opened(payload)
         rung.clear_sent(target, inner)
 
@@ -146,7 +146,7 @@ class Rung(Codec):
         return self.inner.layout(numel)
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
-        """Encode; every other message note |x|^2 as "energy" and |x - decoded|^2 as "lost" (-1: not measured)."""
+        """Encode x, any shape; every other message note |x|^2 as "energy" and |x - decoded|^2 as "lost" (or -1)."""
         x = flat(tensor)
         measured = state.step % MEASURED_EVERY == 0
         refuse_nonfinite_elements(x, state)
@@ -159,15 +159,15 @@ class Rung(Codec):
         return payload
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
-        """Decode as the codec."""
+        """Decode as the codec, in the payload's shape."""
         return self.inner.extract(payload, out)
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
-        """Add as the codec."""
+        """Add to `target`, any shape, as the codec."""
         self.inner.add_to(target, payload, alpha)
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
-        """Zero what the codec sent."""
+        """Zero in `target`, any shape, what the codec sent."""
         self.inner.clear_sent(target, payload)
 
     def to_bytes(self, payload: Payload) -> Tensor:
@@ -175,7 +175,7 @@ class Rung(Codec):
         return self.inner.to_bytes(payload)
 
     def from_bytes(self, buffer: Tensor, meta: Meta) -> Payload:
-        """Read as the codec."""
+        """Read a uint8 1-D buffer as the codec."""
         return self.inner.from_bytes(buffer, meta)
 
 

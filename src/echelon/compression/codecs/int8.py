@@ -48,11 +48,11 @@ class Int8(Quantiser):
         return numel
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Return the codes as they are."""
+        """Return the codes [n] as they are."""
         return codes
 
     def unpack(self, packed: Tensor, n: int) -> Tensor:
-        """Return the codes as they are."""
+        """Return the codes [n] as they are."""
         return packed
 
 

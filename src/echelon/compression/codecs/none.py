@@ -32,7 +32,7 @@ class Uncompressed(Codec):
         return ((torch.float32, numel),)
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
-        """Copy the elements as float32."""
+        """Copy the elements of a tensor, any shape, as float32."""
         state.numbers["step"] += 1
         return self.payload((tensor.detach().reshape(-1).to(torch.float32, copy=True),), Meta.of(tensor))
 

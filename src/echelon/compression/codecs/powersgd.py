@@ -86,7 +86,7 @@ class PowerSgd(Eased):
         return state
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
-        """Factor the worker's own matrix into P and Q, and keep Q for the next step."""
+        """Factor the worker's own tensor, as a matrix [n, m], into P and Q, and keep Q for the next step."""
         refuse_nonfinite_elements(tensor, state)
         matrix = _matrix(tensor)
         if "q" in state.factors:

@@ -64,7 +64,7 @@ class Qsgd(Quantiser):
         return numel if self.width == 8 else self.width * bits.packed_size(numel)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Pack codes of `width` bits: one plane of bits after the other."""
+        """Pack codes [n] of `width` bits: one plane of bits after the other."""
         return bits.pack_codes(codes, self.width)
 
     def unpack(self, packed: Tensor, n: int) -> Tensor:

@@ -69,7 +69,7 @@ class RandomK(CorrectsMomentum, Eased):
         check_bounds(self)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
-        """The state's "sent" is the share of elements that the last message carried; -1 before the first one."""
+        """The state's "sent" is the share of `like` (any shape) that the last message carried; -1 before the first."""
         state = super().init_state(name, like, seed, stream)
         state.numbers["sent"] = -1.0
         return state
@@ -93,7 +93,7 @@ class RandomK(CorrectsMomentum, Eased):
         return self.density
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
-        """Gather the elements that this step draws."""
+        """Gather the elements of a tensor, any shape, that this step draws."""
         x = flat(tensor)
         refuse_nonfinite_elements(x, state)
         key = state.shared_key()
@@ -102,7 +102,7 @@ class RandomK(CorrectsMomentum, Eased):
         return self.payload((torch.tensor([key], device=x.device), values), Meta.of(tensor))
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
-        """Write the values at the drawn indices of a tensor of zeros."""
+        """Write the values at the drawn indices of a tensor of zeros, of the payload's shape."""
         key, values = payload.tensors
         meta = payload.meta
         if out is None:
@@ -112,14 +112,14 @@ class RandomK(CorrectsMomentum, Eased):
         return out
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
-        """Add `alpha` times the values at the drawn indices of `target`, in place."""
+        """Add `alpha` times the values at the drawn indices of `target`, any shape, in place."""
         key, values = payload.tensors
         indices = self._drawn(payload.meta.numel, int(key), values.device)
         view = target.view(-1)
         scatter(view, indices, gather(view, indices).add_(values.to(view.dtype), alpha=alpha))
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
-        """Zero `target` at the drawn indices."""
+        """Zero `target`, any shape, at the drawn indices."""
         key, values = payload.tensors
         target.view(-1)[self._drawn(payload.meta.numel, int(key), values.device)] = 0
 
@@ -135,11 +135,11 @@ class RandomK(CorrectsMomentum, Eased):
         return result
 
     def subtract_reduced(self, pending: Tensor, mean: Tensor, state: State) -> None:
-        """Zero what was sent: its values travelled exactly."""
+        """Zero what was sent in `pending` [numel]: its values travelled exactly."""
         self.clear_reduced(pending, state)
 
     def clear_reduced(self, target: Tensor, state: State) -> None:
-        """Zero `target` at the indices of the step that was just reduced."""
+        """Zero `target` [numel] at the indices of the step that was just reduced."""
         before = State(state.name, state.seed, numbers={"step": state.step - 1})
         target[self._drawn(target.numel(), before.shared_key(), target.device)] = 0
 

@@ -106,7 +106,7 @@ class Sign(CorrectsMomentum, Eased):
         return signs if self.vote else ((torch.float32, block_count(numel, self.block)), *signs)
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
-        """Encode each element's sign, and each block's mean magnitude."""
+        """Encode the sign of each element, any shape, and each block's mean magnitude."""
         x = flat32(tensor)
         packed = empty(packed_size(x.numel()), torch.uint8, x.device)
         scales = torch.empty(block_count(x.numel(), self.block), device=x.device)
@@ -146,11 +146,11 @@ class Sign(CorrectsMomentum, Eased):
             means /= part.block
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
-        """Return the signs times the scales of their blocks (a vote: times what a sign is worth)."""
+        """Return the signs, in the payload's shape, times their blocks' scales (a vote: times what a sign is worth)."""
         return write(lambda into: self._pieces(payload, into), payload, out, payload.tensors[-1].device)
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
-        """Add `alpha` times the decoded tensor to `target`, block by block, in place."""
+        """Add `alpha` times the decoded tensor to `target`, any shape, block by block, in place."""
         accumulate(lambda into: self._pieces(payload, into), target, alpha)
 
     def planes(self, payload: Payload) -> tuple[Tensor, ...]:
@@ -158,7 +158,7 @@ class Sign(CorrectsMomentum, Eased):
         return tuple(t.view(torch.uint8) for t in payload.tensors)
 
     def from_planes(self, planes: tuple[Tensor, ...], meta: Meta) -> Payload:
-        """Build the payload from scales and signs."""
+        """Build the payload from the bytes of scales and signs, uint8 1-D."""
         dtypes = [dtype for dtype, _ in self.layout(meta.numel)]
         return self.payload([plane.view(dtype) for plane, dtype in zip(planes, dtypes, strict=True)], meta)
 

@@ -57,7 +57,7 @@ class Ternary(Quantiser):
         return -(-numel // _DIGITS)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Pack codes 0, 1, 2 as base-3 digits."""
+        """Pack codes 0, 1, 2 [n] as base-3 digits."""
         # Byte i holds elements i, i + m, ..., i + 4m in base 3, so that packing adds up whole contiguous stretches.
         m = self.packed_size(codes.numel())
         padded = torch.nn.functional.pad(codes, (0, _DIGITS * m - codes.numel()))

@@ -70,7 +70,7 @@ class Threshold(CorrectsMomentum, Eased, Sparse):
         check_bounds(self)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
-        """Return a state with the last "threshold" and the "slope" d log(count) / d log(threshold) there."""
+        """Return a state (`like`: any shape) with the last "threshold" and "slope" d log(count) / d log(threshold)."""
         state = super().init_state(name, like, seed, stream)
         state.numbers |= {"threshold": 0.0, "slope": 1.0}
         return state
@@ -88,7 +88,7 @@ class Threshold(CorrectsMomentum, Eased, Sparse):
         return self.density if self.density is not None else max(state.numbers["sent"], 0.0)
 
     def choose(self, x: Tensor, state: State) -> Tensor:
-        """Return the indices of the elements above the threshold in magnitude."""
+        """Return the indices of the elements of x [numel] above the threshold in magnitude."""
         if self.tau is not None or not x.numel():
             return above(x, self.tau or 0.0, state)
         return self._follow(x, state)

@@ -130,7 +130,7 @@ class TopK(CorrectsMomentum, Eased, Sparse):
         return None if self.warmup_steps else count_for(self.density, numel)
 
     def choose(self, x: Tensor, state: State) -> Tensor:
-        """Return the indices of the largest elements in magnitude."""
+        """Return the indices of the largest elements of x [numel] in magnitude."""
         return largest(x, count_for(self.share_sent(state), x.numel()), state)
 
     def bits_per_element(self, numel: int, state: State | None = None) -> float:

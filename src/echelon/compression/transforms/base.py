@@ -48,11 +48,11 @@ class SentPayload:
     sparse: bool
 
     def subtract_from(self, pending: Tensor) -> None:
-        """Subtract the decoded payload."""
+        """Subtract the decoded payload from a tensor [numel], in place."""
         self.codec.add_to(pending, self.payload, alpha=-1.0)
 
     def clear(self, memory: Tensor) -> None:
-        """Zero where the payload carries a value."""
+        """Zero a tensor [numel] where the payload carries a value."""
         self.codec.clear_sent(memory, self.payload)
 
 
@@ -66,11 +66,11 @@ class SentMean:
     sparse: bool
 
     def subtract_from(self, pending: Tensor) -> None:
-        """Subtract what of the workers' tensors was summed."""
+        """Subtract what of the workers' tensors was summed from a tensor [numel], in place."""
         self.codec.subtract_reduced(pending, self.mean, self.state)
 
     def clear(self, memory: Tensor) -> None:
-        """Zero where values were summed."""
+        """Zero a tensor [numel] where values were summed."""
         self.codec.clear_reduced(memory, self.state)
 
 
@@ -128,7 +128,7 @@ class Wrapper(Codec):
         return self.inner.takes_entropy_coding
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
-        """Return the state of the codec inside."""
+        """Return the state of the codec inside for a tensor like `like`, any shape."""
         return self.inner.init_state(name, like, seed, stream)
 
     def control(self, side: str = "") -> RungControl | None:
@@ -140,15 +140,15 @@ class Wrapper(Codec):
         return self.inner.layout(numel)
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
-        """Decode as the codec inside does."""
+        """Decode as the codec inside does, in the payload's shape."""
         return self.inner.extract(payload, out)
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
-        """Add as the codec inside does."""
+        """Add to `target`, any shape, as the codec inside does."""
         self.inner.add_to(target, payload, alpha)
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
-        """Zero what the codec inside sent."""
+        """Zero in `target`, any shape, what the codec inside sent."""
         self.inner.clear_sent(target, payload)
 
     def bits_per_element(self, numel: int, state: State | None = None) -> float:
@@ -164,5 +164,5 @@ class Wrapper(Codec):
         return self.inner.planes(payload)
 
     def from_planes(self, planes: tuple[Tensor, ...], meta: Meta) -> Payload:
-        """Undo `planes`."""
+        """Undo `planes`, uint8 1-D each."""
         return self.inner.from_planes(planes, meta)

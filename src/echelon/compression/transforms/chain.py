@@ -58,7 +58,7 @@ class Transformed(Wrapper):
         return replace(self, inner=self.inner.pinned(rung))
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
-        """Return the codec's state with the transforms' memories, zero."""
+        """Return the codec's state with the transforms' memories, zero, [numel] each; `like`: any shape."""
         state = self.inner.init_state(name, like, seed, stream)
         for transform in reversed(self.transforms):
             if transform.keeps is not None:
@@ -76,7 +76,7 @@ class Transformed(Wrapper):
         return replace(payload, meta=Meta.of(tensor), chosen=None)
 
     def reduce_rounds(self, tensor: Tensor, state: State) -> Rounds:
-        """Reduce what the transforms make of a tensor, and tell them what was summed."""
+        """Reduce what the transforms make of a tensor, any shape, and tell them what was summed."""
         sparse = self._is_sparse(state)
         pending = self._pending(tensor, state)
         mean = yield from self.inner.reduce_rounds(pending.view(tensor.shape), state)

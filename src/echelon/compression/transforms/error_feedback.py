@@ -32,7 +32,7 @@ class ErrorFeedback(Transform):
         return [(error, 1.0)]
 
     def after(self, pending: Tensor, sent: SentTensor, state: State) -> None:
-        """Keep what was not sent."""
+        """Keep what of `pending` [numel] was not sent."""
         sent.subtract_from(pending)
 
 
@@ -48,7 +48,7 @@ class ForgetError(Transform):
         return terms
 
     def after(self, pending: Tensor, sent: SentTensor, state: State) -> None:
-        """Zero the memory."""
+        """Zero the memory, whatever of `pending` [numel] was sent."""
         state.elementwise[ErrorFeedback.keeps].zero_()
 
 

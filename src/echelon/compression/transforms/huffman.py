@@ -144,7 +144,7 @@ class Huffman(Wrapper):
         self.pace.sent(n_bytes, seconds)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
-        """Return the state of the codec inside, with counters at zero."""
+        """Return the state of the codec inside for a tensor like `like`, any shape, with counters at zero."""
         state = self.inner.init_state(name, like, seed, stream)
         state.numbers |= dict.fromkeys((*ENTROPY_COUNTERS, _RATE, "sent_bits"), 0)
         return state
@@ -155,7 +155,7 @@ class Huffman(Wrapper):
         return ((torch.int64, None), (torch.uint8, None))
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
-        """Encode with the codec inside, and code each plane of symbols where that pays."""
+        """Encode a tensor of any shape with the codec inside, and code each plane of symbols where that pays."""
         plain = self.inner.compress(tensor, state)
         heads: list[int] = []
         bodies: list[Tensor] = []
@@ -196,15 +196,15 @@ class Huffman(Wrapper):
         return self.inner.from_planes(tuple(planes), payload.meta)
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
-        """Decode the planes, then as the codec inside does."""
+        """Decode the planes, then as the codec inside does, in the payload's shape."""
         return self.inner.extract(self.decoded(payload), out)
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
-        """Decode the planes, then add as the codec inside does."""
+        """Decode the planes, then add to `target`, any shape, as the codec inside does."""
         self.inner.add_to(target, self.decoded(payload), alpha)
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
-        """Zero what the codec inside sent."""
+        """Zero in `target`, any shape, what the codec inside sent."""
         self.inner.clear_sent(target, self.decoded(payload))
 
     def n_bytes(self, numel: int) -> int | None:

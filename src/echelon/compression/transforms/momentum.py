@@ -55,6 +55,6 @@ class MomentumCorrection(Transform):
         return [(gradient, 1.0), (velocity, self.momentum)] if self.nesterov else [(velocity, 1.0)]
 
     def after(self, pending: Tensor, sent: SentTensor, state: State) -> None:
-        """Forget the velocity of what was sent, where little is."""
+        """Forget the velocity of what of `pending` [numel] was sent, where little is."""
         if sent.sparse:
             sent.clear(state.elementwise[self.keeps])

@@ -50,7 +50,7 @@ class ExportFormat(ABC):
         """Return what was written as a function of a batch's inputs, run by what such files are made for."""
 
     def write_weights(self, weights: Mapping[str, Tensor], path: Path) -> None:
-        """Write tensors by name, read them back and compare them bit by bit.
+        """Write tensors of any shape by name, read them back and compare them bit by bit.
 
         Raises:
             UserError: the file does not hold exactly these; names the first one that differs.

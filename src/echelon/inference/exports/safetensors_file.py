@@ -37,7 +37,7 @@ class SafetensorsFile(ExportFormat):
         return lambda inputs: nest.call(model, inputs)
 
     def write_weights(self, weights: Mapping[str, Tensor], path: Path) -> None:
-        """Write tensors by name, and compare what is in the file with them bit by bit."""
+        """Write tensors of any shape by name, and compare what is in the file with them bit by bit."""
         export_weights(weights, path)
         read = load_file(path)
         wrong = [name for name, tensor in weights.items() if name not in read or not _same(tensor, read[name])]

@@ -37,7 +37,7 @@ class TuningKind:
         """Change the model's structure in place, before anything is chosen; what stays of it keeps its names."""
 
     def plain(self, weights: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
-        """Return weights of the model as it was before `prepare`, from those that were trained.
+        """Return weights, any shape, of the model as it was before `prepare`, from those that were trained.
 
         Args:
             model: the one before, or after.

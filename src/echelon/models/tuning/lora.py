@@ -63,7 +63,7 @@ class Lora(TuningKind):
         return {name for name, _ in model.named_parameters(remove_duplicate=False) if adapted_layer(name)}
 
     def plain(self, weights: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
-        """Return weights of the model without adapters, which are added into it."""
+        """Return weights, any shape, of the model without adapters, which are added into it."""
         return merged(weights, model, self.alpha / self.r)
 
     def _layers(self, model: nn.Module) -> list[str]:

@@ -177,7 +177,7 @@ class TuningPlan:
         return [kind for kind in self.kinds if kind.rebuilds]
 
     def plain(self, weights: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
-        """Return weights for the model as it is without tuning, from those that were trained.
+        """Return weights, any shape, for the model as it is without tuning, from those that were trained.
 
         Args:
             model: without tuning, or with it.

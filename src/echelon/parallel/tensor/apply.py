@@ -266,7 +266,7 @@ def answer(model: nn.Module, example: Nest) -> Tensor:
 
 
 def same_function(model: nn.Module, example: Nest, before: Tensor) -> None:
-    """Check that the split model answers an example as it did `before` it was split.
+    """Check that the split model answers an example as it did `before` it was split, `(B, ...)`.
 
     Use it where the plan was found or written by the user; the example should be random, not blank.
 

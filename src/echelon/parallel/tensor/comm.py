@@ -19,17 +19,17 @@ Group = dist.ProcessGroup
 
 
 def enter(x: Tensor, group: Group) -> Tensor:
-    """Return x; its gradient is the sum of the ranks' shares."""
+    """Return x, any shape; its gradient is the sum of the ranks' shares."""
     return _Enter.apply(x, group)
 
 
 def add(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of the ranks' x; the gradient, alike on all ranks, passes."""
+    """Return the sum of the ranks' x, any shape; the gradient, alike on all ranks, passes."""
     return _Add.apply(x, group)
 
 
 def gather(x: Tensor, dim: int, total: int, group: Group, shares: bool) -> Tensor:
-    """Return the ranks' x joined along `dim`, `total` long.
+    """Return the ranks' x, any shape, joined along `dim`, `total` long.
 
     Args:
         shares: the gradient is a share of a sum on each rank, to be added before it is cut; else it is whole.
@@ -38,12 +38,12 @@ def gather(x: Tensor, dim: int, total: int, group: Group, shares: bool) -> Tenso
 
 
 def scatter_add(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Return this rank's part along `dim` of the sum of the ranks' x; the gradient's parts are joined."""
+    """Return this rank's part along `dim` of the sum of the ranks' x, any shape; the gradient's parts are joined."""
     return _ScatterAdd.apply(x, dim, group)
 
 
 def split(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Return this rank's part along `dim` of x, alike on all ranks; the gradient's parts are joined."""
+    """Return this rank's part along `dim` of x, any shape, alike on all ranks; the gradient's parts are joined."""
     return _Split.apply(x, dim, group)
 
 

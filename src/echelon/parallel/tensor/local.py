@@ -37,7 +37,7 @@ def localise(module: nn.Module, sights: Mapping[str, Sight]) -> None:
 
 
 def local_part(tensor: Tensor, summed: bool = False) -> Tensor:
-    """Return a DTensor's local part, differentiable; `summed`: the gradient is added over the ranks."""
+    """Return a DTensor's local part, any shape, differentiable; `summed`: the gradient is added over the ranks."""
     if not isinstance(tensor, DTensor):
         return tensor
     local = tensor.to_local()

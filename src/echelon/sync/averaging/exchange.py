@@ -57,7 +57,7 @@ class Exchange:
         return make_reducer(coding, list(bucket.members), f"{label}.{bucket.number}", _vector(bucket))
 
     def mean(self, values: Sequence[Value], deltas: Mapping[str, Tensor], samples: int) -> dict[str, Tensor] | None:
-        """Return the mean of each delta, the same bits on every rank; None when no replica has seen a sample.
+        """Return the mean of each delta, of its shape, the same bits on all ranks; None when no replica saw a sample.
 
         Raises:
             PeerLostError, RuntimeError: a rank did not answer before the group's timeout.
@@ -126,7 +126,7 @@ class Exchange:
 def weighted_sum(
     route: Route, values: Sequence[Value], tensors: Mapping[str, Tensor], weight: float
 ) -> tuple[float, dict[str, Tensor], int]:
-    """Sum weights, and tensors times weights, over the ranks in one message, in float64 if any tensor is.
+    """Sum weights, and tensors of any shape times weights, over the ranks in one message, in float64 if any is.
 
     Returns:
         the sum of the weights, the sums by name, and the bytes that this rank sent.

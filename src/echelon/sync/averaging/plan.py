@@ -101,7 +101,7 @@ class Rule(Protocol):
     centred: bool
 
     def agree(self, name: str, current: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
-        """Move the anchor, in place, and return the value that this replica goes on from.
+        """Move the anchor, in place, and return the value that this replica goes on from; all of one shape.
 
         Args:
             current: this replica's value now.
@@ -121,7 +121,7 @@ class MeanRule:
     centred = False
 
     def agree(self, name: str, current: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
-        """Move the anchor to the mean of the replicas."""
+        """Move the anchor to the mean of the replicas, of its shape."""
         return anchor.add_(mean)
 
     def state_dict(self) -> StateTree:

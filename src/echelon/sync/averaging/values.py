@@ -51,7 +51,7 @@ class Value:
         return self.tensor.detach().to(dtype, copy=True)
 
     def write(self, values: Tensor) -> None:
-        """Set the tensor in place; counters are rounded to whole numbers."""
+        """Set the tensor in place, to values of its shape; counters are rounded to whole numbers."""
         with torch.no_grad():
             self.tensor.copy_(values if self.tensor.is_floating_point() else values.round())
 
