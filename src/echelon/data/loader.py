@@ -189,13 +189,13 @@ class TrainLoader(_Loader):
             ]
             yield from self._feed.run(epoch, jobs)
             return
-        spans = [pairs_around(len(draws), shard) for _, draws, shard in wanted]
+        slices = [pairs_around(len(draws), shard) for _, draws, shard in wanted]
         jobs = [
-            BatchJob(number, draws[span.loaded], len(draws), draws, _uneven(len(draws), shard))
-            for (number, draws, shard), span in zip(wanted, spans, strict=True)
+            BatchJob(number, draws[its.loaded], len(draws), draws, _uneven(len(draws), shard))
+            for (number, draws, shard), its in zip(wanted, slices, strict=True)
         ]
-        for batch, span in zip(self._feed.run(epoch, jobs), spans, strict=True):
-            yield self._mixer.mix(batch, epoch, span.own)
+        for batch, its in zip(self._feed.run(epoch, jobs), slices, strict=True):
+            yield self._mixer.mix(batch, epoch, its.own)
 
 
 def _uneven(samples: int, shard: Shard) -> tuple[int, ...]:

@@ -27,25 +27,25 @@ from echelon.tasks.nest import TensorSpec
 
 
 @dataclass(frozen=True)
-class Span:
+class PairSlices:
     """The samples of a global batch that a rank loads, whole pairs, and where its own part lies among them."""
 
     loaded: slice
     own: slice
 
 
-def pairs_around(size: int, shard: Shard) -> Span:
+def pairs_around(size: int, shard: Shard) -> PairSlices:
     """Return which samples of a batch a rank loads to mix its own.
 
     >>> pairs_around(10, Shard(1, 2))
-    Span(loaded=slice(4, 10, None), own=slice(1, 6, None))
+    PairSlices(loaded=slice(4, 10, None), own=slice(1, 6, None))
     """
     part = local_part(np.arange(size), shard)
     if not len(part):
-        return Span(slice(0, 0), slice(0, 0))
+        return PairSlices(slice(0, 0), slice(0, 0))
     first, end = int(part[0]), int(part[-1]) + 1
     begin = first - first % 2
-    return Span(slice(begin, min(end + end % 2, size)), slice(first - begin, end - begin))
+    return PairSlices(slice(begin, min(end + end % 2, size)), slice(first - begin, end - begin))
 
 
 class Mixer:

@@ -15,13 +15,13 @@ from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.shard_gather import ShardGather
 from echelon.parallel.split import SplitModel
 from echelon.ps.commands import Command, CommandChannel
-from echelon.ps.strategy import ParameterServer, ServerHeld
+from echelon.ps.strategy import ParameterServer, PsStrategy
 from echelon.sync.base import StepAbandoned
 from echelon.sync.buffers import averaged_buffers
 from echelon.torch_compat import same_ranks_group
 
 
-class SplitWorker(ServerHeld):
+class SplitWorker(PsStrategy):
     """One rank of such a worker, between forward and backward. The first rank leads: it says what comes next.
 
     The whole model takes no part in forward and backward: it has the servers' parameters, is given gradients and

@@ -59,8 +59,8 @@ class _Round:
     rows: dict[int, Tensor] = field(default_factory=dict)
 
 
-class ServerHeld:
-    """What a strategy answers whose state the servers hold."""
+class PsStrategy:
+    """What a strategy answers whose state the ps servers hold."""
 
     has_replica_state = False
     in_flight = False
@@ -114,7 +114,7 @@ class ServerHeld:
         raise NotImplementedError("the servers' copy is saved")
 
 
-class ParameterServer(ServerHeld):
+class ParameterServer(PsStrategy):
     """A worker's model between forward and backward: waits for values, pushes gradients.
 
     Attributes:

@@ -162,22 +162,22 @@ def _plan(run: ResolvedRun, path: Path) -> TrainingPlan:
     )  # fmt: skip
 
 
-class _Pieces(nn.Module):
-    """What a server holds, as the model that the optimizer's factory expects."""
+class _ServerShards(nn.Module):
+    """A server's shards of the parameters, as the model that the optimizer's factory expects."""
 
     def __init__(self, tensors: Sequence[nn.Parameter], decay: Sequence[bool]) -> None:
         super().__init__()
         for i, tensor in enumerate(tensors):
-            self.register_parameter(f"piece{i}", tensor)
-        self._plain = [f"piece{i}" for i, wanted in enumerate(decay) if not wanted]
+            self.register_parameter(f"shard{i}", tensor)
+        self._plain = [f"shard{i}" for i, wanted in enumerate(decay) if not wanted]
 
     def no_weight_decay(self) -> list[str]:
-        """Name the pieces without weight decay."""
+        """Name the shards without weight decay."""
         return self._plain
 
 
 def optimizer_maker(run: ResolvedRun, workers: int) -> MakeOptimizer:
-    """Return what builds the run's optimizer for a server's pieces; with torch's fused kernels where it has them.
+    """Return what builds the run's optimizer for a server's shards; with torch's fused kernels where it has them.
 
     Where each of so many workers keeps a momentum, what they push is all but the learning rate's part.
     """
@@ -191,7 +191,7 @@ def optimizer_maker(run: ResolvedRun, workers: int) -> MakeOptimizer:
 
     def make(tensors: Sequence[nn.Parameter], decay: Sequence[bool]) -> torch.optim.Optimizer:
         """Build it; `decay` says which tensors have weight decay."""
-        optimizer = build_optimizer(_Pieces(tensors, decay), of_dense, config.data.batch_size, user_factory)
+        optimizer = build_optimizer(_ServerShards(tensors, decay), of_dense, config.data.batch_size, user_factory)
         if user_factory is None and type(optimizer) in HAVE_FUSED:
             fuse(optimizer)
         return optimizer
@@ -205,9 +205,9 @@ def row_optimizer_maker(run: ResolvedRun) -> MakeOptimizer:
 
     def make(tensors: Sequence[nn.Parameter], decay: Sequence[bool]) -> torch.optim.Optimizer:
         """Build it; `decay` says which tensors have weight decay."""
-        pieces, batch_size = _Pieces(tensors, decay), config.data.batch_size
-        tables = dict(pieces.named_parameters())
-        return build_optimizer(pieces, config.optimizer, batch_size, user_factory, tables=tables)
+        shards, batch_size = _ServerShards(tensors, decay), config.data.batch_size
+        tables = dict(shards.named_parameters())
+        return build_optimizer(shards, config.optimizer, batch_size, user_factory, tables=tables)
 
     return make
 

@@ -17,7 +17,7 @@ _LATE = 1.05
 
 
 @dataclass(frozen=True)
-class TimeStanding:
+class EqualTimeResult:
     """What a candidate has reached in equal time; values are means over the seeds, None where no run completed.
 
     Attributes:
@@ -40,7 +40,7 @@ class TimeGroup:
 
     terms: str
     seconds: float
-    step_statuses: tuple[TimeStanding, ...]
+    step_statuses: tuple[EqualTimeResult, ...]
     metric: PrimaryMetric
 
 
@@ -58,7 +58,7 @@ def compare_in_time(study: Study, rows: Sequence[RunRow]) -> list[TimeGroup]:
         metric, epochs = metric_of(mine), study.choices.epochs.get(terms.label, {})
         ends = {label: _ends(mine, label, n) for label, n in epochs.items()}
         base = ends.get(study.baseline.label, {})
-        step_statuses = [_standing(label, n, ends[label], base, metric) for label, n in epochs.items()]
+        step_statuses = [_result(label, n, ends[label], base, metric) for label, n in epochs.items()]
         known = sorted((s for s in step_statuses if s.value is not None), key=lambda s: -metric.score(s.value or 0.0))
         left = [s for s in step_statuses if s.value is None]
         groups.append(TimeGroup(terms.label, seconds, (*known, *left), metric))
@@ -71,14 +71,14 @@ def _ends(rows: Sequence[RunRow], label: str, epochs: int) -> dict[int, RunRow]:
     return {r.seed: r for r in wanted if epochs and round(r.epochs or 0.0) == epochs}
 
 
-def _standing(
+def _result(
     label: str, epochs: int, ends: dict[int, RunRow], base: dict[int, RunRow], metric: PrimaryMetric
-) -> TimeStanding:
+) -> EqualTimeResult:
     if not ends:
-        return TimeStanding(label, epochs)
+        return EqualTimeResult(label, epochs)
     pairs = [(ends[seed].final, base[seed].final) for seed in sorted(ends.keys() & base.keys())]
     gains = [metric.gain(mine, its) for mine, its in pairs if mine is not None and its is not None]
-    return TimeStanding(
+    return EqualTimeResult(
         label, epochs, fmean(r.final or 0.0 for r in ends.values()),
         mean_interval(gains) if gains and ends is not base else None, fmean(r.run_s or 0.0 for r in ends.values()),
     )  # fmt: skip
@@ -98,7 +98,7 @@ def time_words(study: Study, groups: Sequence[TimeGroup]) -> list[str]:
     return words
 
 
-def _clause(s: TimeStanding, group: TimeGroup) -> str:
+def _clause(s: EqualTimeResult, group: TimeGroup) -> str:
     if not s.epochs:
         return f"{s.candidate} ends no epoch in it"
     if s.value is None or s.run_s is None:
