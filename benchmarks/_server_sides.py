@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.compression import read
-from echelon.core.torch_names import IMPORTED_BY_OPTIMIZERS
+from echelon.core.system import IMPORTED_BY_OPTIMIZERS
 from echelon.launch.link import Host, enter
 
 SECRET = b"b" * 32

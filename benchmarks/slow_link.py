@@ -26,7 +26,7 @@ from benchmarks import _slow_link_tables as tables
 from benchmarks._common import append_result, command_line, interleave, read_results
 from benchmarks._slow_link_pair import CandidateFailed, Pair, Terms, Window
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
-from echelon.core.torch_names import IMPORTED_BY_OPTIMIZERS
+from echelon.core.system import IMPORTED_BY_OPTIMIZERS
 from echelon.launch.link import ShapedNetwork, check_link, parse_link
 
 NAME = "slow_link"

@@ -26,7 +26,7 @@ before it is asked for.
     mesh_join_replaced      DeviceMesh._concatenate
     step_microbatches       PipelineSchedule..._step_microbatches, _merge_outputs, before torch had them in `step`
 
-One more, `torch._dynamo`, is in `core.torch_names`, for who needs it without torch.
+One more, `torch._dynamo`, is in `core.system`, for who needs it without torch.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from echelon.core.torch_names import IMPORTED_BY_OPTIMIZERS
+from echelon.core.system import IMPORTED_BY_OPTIMIZERS
 
 PRELOAD = [
     "torch",

@@ -14,10 +14,10 @@ from torch import nn
 
 import echelon
 from echelon import torch_compat
-from echelon.core.torch_names import IMPORTED_BY_OPTIMIZERS
+from echelon.core.system import IMPORTED_BY_OPTIMIZERS
 
 PACKAGE = Path(echelon.__file__).parent
-KNOWERS = {PACKAGE / "torch_compat.py", PACKAGE / "core" / "torch_names.py"}
+KNOWERS = {PACKAGE / "torch_compat.py", PACKAGE / "core" / "system.py"}
 ATTRIBUTES = {
     "_modules", "_non_persistent_buffers_set", "_local_tensor", "_get_backend", "_cdata", "_schema", "_conv_forward",
     "_comm_hooks", "_concatenate", "_step_supports_amp_scaling", "_no_grad_trunc_normal_",

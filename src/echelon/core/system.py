@@ -15,6 +15,13 @@ _WITHOUT = {
     "cygwin": "Cygwin is not supported: use WSL 2",
 }
 
+IMPORTED_BY_OPTIMIZERS = "torch._dynamo"
+"""The module that torch's optimizers import at their first step, for more than a second.
+
+All other private names of torch are in `torch_compat`, which imports torch: a command that starts a run must not wait
+for that only to say what its processes are to be forked from.
+"""
+
 
 def why_untried(what: str, instead: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return why nothing runs where Echelon was never tried, and what does instead; empty: the user tries it.

@@ -16,7 +16,7 @@ from echelon.core.errors import LEFT, UserError, naming
 from echelon.core.files import allow_open_files, full_disk_in_words
 from echelon.core.model_names import check_model_name
 from echelon.core.stop import StopFlag, Stopped, stop_on_signals
-from echelon.core.torch_names import IMPORTED_BY_OPTIMIZERS
+from echelon.core.system import IMPORTED_BY_OPTIMIZERS
 from echelon.core.tuning import packages_of
 from echelon.launch.fork_server import is_running, start_import_server
 from echelon.launch.link import check_link
