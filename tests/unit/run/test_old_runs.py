@@ -27,8 +27,16 @@ from echelon.run.finetune import tuned_from
 from echelon.run.overview import overview_of
 from echelon.run.resolve import resolve
 from echelon.trainer.start_weights import start_from
+from tests.ranks.run_many import run_many
 
 OLD_RUNS = {"allreduce": 0.8552, "ps": 0.8357}
+TINY = """
+from torch import nn
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
+"""
 
 
 @pytest.fixture(params=OLD_RUNS)
@@ -70,6 +78,20 @@ def test_it_goes_on_from_its_description_and_its_checkpoint(run: Path) -> None:
     assert found is not None and found[0] == 30
     weights = {name: value for name, value in found[1]["model"].items() if isinstance(value, torch.Tensor)}
     assert {name: tuple(value.shape) for name, value in weights.items()}["1.weight"] == (8, 64)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_it_is_evaluated_and_trains_on(run: Path) -> None:
+    (run.parent / "tiny.py").write_text(TINY)
+    best = max(evaluation.metrics["top1"] or 0.0 for evaluation in read_records(run, Evaluation))
+    (evaluated,) = run_many(run.parent, [["evaluate", str(run), "--trust"]])
+    assert evaluated.code == 0, evaluated
+    assert json.loads((run / "evaluation.json").read_text())["metrics"]["top1"] == pytest.approx(best, abs=1e-6)
+    (resumed,) = run_many(run.parent, [["resume", str(run), "--max-steps", "34", "--epochs", "9", "--trust"]])
+    assert resumed.code == 0, resumed
+    last = list(read_records(run, Steps))[-1]
+    assert last.step == 34 and json.loads((run / "summary.json").read_text())["status"] == "completed"
 
 
 def test_a_head_that_is_kept_for_other_classes_is_remarked_on(run: Path) -> None:
