@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 HAVE_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _stride = Tensor.stride
+_VELOCITY = "momentum_buffer"
 
 
 def fuse_where_possible(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -21,7 +22,8 @@ def fuse_where_possible(optimizer: torch.optim.Optimizer, model: nn.Module) -> N
     plain = all(type(p) in (Tensor, nn.Parameter) and p.is_floating_point() for p in trained)
     sparse = any(getattr(module, "sparse", 0) is True for module in model.modules())
     chosen = any(group.get("fused") is not None or group.get("foreach") is not None for group in optimizer.param_groups)
-    if not plain or sparse or chosen:
+    damped = any(group.get("dampening") for group in optimizer.param_groups)  # whose first step is another one
+    if not plain or sparse or chosen or damped:
         return
     on_gpu = type(optimizer) is torch.optim.SGD and all(p.is_cuda for p in trained)
     if on_gpu or (type(optimizer) in HAVE_FUSED and all(p.is_cpu for p in trained)):
@@ -39,6 +41,8 @@ def fuse(optimizer: torch.optim.Optimizer) -> None:
         group["fused"] = True
     optimizer.register_step_pre_hook(_lay_out_gradients)
     optimizer.register_load_state_dict_post_hook(_lay_out_state)
+    if isinstance(optimizer, torch.optim.SGD):
+        optimizer.register_step_pre_hook(_give_velocities)
 
 
 def laid_out_as(parameter: Tensor, values: Tensor) -> Tensor:
@@ -55,6 +59,18 @@ def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             continue
         for parameter in trained:
             parameter.grad = laid_out_as(parameter, parameter.grad)
+
+
+def _give_velocities(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give parameters that a step reaches for the first time a momentum of zeros, which moves them as none does.
+
+    torch's fused SGD takes all parameters of a call to have one, or none: a layer that only some steps use ends it.
+    """
+    states = optimizer.state
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and states[parameter].get(_VELOCITY) is None:
+                states[parameter][_VELOCITY] = torch.zeros_like(parameter, requires_grad=False)
 
 
 def _lay_out_state(optimizer: torch.optim.Optimizer) -> None:

@@ -80,3 +80,30 @@ def test_what_has_no_fused_kernel_or_was_chosen_otherwise_is_left() -> None:
     assert not fused_after(table, torch.optim.SGD(table.parameters(), lr=0.1))
     numbers = nn.Linear(2, 2, dtype=torch.complex64)
     assert not fused_after(numbers, torch.optim.SGD(numbers.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_may_be_reached_first_in_a_later_step_or_not_in_each(name: str) -> None:
+    def trained(fused: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
+        optimizer = optimizer_of(layers, name, fused)
+        for step in range(6):
+            x = layers[0](torch.ones(2, 4))
+            for i in (1, 2):
+                x = layers[i](x) if step % 3 == i else x
+            optimizer.zero_grad()
+            x.square().sum().backward()
+            optimizer.step()
+            if step == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
+        return torch.cat([parameter.detach().flatten() for parameter in layers.parameters()])
+
+    assert torch.allclose(trained(fused=True), trained(fused=False), atol=1e-6)
+
+
+def test_an_optimizer_whose_first_step_differs_is_left() -> None:
+    model = image_network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    fuse_where_possible(optimizer, model)
+    assert not optimizer.param_groups[0]["fused"]
