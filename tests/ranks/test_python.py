@@ -166,7 +166,9 @@ def test_one_worker_trains_in_the_process_itself_and_leaves_it_as_it_was(tmp_pat
 @pytest.mark.long
 def test_what_own_code_raises_in_the_process_itself_ends_the_run_and_is_seen(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        CLASSES + "class Broken(Net):\n    def forward(self, x):\n        raise ValueError('too deep')\n"
+        CLASSES + "class Broken(Net):\n    def forward(self, x):\n"
+        "        if len(x) > 2:  # not those that it is tried with\n            raise ValueError('too deep')\n"
+        "        return super().forward(x)\n"
         "echelon.train(Broken(), (my_train_set, my_test_set), run='run', workers=1, device='cpu')\n"
     )
     with Runs(tmp_path) as runs:
