@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -98,6 +99,8 @@ def train(
         >>> echelon.train("small_cnn", "digits", epochs=2).status  # doctest: +SKIP
         'completed'
     """
+    _check_objects({"model": model, "task": task, "loss": loss}, settings.get("optimizer"))
+    data = str(data) if isinstance(data, Path) else data
     module = _as_module(model)
     if module is not model:
         derived, metrics = _compiled(module, loss, metrics)
@@ -551,6 +554,26 @@ def plan(
     named = {"model.name": model} if model != "auto" else {}
     resolved = build(None, {"data.source": str(data), **named, **_by_setting(settings)})
     return planned(request_of(resolved, machines, trust))
+
+
+def _check_objects(objects: Mapping[str, object], optimizer: object) -> None:
+    """Refuse a class or a function in place of an object, and an optimizer in place of what makes one.
+
+    Raises:
+        UserError: says what to give.
+    """
+    for keyword, given in objects.items():
+        name = getattr(given, "__name__", "")
+        if inspect.isclass(given):
+            raise UserError(f"{keyword}={name} is a class: give an object of it, {name}(...)")
+        if keyword == "model" and inspect.isfunction(given):
+            raise UserError(f"model={name} is a function: give what it returns, or its name, 'module:{name}'")
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, str) and hasattr(optimizer, "param_groups"):
+        raise UserError(
+            f"optimizer={kind}(...) has parameters already, and each worker trains its own copy of the model: give the "
+            f"class, torch.optim.{kind}, or functools.partial of it with its settings"
+        )
 
 
 def _name_of(keyword: str, code: Callable[..., Any]) -> str:

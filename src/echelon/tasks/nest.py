@@ -161,8 +161,8 @@ def call(module: nn.Module | Callable[..., Any], inputs: Nest) -> Any:
 
 
 def logits_in(outputs: Any) -> Any:
-    """Return the logits of outputs that are a record of them, as transformers' are; else these."""
-    logits = getattr(outputs, "logits", None)
+    """Return the logits of outputs that are a record or a dict of them, as transformers' are; else these."""
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     return logits if not isinstance(outputs, Tensor) and isinstance(logits, Tensor) else outputs
 
 

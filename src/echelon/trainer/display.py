@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -40,6 +41,7 @@ class EpochTotals:
     """
 
     steps: int = 0
+    finite_steps: int = 0
     samples: int = 0
     correct: float | None = None
     loss_sum: float = 0.0
@@ -50,7 +52,8 @@ class EpochTotals:
         """Add a window's steps."""
         self.steps += window.count
         self.samples += window.samples
-        self.loss_sum += window.mean_loss * window.count
+        finite = [loss for loss in window.losses if math.isfinite(loss)]  # others are told, or left out of training
+        self.finite_steps, self.loss_sum = self.finite_steps + len(finite), self.loss_sum + math.fsum(finite)
         self.seconds += window.seconds
         self.phases.update(window.mean_phases())
         if window.correct is not None:
@@ -105,7 +108,7 @@ class Display(Screen):
         label = self.task.score_label
         score = f"  train {label} {(totals.correct or 0) / max(1, totals.samples):.3f}" if label else ""
         unit, speed = self.task.speed(totals.samples / max(totals.seconds, 1e-9))
-        loss = totals.loss_sum / max(1, totals.steps)
+        loss = totals.loss_sum / totals.finite_steps if totals.finite_steps else math.nan
         return f"train loss {loss:.4f}{score}  {speed:,.0f} {unit}  [of step time: {shown}]"
 
 

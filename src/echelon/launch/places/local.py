@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -121,7 +121,8 @@ class Local(Place):
         for name in names:
             child = self._running.get(name)
             if child is not None and child.exitcode is None and child.pid is not None:
-                os.kill(child.pid, signum)
+                with suppress(ProcessLookupError):  # it ended a moment ago, and is not yet known to have
+                    os.kill(child.pid, signum)
 
     def is_silent(self, name: str) -> bool:
         """Whether a process is stopped by a signal or a debugger."""

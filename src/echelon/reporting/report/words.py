@@ -25,7 +25,7 @@ def closing_words(summary: Summary) -> list[str]:
     words += [i.sentence(summary.step_s) for i in summary.incidents]
     if summary.bad_images:
         n = summary.bad_images
-        words.append(f"{n} image{'s' * (n > 1)} could not be decoded and {'were' if n > 1 else 'was'} left out.")
+        words.append(f"{many(n, 'sample')} could not be read or used, and {'were' if n > 1 else 'was'} left out.")
     if n := summary.bad_losses:
         lost = f"{n} batches" if n > 1 else "a batch"
         words.append(f"The loss of {lost} was not finite: left out of training.")

@@ -328,4 +328,4 @@ def test_an_image_that_several_ranks_could_not_decode_is_one(tmp_path: Path) -> 
     bad = {"t": 101.0, "kind": "event", "name": "bad_image", "message": "a.png: it is no image", "path": "a.png"}
     lines = tell(SHORT)
     summary, words = rewrite(tmp_path, [*lines[:-1], bad, bad, {**bad, "path": "b.png"}, lines[-1]])
-    assert summary.bad_images == 2 and "2 images could not be decoded" in words
+    assert summary.bad_images == 2 and "2 samples could not be read or used" in words
