@@ -171,6 +171,10 @@ class DataFacts(InputFacts, Protocol):
         """The least and the greatest of targets that are whole numbers without names."""
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of a table's columns that inputs are made of; empty: it is no table."""
+
+    @property
     def target_values(self) -> TargetValues | None:
         """What values of targets were seen; None: nobody looked, or they are several tensors."""
 
@@ -486,6 +490,14 @@ class Task(ABC):
     def auto_model(self, data: InputFacts) -> str:
         """Return the name of the model that `--model auto` becomes; empty: the one for images of the data's size."""
         return self.default_model
+
+    def learnt(self, targets: Nest) -> Nest:
+        """Return targets in the units of outputs, in which they are learnt: of a table, standard deviations."""
+        return targets
+
+    def given(self, outputs: Any) -> Any:
+        """Return outputs in the units of the data's targets."""
+        return outputs
 
     def wrong_loss(self, outputs: Any, targets: Nest) -> str:
         """Say why a loss of the user's own cannot be computed; empty: it can, or there is none."""

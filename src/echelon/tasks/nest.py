@@ -166,6 +166,13 @@ def logits_in(outputs: Any) -> Any:
     return logits if not isinstance(outputs, Tensor) and isinstance(logits, Tensor) else outputs
 
 
+def beside(outputs: Any, targets: Nest) -> Any:
+    """Return outputs `(B, 1)` as `(B,)` where targets are such; others as they are."""
+    if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.shape == (*targets.shape, 1):
+        return outputs.squeeze(-1)
+    return outputs
+
+
 def exact(outputs: Nest) -> Nest:
     """Return outputs whose floating-point tensors are float32 or wider, as losses are computed."""
     return map_leaves(_widened, outputs)

@@ -22,7 +22,7 @@ from echelon.core.errors import UserError, nearest
 from echelon.core.own import OwnCall, call_with, find_own, read_calls
 from echelon.tasks import nest
 from echelon.tasks.base import SAMPLE, Task
-from echelon.tasks.nest import Nest, logits_in
+from echelon.tasks.nest import Nest, beside, logits_in
 
 FLAG = "--loss"
 LossFunction = Callable[[Any, Any], Tensor]
@@ -59,6 +59,7 @@ class OwnLoss:
                 )
             function = copy.deepcopy(function)
         self._function, self._task = function, task
+        self._is_of_torch = not takes_whole_outputs(function)
         self._reduction = ""  # of a scalar, once it is known
         self._checked = False
 
@@ -99,7 +100,7 @@ class OwnLoss:
         return value * self._task.units(targets) if self._reduction == _MEAN else value
 
     def _value(self, outputs: Any, targets: Nest) -> Tensor:
-        value = self._function(outputs, targets)
+        value = self._function(beside(outputs, targets) if self._is_of_torch else outputs, targets)
         if not isinstance(value, Tensor):
             raise UserError(f"{FLAG}: it returned a {type(value).__name__}: return a tensor")
         return value

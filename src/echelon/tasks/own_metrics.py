@@ -18,7 +18,7 @@ from echelon.core.spec import Spec, Value
 from echelon.core.task import Metric as MetricFacts
 from echelon.tasks.base import EvaluationResult, Metrics, StreamedMetrics, Task
 from echelon.tasks.gathering import RowMessages
-from echelon.tasks.nest import Nest, logits_in
+from echelon.tasks.nest import Nest, beside, logits_in
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -156,8 +156,9 @@ class OwnMetrics:
         """Count a batch."""
         logits = logits_in(outputs)
         self._base.update(logits, targets)
+        shown = self._task.given(logits)
         for metric in self._own.values():
-            metric.update(_beside(logits, targets), targets)
+            metric.update(beside(shown, targets), targets)
         if self._shows_loss:
             self._loss += torch.tensor([float(self._task.loss_sum(outputs, targets)), self._task.units(targets)])
 
@@ -185,13 +186,6 @@ class OwnMetrics:
         if primary not in {*metrics, *(metric.name for metric in self._task.generates)}:
             raise UserError(f"unknown {PRIMARY_FLAG} {primary!r}: evaluations give {', '.join(metrics)}")
         return EvaluationResult(metrics, result.detail)
-
-
-def _beside(outputs: Any, targets: Nest) -> Any:
-    """Return outputs `(B, 1)` as `(B,)` where targets are such."""
-    if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.shape == (*targets.shape, 1):
-        return outputs.squeeze(-1)
-    return outputs
 
 
 def _numbers(name: str, value: Any) -> dict[str, float | None]:

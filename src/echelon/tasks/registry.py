@@ -114,7 +114,8 @@ class TaskChoice:
         """Return the task's name; data without classes is for any task where the loss is the user's own."""
         if self.name != AUTO:
             return self.name
-        return _OF_ANY_TARGETS if (self.loss or objects.loss is not None) and not data.classes else data.task
+        has_loss, numbers_of_table = self.loss or objects.loss is not None, data.columns and data.task == "regression"
+        return _OF_ANY_TARGETS if has_loss and not data.classes and not numbers_of_table else data.task
 
     def _tailored(self, task: Task, objects: TaskObjects, classes: int) -> Task:
         from echelon.tasks.own_loss import read_loss

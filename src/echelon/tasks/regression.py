@@ -97,6 +97,14 @@ class Regression(Task):
         wide, wanted = self._rows(outputs), self._rows(targets)
         return (wide - self._units.learnt(wanted.to(wide))).square().mean(-1).sum()
 
+    def learnt(self, targets: Tensor) -> Tensor:
+        """Return targets `(B, T)` or `(B,)` in the units in which they are learnt."""
+        return self._units.learnt(self._rows(targets)).reshape(targets.shape)
+
+    def given(self, outputs: Tensor) -> Tensor:
+        """Return outputs `(B, T)` or `(B,)` in the data's units."""
+        return self._units.given(self._rows(outputs)).reshape(outputs.shape)
+
     def _rows(self, values: Tensor) -> Tensor:
         return values.reshape(len(values), len(self._names))
 

@@ -72,7 +72,7 @@ class TailoredTask(Task):
 
     def loss_sum(self, outputs: Any, targets: Nest) -> Tensor:
         """Return the sum of the losses."""
-        return self._loss(outputs, targets)
+        return self._loss(outputs, self._task.learnt(targets) if isinstance(self._loss, OwnLoss) else targets)
 
     def units(self, targets: Nest) -> int:
         """Return the units of B samples."""
@@ -108,9 +108,13 @@ class TailoredTask(Task):
         """Return what the task shows."""
         return self._task.report_sections(result)
 
+    def given(self, outputs: Any) -> Any:
+        """Return outputs in the units of the data's targets."""
+        return self._task.given(outputs)
+
     def wrong_loss(self, outputs: Any, targets: Nest) -> str:
         """Say why the loss cannot be computed, where it is one's own."""
-        return self._loss.refusal(outputs, targets) if isinstance(self._loss, OwnLoss) else ""
+        return self._loss.refusal(outputs, self._task.learnt(targets)) if isinstance(self._loss, OwnLoss) else ""
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs; a loss of one's own may take any tensor."""

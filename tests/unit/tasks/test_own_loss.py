@@ -10,8 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.core.errors import UserError
+from echelon.data.base import DataInfo
+from echelon.tasks.base import TaskSettings
 from echelon.tasks.image_classification import ImageClassification
+from echelon.tasks.nest import TensorSpec
 from echelon.tasks.own_loss import OwnLoss, read_loss
+from echelon.tasks.registry import TaskChoice
 from echelon.tasks.supervised import Supervised
 
 LOGITS = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
@@ -145,3 +149,25 @@ def test_losses_are_named(text: str) -> None:
 def test_a_name_that_is_no_loss_is_refused(text: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         read_loss(text)
+
+
+def test_numbers_of_a_table_are_learnt_in_units_of_their_deviation_and_measured_in_their_own() -> None:
+    info = DataInfo(
+        "t.csv", (), 1, 1, 4, 4, (), several={"numbers": TensorSpec((2,))}, targets=TensorSpec(()), task="regression",
+        target_mean=(100.0,), target_std=(10.0,), columns=("a", "b"),
+    )  # fmt: skip
+    outputs, targets = torch.tensor([[0.5], [-1.0]]), torch.tensor([106.0, 90.0])
+    choice = TaskChoice("auto", TaskSettings(), "MSELoss", "MeanAbsoluteError")
+    task = choice.fitted(info)
+    assert task.name == "regression", "which a table's numbers are for, with a loss of one's own too"
+    assert float(task.loss_sum(outputs, targets)) == pytest.approx(0.1**2, abs=1e-6)
+    metrics = task.metrics(torch.device("cpu"))
+    metrics.update(outputs, targets)
+    found = metrics.compute().metrics
+    assert found["mean_absolute_error"] == pytest.approx(0.5, abs=1e-5) and found["mae"] == pytest.approx(0.5, abs=1e-5)
+    assert task.wrong_loss(outputs, targets) == ""
+
+
+def test_a_loss_of_torch_takes_one_number_a_sample_as_targets_have_it() -> None:
+    outputs, targets = torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([1.0, 2.0, 3.0])
+    assert float(OwnLoss(nn.L1Loss(), Supervised())(outputs, targets)) == pytest.approx(3.0)

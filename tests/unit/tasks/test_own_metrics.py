@@ -61,9 +61,10 @@ def test_the_loss_is_counted_where_another_metric_is_the_primary_one() -> None:
 
 
 def test_outputs_that_are_no_tensor_are_refused_where_a_tasks_metrics_need_one() -> None:
-    outputs, settings = {"logits": LOGITS}, {"optimizer.loss": "CrossEntropyLoss"}
+    outputs, settings = {"scores": LOGITS}, {"optimizer.loss": "CrossEntropyLoss"}
     said = choice(**settings).fitted(DATA).wrong_outputs(outputs, 6)
     assert "must return logits of shape (batch, 3)" in said and "task=supervised" in said
+    assert choice(**settings).fitted(DATA).wrong_outputs({"logits": LOGITS}, 6) == "", "which are taken out of it"
     assert choice(**settings).fitted(DATA).wrong_outputs(LOGITS[:, :2], 6) == ""
     assert choice(task="supervised", **settings).fitted(DATA).wrong_outputs(outputs, 6) == ""
 
