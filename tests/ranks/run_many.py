@@ -62,7 +62,9 @@ def python_path(*more: Path) -> str:
 
 
 def _answered(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """Return the results of the commands that have ended; a line that is being written is of none yet."""
+    whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def _run(command: list[str]) -> Result:
