@@ -20,6 +20,9 @@ from echelon.trainer.layouts import check_layout
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.tables import check_sparse_setting
 
+_BY_THE_RATE = ("adam", "lion")  # in names of optimizers, whose steps have the size of the rate
+_LARGE_RATE = 0.02
+
 
 def check_strategies(run: ResolvedRun, ranks: int) -> None:
     """Refuse combinations that cannot work.
@@ -229,7 +232,7 @@ def interplay_notes(run: ResolvedRun, ranks: int, on_gpu: bool = False) -> list[
     Args:
         on_gpu: whether this rank is known to train on a GPU.
     """
-    notes = [*run.optimizer.notes(run.config.optimizer.weight_decay), *_tokeniser_notes(run)]
+    notes = [*run.optimizer.notes(run.config.optimizer.weight_decay), *_rate_notes(run), *_tokeniser_notes(run)]
     if run.sync.uses_servers and run.config.launch.balance == "auto":
         given = run.described.strategy.sync
         notes.append(f"--balance auto does nothing: workers of --sync {given} take a batch whenever they are done")
@@ -239,6 +242,17 @@ def interplay_notes(run: ResolvedRun, ranks: int, on_gpu: bool = False) -> list[
         return notes
     notes += [*([] if on_gpu else _device_notes(run, ranks)), *_momentum_notes(run), *_path_notes(run, ranks)]
     return [*notes, *run.sync.momentum_notes(_momentum(run), ranks)]
+
+
+def _rate_notes(run: ResolvedRun) -> list[str]:
+    """Say that a rate is one of SGD, where the optimizer moves each number by about the rate."""
+    chosen = run.config.optimizer
+    if not any(kind in chosen.name.lower() for kind in _BY_THE_RATE) or ":" in chosen.name or chosen.lr <= _LARGE_RATE:
+        return []
+    return [
+        f"--optimizer {chosen.name} at --lr {chosen.lr:g}, which is a rate for sgd: each step moves a weight by "
+        "about as much; --lr 0.001 is usual"
+    ]
 
 
 def _device_notes(run: ResolvedRun, ranks: int) -> list[str]:

@@ -138,3 +138,9 @@ def test_what_one_setting_does_to_another_is_said(settings: dict[str, Any], rank
 def test_a_refused_setting_of_a_server_is_named(sync: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         check_strategies(resolve(build(None, {"strategy.sync": sync, "optimizer.name": "adamw"}).config), 2)
+
+
+@pytest.mark.parametrize(("name", "lr", "said"), [("adamw", 0.1, True), ("adamw", 0.003, False), ("sgd", 0.1, False)])
+def test_a_rate_of_sgd_is_remarked_on_where_steps_have_its_size(name: str, lr: float, said: bool) -> None:
+    run = resolve(build(None, {"optimizer.name": name, "optimizer.lr": lr}).config)
+    assert any("--lr 0.1, which is a rate for sgd" in note for note in interplay_notes(run, 1)) is said
