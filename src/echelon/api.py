@@ -682,7 +682,10 @@ def _check_targets(model: Any, loss: Any, data: Any) -> None:
     from echelon.data import Source
     from echelon.models.keras_model import KerasModule
 
-    if isinstance(model, KerasModule) and loss == "" and isinstance(data, Source) and data.info.task == "regression":
+    if not (isinstance(model, KerasModule) and loss == "" and isinstance(data, Source)):
+        return
+    values = data.info.target_values
+    if data.info.task == "regression" or (values is not None and values.one_hot):
         from echelon.models.keras_compiled import check_targets
 
         check_targets(model, data.info.name)
