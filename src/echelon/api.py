@@ -87,9 +87,8 @@ def train(
         callbacks: objects that the leading rank tells what happens (see `echelon.observe.callbacks.Callback`), or their
             names as on the command line; several workers have copies of them.
         loggers: names as on the command line, and objects (see `echelon.observe.loggers.base.LoggerSettings`).
-        settings: any other setting by its command-line name, such as
-            `epochs=5, batch_size=64, workers=2, sync="allreduce"`; they are listed below. `optimizer` may be
-            a subclass of `torch.optim.Optimizer`, or `functools.partial(Class, name=value)`.
+        settings: any other setting by its command-line name, such as `epochs=5, workers=2, sync="allreduce"`; they are
+            listed below. `optimizer` may be a subclass of `torch.optim.Optimizer`, or `functools.partial` of one.
 
     Raises:
         UserError: a setting that does not exist or does not fit.
@@ -100,8 +99,7 @@ def train(
         'completed'
     """
     _check_objects({"model": model, "task": task, "loss": loss}, settings.get("optimizer"))
-    data = str(data) if isinstance(data, Path) else data
-    module = _as_module(model)
+    module, data = _as_module(model), str(data) if isinstance(data, Path) else data
     if module is not model:
         derived, metrics = _compiled(module, loss, metrics)
         loss = derived if isinstance(task, str) else loss
