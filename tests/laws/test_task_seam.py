@@ -205,7 +205,8 @@ def test_it_trains_and_resumes_in_every_layout(runs: Runs, layout: str) -> None:
 @pytest.mark.timeout(900)
 def test_layouts_and_strategies_are_compared_by_it(runs: Runs) -> None:
     environment = {"PYTHONPATH": f"{runs.root}:{Path.cwd()}"}
-    tries = [word for layout in LAYOUTS.values() for word in ("--try", f"{layout[0].removeprefix('--')}={layout[1]}")]
+    ways = [f"{flag.removeprefix('--')}={way.partition(',')[0]}" for flag, way in LAYOUTS.values()]
+    tries = [word for way in ways for word in ("--try", way)]
     arguments = ("toys.regression:load", *TOY[:-2], *tries, "--seeds", "1", "--epochs", "2", "--workers", "2")
     run = runs.start("compare", *arguments, "--run", str(runs.root / "ways"), folder="ways", environment=environment)
     assert run.end(800) == 0, run.text()
