@@ -200,6 +200,9 @@ def example_samples(source: Source) -> tuple[Nest, Nest]:
     """Return two samples' inputs and targets, the same in every process.
 
     Inputs are None where they are images; zeros stand for these samples' targets.
+
+    Raises:
+        UserError: the two are of different shapes.
     """
     data, info = source.train, source.info
     if not isinstance(data, TensorArray | TensorItems):
@@ -213,6 +216,12 @@ def example_samples(source: Source) -> tuple[Nest, Nest]:
             np.random.seed(0)
             torch.manual_seed(0)
             items = [data[i % len(data)] for i in range(2)]
+        shapes = [[tuple(leaf.shape) for leaf in nest.leaves(item)] for item in items]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                f"data {info.name}: its first two items have shapes {shapes[0]} and {shapes[1]}, and all must have "
+                "one: pad them, or crop them, in the data set's __getitem__"
+            )
         inputs, targets = nest.stack([x for x, _ in items]), nest.stack([y for _, y in items])
     return inputs, nest.map_leaves(lambda leaf, spec: leaf.to(getattr(torch, spec.dtype)), targets, info.targets)
 

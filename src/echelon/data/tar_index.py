@@ -118,19 +118,21 @@ def kind_of_shard(file: Path, content: str = "") -> str:
     Args:
         content: as in `MemberChoice`.
     """
-    extensions: dict[str, list[str]] = {}
+    first, extensions = "", []
     try:
         with tarfile.open(file, mode="r:") as archive:
             for member in archive:
-                stem, dot, extension = member.name.rpartition("/")[2].partition(".")
+                folder, _, name = member.name.rpartition("/")
+                stem, dot, extension = name.partition(".")
                 if not member.isreg() or not stem or not dot:
                     continue
-                if extensions and member.name.rpartition(".")[0].partition(".")[0] not in extensions:
+                first = first or f"{folder}/{stem}"
+                if f"{folder}/{stem}" != first:
                     break
-                extensions.setdefault(member.name.rpartition(".")[0].partition(".")[0], []).append(extension.lower())
+                extensions.append(extension.lower())
     except (tarfile.TarError, OSError):
-        return ""
-    return _kind_of(next(iter(extensions.values()), []), MemberChoice(content))
+        return ""  # opening says why
+    return _kind_of(extensions, MemberChoice(content))
 
 
 def _digest(file: Path, members: MemberChoice) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from echelon.core.errors import UserError
-from echelon.data import from_datasets, samples_digest
+from echelon.data import example_samples, from_datasets, samples_digest
 from echelon.tasks.base import Task, TaskSettings
 from echelon.tasks.classification import Classification
 from echelon.tasks.image_classification import ImageClassification
@@ -32,6 +32,19 @@ class Items(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         return X[i], self.wanted[i]
+
+
+class Listed(Dataset[tuple[Tensor, Tensor]]):
+    """Items as they are."""
+
+    def __init__(self, items: list[tuple[Tensor, Tensor]]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.items[i]
 
 
 @pytest.mark.parametrize("made", [Items, lambda targets: TensorDataset(X, targets)])
@@ -87,3 +100,10 @@ def test_a_digest_tells_data_of_other_values_and_asks_no_item_again() -> None:
     }
     assert digests["memory"] == digests["again"]
     assert len(set(digests.values())) == len(digests) - 1
+
+
+def test_items_of_different_lengths_are_refused_with_what_to_do() -> None:
+    items = [(torch.ones(3), torch.tensor(0)), (torch.ones(5), torch.tensor(1))]
+    data = from_datasets(*[Listed(items)] * 2)
+    with pytest.raises(UserError, match=r"first two items have shapes \[\(3,\), \(\)\] and .*: pad them, or crop"):
+        example_samples(data)
