@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from echelon.data import EvalLoader, LoaderConfig, Shard, TrainLoader, check_sou
 from echelon.data.sources import SOURCES, kind_of
 from echelon.data.sources.base import SourceKind
 from echelon.tasks import nest
+from echelon.trainer.unused import unread_notes
 from tests.laws.extras import NEEDS_DATASETS
 from tests.unit.data.images import make_folder, make_shards
 from tests.unit.data.shapes import make_shapes
@@ -197,3 +199,24 @@ def test_a_new_file_is_a_kind_of_data(tmp_path: Path, monkeypatch: pytest.Monkey
         check_source("columns=nowhere.txt")
     with pytest.raises(UserError, match=r"columns=FILE, a folder, module:function, .*a text \(.txt\)"):
         check_source("nothing")
+
+
+@pytest.mark.parametrize(
+    "setting, values",
+    [
+        *((name, ("nonsense",)) for name in ("input", "target", "time")),
+        *(("columns", ("nonsense=number",)), ("negatives", (3,)), ("context", (7,))),
+        ("tokeniser", ("characters", "bpe(300)")),  # one may be what is taken by itself
+    ],
+)
+def test_a_setting_acts_or_is_refused_or_told(data: DataConfig, setting: str, values: tuple[str | int, ...]) -> None:
+    acts, plain = False, open_data(data, seed=0)
+    for value in values:
+        changed = replace(data, **{setting: value})
+        try:
+            source = open_data(changed, seed=0)
+        except UserError as error:
+            assert str(value).split("=")[0] in str(error)
+            return
+        acts |= source.info != plain.info
+    assert bool(unread_notes(changed, source)) is not acts

@@ -74,7 +74,7 @@ def show(resolved: Resolved, all_settings: bool = False) -> None:
     )
     if note := size_note(tried.info, config.data.batch_size):
         print_words(note)
-    for note in interplay_notes(run, ranks):
+    for note in (*tried.notes, *interplay_notes(run, ranks)):
         print_words(note)
     _show_layout(run, tried.forecast, ranks)
 

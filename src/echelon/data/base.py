@@ -134,6 +134,7 @@ class Source:
         notes: what a user has to know of where the data comes from.
         test: that no choice is made by: it is evaluated whenever a checkpoint is the best so far; None: there is none.
         sample_index: the training samples by name, where the source can tell new ones from those that a run knows.
+        reads: settings that only some kinds of data have, which its kind reads.
     """
 
     train: Dataset[Any]
@@ -142,6 +143,7 @@ class Source:
     notes: tuple[str, ...] = ()
     test: Dataset[Any] | None = None
     sample_index: SampleIndex | None = None
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -292,6 +292,11 @@ def _label_member(
     """
     key, first = next(iter(samples.items()))
     reader = _LabelReader(file, descriptor, members.field)
+    if members.field and _JSON not in first:
+        has = ", ".join(f".{each}" for each in first)
+        raise UserError(
+            f"data {file}: --target {members.field} is a field of a sample's .json, and sample {key} has only {has}"
+        )
     if members.field or (_CLASS not in first and _JSON in first and reader.field_of(key, first)):
         if not members.field:
             reader = _LabelReader(file, descriptor, reader.field_of(key, first))

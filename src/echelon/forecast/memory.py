@@ -37,6 +37,7 @@ from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.server_parts import worker_momentum
 from echelon.trainer.start_weights import is_of_rebuilt, start_from
 from echelon.trainer.tables import begin_by_row
+from echelon.trainer.unused import unread_notes
 from echelon.trainer.world import choose_device
 
 _SAMPLES = 2  # of the forward pass by which a pipeline is cut
@@ -233,10 +234,11 @@ def _stages(
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found out about a run that can start."""
+    """What was found out about a run that can start; `notes` are sentences about its data."""
 
     info: DataInfo
     forecast: Forecast
+    notes: tuple[str, ...] = ()
 
 
 def try_out(run: ResolvedRun, workers: int, ranks: int) -> Findings:
@@ -260,7 +262,8 @@ def try_out(run: ResolvedRun, workers: int, ranks: int) -> Findings:
     make_rows(source.evaluation, source.info, settings, training=False)
     check_mixing(config, run.task.fitted(source.info))
     _try_model(run, source.info, devices[0])
-    return Findings(source.info, forecast(run, source.info, ranks))
+    notes = (*source.notes, *unread_notes(config.data, source))
+    return Findings(source.info, forecast(run, source.info, ranks), notes)
 
 
 def _try_model(run: ResolvedRun, info: DataInfo, device: torch.device) -> None:

@@ -51,7 +51,7 @@ from echelon.tasks.base import Task
 from echelon.tasks.own_loss import LossFunction
 from echelon.tasks.registry import TaskObjects
 from echelon.trainer.balance import Balancer, BatchParts, make_balancer, why_not
-from echelon.trainer.compatibility import interplay_notes, length_notes, sent_whole_notes, worker_notes
+from echelon.trainer.compatibility import batchnorm_notes, interplay_notes, length_notes, sent_whole_notes, worker_notes
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.folder import CHECKPOINTS_FOLDER, has_checkpoint
 from echelon.trainer.inputs import model_input, units_of
@@ -71,6 +71,7 @@ from echelon.trainer.servers_checkpoint import ServersState
 from echelon.trainer.state import Cursor, Fingerprint, RunParts, layout_of, layout_sizes, seed_everything
 from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.tables import table_notes
+from echelon.trainer.unused import unread_notes
 from echelon.trainer.window import Traffic
 from echelon.trainer.work import Work
 from echelon.trainer.world import World, roll_call
@@ -467,7 +468,8 @@ def _model_notes(resolved: ResolvedRun, run_parts: RunParts, world: World) -> li
     synced = resolved.config.model.sync_batchnorm
     tables = table_notes(resolved, run_parts.model, world.size)
     whole = sent_whole_notes(resolved, run_parts.model, world.size)
-    return [*tables, *whole, *worker_notes(run_parts.model, world.data_size, synced)]
+    normed = batchnorm_notes(resolved, run_parts.model, world.size)
+    return [*tables, *whole, *normed, *worker_notes(run_parts.model, world.data_size, synced)]
 
 
 def _connecting(membership: Membership | None) -> AbstractContextManager[None]:
@@ -610,7 +612,8 @@ def run_notes(
 ) -> list[tuple[str, str]]:
     """Return what a user has to know of this run, each with the name of its event."""
     size = [note] if (note := size_note(source.info, config.data.batch_size)) else []
-    named = {"data": source.notes, "layout": layout, "settings": settings, "batch_size": size}
+    unread = unread_notes(config.data, source)
+    named = {"data": source.notes, "layout": layout, "settings": [*unread, *settings], "batch_size": size}
     return [(name, note) for name, notes in named.items() for note in notes]
 
 

@@ -19,6 +19,7 @@ from echelon.torch_compat import BatchNormBase, DropoutNd
 from echelon.trainer.layouts import check_layout
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.tables import check_sparse_setting
+from echelon.trainer.unused import unused_notes
 
 _BY_THE_RATE = ("adam", "lion")  # in names of optimizers, whose steps have the size of the rate
 _LARGE_RATE = 0.02
@@ -233,6 +234,7 @@ def interplay_notes(run: ResolvedRun, ranks: int, on_gpu: bool = False) -> list[
         on_gpu: whether this rank is known to train on a GPU.
     """
     notes = [*run.optimizer.notes(run.config.optimizer.weight_decay), *_rate_notes(run), *_tokeniser_notes(run)]
+    notes += unused_notes(run)
     if run.sync.uses_servers and run.config.launch.balance == "auto":
         given = run.described.strategy.sync
         notes.append(f"--balance auto does nothing: workers of --sync {given} take a batch whenever they are done")
@@ -314,6 +316,14 @@ def sent_whole_notes(run: ResolvedRun, model: nn.Module, ranks: int) -> list[str
         f"--compression {run.described.strategy.compression} does nothing: parameters of one dimension, or of fewer "
         f"than {SMALL_NUMEL:,} elements, are sent whole, and the model trains no others"
     ]
+
+
+def batchnorm_notes(run: ResolvedRun, model: nn.Module, ranks: int) -> list[str]:
+    """Say where there is no BatchNorm to make that of the whole batch; of a stage of a pipeline others may have it."""
+    unasked = not run.config.model.sync_batchnorm or run.layout_for(ranks).pp > 1 or isinstance(model, KerasModule)
+    if unasked or any(isinstance(module, BatchNormBase) for module in model.modules()):
+        return []
+    return ["--sync-batchnorm does nothing: the model has no BatchNorm"]
 
 
 def worker_notes(model: nn.Module, data_size: int, sync_batchnorm: bool) -> list[str]:

@@ -37,7 +37,7 @@ def open_data(config: DataConfig, seed: int, task: str = AUTO, folder: Path | No
     """
     encoding = Encoding.AUTO if task == AUTO else build_task(task).encoding
     kind, request = _asked(DataRequest(config, seed, encoding, task, folder))
-    kept, source = measures_for(request), kind.open(request)
+    kept, source = measures_for(request), replace(kind.open(request), reads=kind.reads)
     return source if kept is None else measured_as(source, kept)
 
 

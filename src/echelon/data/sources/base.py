@@ -37,6 +37,7 @@ class SourceKind(ABC):
         tasks: that data of this kind is for where none is named, one alone or as its columns tell.
         shapes: channels, side in pixels and classes of small images, where the name alone tells them.
         takes_whatever_is_there: it has what no other kind takes.
+        reads: settings that only some kinds of data have, which it reads: those of `Source.reads`.
         is_read_by_url: it reads what lies at `DataRequest.path`, which is where data from a URL was brought.
     """
 
@@ -47,6 +48,7 @@ class SourceKind(ABC):
     tasks: ClassVar[tuple[str, ...]] = ()
     shapes: ClassVar[Mapping[str, tuple[int, int, int]]] = {}
     takes_whatever_is_there: ClassVar[bool] = False
+    reads: ClassVar[tuple[str, ...]] = ()
     is_read_by_url: ClassVar[bool] = False
 
     def takes(self, name: str) -> bool:

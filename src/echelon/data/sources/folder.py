@@ -19,6 +19,7 @@ class Folder(SourceKind):
     """The path of a folder of images."""
 
     form: ClassVar[str] = "a folder"
+    reads: ClassVar[tuple[str, ...]] = ("follow_links",)
     takes_whatever_is_there: ClassVar[bool] = True
 
     def takes(self, name: str) -> bool:

@@ -48,6 +48,7 @@ class HuggingFace(SourceKind):
     """The name of a data set, or the path of one that was saved."""
 
     form: ClassVar[str] = "hf:NAME"
+    reads: ClassVar[tuple[str, ...]] = ("input", "target", "columns", "follow_links")
 
     def takes(self, name: str) -> bool:
         """Whether the name begins with `hf:`, or a saved data set lies there."""

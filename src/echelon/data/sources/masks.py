@@ -35,6 +35,7 @@ class MaskFolder(SourceKind):
     """The path of a folder of images and masks."""
 
     form: ClassVar[str] = "a folder with images/ and masks/"
+    reads: ClassVar[tuple[str, ...]] = ("follow_links",)
     folders: ClassVar[tuple[str, ...]] = ("images", "masks")
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
 

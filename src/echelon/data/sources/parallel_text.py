@@ -64,6 +64,7 @@ class ParallelText(SourceKind):
     """The path of a folder with `train.X` and `train.Y`, one for each language."""
 
     form: ClassVar[str] = "a folder of parallel text (train.en, train.de)"
+    reads: ClassVar[tuple[str, ...]] = ("input", "target", "follow_links")
 
     def takes(self, name: str) -> bool:
         """Whether it is a folder with training files of two languages, and no table."""

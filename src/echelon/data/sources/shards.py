@@ -51,6 +51,7 @@ class Shards(SourceKind):
     """The path of a folder of tar shards, or of one shard."""
 
     form: ClassVar[str] = "a folder of tar shards"
+    reads: ClassVar[tuple[str, ...]] = ("input", "target", "follow_links")
     is_read_by_url: ClassVar[bool] = True
 
     def takes(self, name: str) -> bool:

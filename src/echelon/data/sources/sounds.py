@@ -27,6 +27,7 @@ class Sounds(SourceKind):
     """The path of a folder of sound files."""
 
     form: ClassVar[str] = "a folder of sound files"
+    reads: ClassVar[tuple[str, ...]] = ("follow_links",)
 
     def takes(self, name: str) -> bool:
         """Whether the first file below a folder is a sound, and the first sounds have no transcripts."""

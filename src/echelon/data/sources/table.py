@@ -74,6 +74,7 @@ class TableFile(SourceKind):
     """The path of a table, or of a folder of its parts."""
 
     form: ClassVar[str] = "a table (.csv, .jsonl, .parquet)"
+    reads: ClassVar[tuple[str, ...]] = ("input", "target", "columns", "follow_links")
     is_read_by_url: ClassVar[bool] = True
     suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv", ".jsonl", ".parquet")  # TABLES: read without an import
     tasks: ClassVar[tuple[str, ...]] = (

@@ -31,6 +31,7 @@ class TextFile(SourceKind):
     """The path of a text."""
 
     form: ClassVar[str] = "a text (.txt)"
+    reads: ClassVar[tuple[str, ...]] = ("context",)
     suffixes: ClassVar[tuple[str, ...]] = (".txt", ".text")
     tasks: ClassVar[tuple[str, ...]] = ("language_modelling",)
 

@@ -45,6 +45,7 @@ class Texts(SourceKind):
     """The path of a folder of text files."""
 
     form: ClassVar[str] = "a folder of texts"
+    reads: ClassVar[tuple[str, ...]] = ("follow_links",)
 
     def takes(self, name: str) -> bool:
         """Whether the first folder with files that lies in a folder has texts in it, and no images or sounds."""

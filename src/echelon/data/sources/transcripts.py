@@ -42,6 +42,7 @@ class Transcripts(SourceKind):
     """The path of a folder of sounds with transcripts."""
 
     form: ClassVar[str] = "a folder of sounds with transcripts"
+    reads: ClassVar[tuple[str, ...]] = ("follow_links",)
 
     def takes(self, name: str) -> bool:
         """Whether the first sounds below a folder have transcripts."""
