@@ -171,6 +171,10 @@ class DataFacts(InputFacts, Protocol):
         """The least and the greatest of targets that are whole numbers without names."""
 
     @property
+    def task(self) -> str:
+        """Name of the task that the data is for, as it tells by itself."""
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Names of a table's columns that inputs are made of; empty: it is no table."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
+from echelon.core.errors import UserError
 from echelon.core.task import TaskDefaults
 from echelon.tasks.base import DataFacts, Encoding, Examples, TaskSettings
 from echelon.tasks.classification import Classification
@@ -31,8 +32,13 @@ class ImageClassification(Classification):
         """Return the task for some data.
 
         Raises:
-            UserError: as for any classification.
+            UserError: as for any classification; or the data is files of texts or sounds.
         """
+        if self.name == ImageClassification.name and data.task.startswith(("text", "speech")):
+            own = data.task.replace("_", "-")
+            raise UserError(
+                f"data {data.name} holds no images: leave out --task image-classification, which makes it --task {own}"
+            )
         task = super().fitted(data, settings)
         task._worst_samples = settings.worst_samples
         task._pictures = Pixels.of(data.inputs, data.mean, data.std)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from echelon.core.errors import UserError
 from echelon.data.images import random_state_kept
@@ -45,6 +46,24 @@ def check_own_model(model: nn.Module, work: Work) -> None:
         raise
     except Exception:  # noqa: BLE001  the caller's code may raise any, of zeros
         return
+
+
+def make_whole(model: nn.Module, work: Work) -> None:
+    """Give lazy layers of a model from Python their sizes, as a call with two samples does: alike on each rank.
+
+    Raises:
+        UserError: forward raises; or parameters have sizes but no values.
+    """
+    label = f"model {type(model).__name__}"
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if any(is_lazy(tensor) for _, tensor in tensors):
+        with evaluating(model), torch.no_grad():
+            _Trial(label, work).outputs(model, work.inputs(torch.empty(0)), torch.empty(0), "")
+    elif empty := next((name for name, tensor in tensors if tensor.is_meta), ""):
+        raise UserError(
+            f"{label}: {empty} is on the meta device and has no values: build the model outside of "
+            "torch.device('meta'), or give it values after model.to_empty(device='cpu')"
+        )
 
 
 def check_single_samples(model: nn.Module, work: Work) -> None:
@@ -111,13 +130,38 @@ class _Trial:
         example = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
         given = self._work.inputs(example) if self._work.example is None else self._work.example
         inputs, targets = (nest.to_device(each, example.device) for each in (given, self._work.example_targets))
-        outputs = self._outputs(model, inputs, example, mode)
+        outputs = self.outputs(model, inputs, example, mode)
         if wrong := self._work.task.wrong_outputs(outputs, nest.rows(targets)):
             raise UserError(f"{self._label} {wrong}{mode}")
-        if wrong := self._work.task.wrong_loss(nest.exact(outputs), targets):
+        exact = nest.exact(outputs)
+        if wrong := self._work.task.wrong_loss(exact, targets):
             raise UserError(f"{wrong}{mode}")
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
+            self._check_gradient(exact, targets)
 
-    def _outputs(self, model: nn.Module, inputs: Nest, example: Tensor, mode: str) -> Any:
+    def _check_gradient(self, outputs: Any, targets: Nest) -> None:
+        """Refuse a loss that no parameter moves, as of outputs without a gradient."""
+        try:
+            loss = self._work.task.loss_sum(outputs, targets)
+        except Exception:  # noqa: BLE001  a task of the caller's own may need more samples than two
+            return
+        if not loss.requires_grad:
+            raise UserError(
+                f"{self._label}: the loss has no gradient: something between the parameters and it is cut off, by "
+                "detach(), item(), argmax, or torch.no_grad()"
+            )
+
+    def outputs(self, model: nn.Module, inputs: Nest, example: Tensor, mode: str) -> Any:
+        """Call a model.
+
+        Args:
+            inputs: of two samples.
+            example: of any shape, on the device of the model.
+            mode: that it is in, for words; empty: it evaluates.
+
+        Raises:
+            UserError: forward raises.
+        """
         devices = [example.device] if example.is_cuda else []
         try:
             with random_state_kept(), torch.random.fork_rng(devices=devices):

@@ -35,7 +35,7 @@ from echelon.sync.same_start import equalise
 from echelon.tasks import nest
 from echelon.torch_compat import is_compiled
 from echelon.trainer.inputs import model_input
-from echelon.trainer.own_trial import check_own_model, check_single_samples
+from echelon.trainer.own_trial import check_own_model, check_single_samples, make_whole
 from echelon.trainer.precision import PRECISIONS, build_scaler, to_fp8
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.split_sync import SplitSync
@@ -165,6 +165,7 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
         work.loaded.append(loaded)
     if work.user_model is not None:
         (keep_no_cache if work.task.takes_records else give_logits)(work.user_model)
+        make_whole(work.user_model, work)
     elif isinstance(model, KerasModule) and not config.optimizer.loss:
         _check_compiled_loss(model, config.model.name)
     if config.model.sync_batchnorm and world.data_group is not None and isinstance(model, KerasModule):

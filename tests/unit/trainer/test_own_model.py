@@ -18,7 +18,7 @@ from echelon.tasks.base import TaskSettings
 from echelon.tasks.own_loss import LossFunction, takes_whole_outputs
 from echelon.tasks.registry import build_task
 from echelon.tasks.tailored import TailoredTask
-from echelon.trainer.own_trial import check_own_model, check_single_samples
+from echelon.trainer.own_trial import check_own_model, check_single_samples, make_whole
 from echelon.trainer.work import Work
 
 X = torch.randn(12, 8)
@@ -74,14 +74,21 @@ def check(
     loss: LossFunction | None = None,
 ) -> str:
     """Try a model out on data of one's own; returns the name of the task."""
+    work = work_of(inputs, targets, at_hand, loss)
+    check_own_model(model, work)
+    return work.info.task
+
+
+def work_of(
+    inputs: torch.Tensor, targets: torch.Tensor, at_hand: bool = True, loss: LossFunction | None = None
+) -> Work:
     data = TensorDataset(inputs, targets)
     source = from_datasets(data, data)
     task = build_task(source.info.task).fitted(source.info, TaskSettings())
     if loss is not None:
         task = TailoredTask(task, loss, {}, task.primary)
     example, example_targets = example_samples(source) if at_hand else (None, None)
-    check_own_model(model, Work(source.info, task, model, example, example_targets=example_targets))
-    return source.info.task
+    return Work(source.info, task, example=example, example_targets=example_targets)
 
 
 @pytest.mark.parametrize(
@@ -157,3 +164,31 @@ def test_a_loss_of_ones_own_sees_all_that_a_model_returns_and_is_tried_too() -> 
         check(WithAuxiliary(), X, Y, loss=lambda outputs, targets: F.cross_entropy(outputs, targets))
     assert takes_whole_outputs(both_heads) and takes_whole_outputs(partial(both_heads))
     assert not takes_whole_outputs(nn.CrossEntropyLoss()) and not takes_whole_outputs(F.cross_entropy)
+
+
+class Cut(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).detach()
+
+
+def test_a_loss_without_a_gradient_and_a_model_without_values_are_refused() -> None:
+    with pytest.raises(UserError, match=r"model Cut: the loss has no gradient: .* cut off, by detach\(\)"):
+        check(Cut(8, 3), X, Y)
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(8, 3))
+    with pytest.raises(UserError, match=r"0\.weight is on the meta device and has no values"):
+        make_whole(empty, work_of(X, Y))
+
+
+def test_lazy_layers_get_their_sizes_from_two_samples() -> None:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        made.append(nn.Sequential(nn.LazyLinear(5), nn.Dropout(), nn.LazyLinear(3)))
+        make_whole(made[-1], work_of(X, Y))
+        assert torch.initial_seed() == 3 and made[-1].training
+    first, second = (model.state_dict() for model in made)
+    assert [tuple(each.shape) for each in first.values()] == [(5, 8), (5,), (3, 5), (3,)]
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(UserError, match="model Sequential cannot be called with samples of data TensorDataset"):
+        make_whole(nn.Sequential(nn.LazyConv2d(3, 3)), work_of(X, Y))
