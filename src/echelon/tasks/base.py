@@ -503,6 +503,11 @@ class Task(ABC):
         """Return outputs in the units of the data's targets."""
         return outputs
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the user wrote it."""
+        return not type(self).__module__.startswith(f"{__package__}.")
+
     def wrong_loss(self, outputs: Any, targets: Nest) -> str:
         """Say why a loss of the user's own cannot be computed; empty: it can, or there is none."""
         return ""

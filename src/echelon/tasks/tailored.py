@@ -55,6 +55,11 @@ class TailoredTask(Task):
         self.takes_shares = task.takes_shares and loss is None  # type: ignore[misc]
         self.takes_records = loss is not None and takes_whole_outputs(loss)  # type: ignore[misc]
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the task that it changes is the user's own."""
+        return self._task.is_own
+
     def facts(self) -> TaskFacts:
         """Return what a record says of the task."""
         return replace(

@@ -120,7 +120,8 @@ class _Groundwork:
         """What is trained on what."""
         splits = self.world.placement is not None and self.world.placement.layout.splits
         model = self.user_objects.model
-        example, targets = example_samples(self.source) if splits or model is not None else (None, None)
+        tried = splits or model is not None or self.task.is_own
+        example, targets = example_samples(self.source) if tried else (None, None)
         tuning = self.resolved.tuning
         return Work(
             self.source.info,

@@ -16,6 +16,7 @@ from echelon.models.keras_model import KerasModule
 from echelon.models.tables import check_tables
 from echelon.models.trial import evaluating, own_copy, try_out
 from echelon.tasks import nest
+from echelon.tasks.base import EvaluationResult, Task
 from echelon.tasks.nest import Nest
 from echelon.trainer.inputs import model_input
 from echelon.trainer.work import Work
@@ -138,6 +139,8 @@ class _Trial:
             raise UserError(f"{wrong}{mode}")
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
             self._check_gradient(exact, targets)
+        elif self._work.task.is_own and (wrong := _wrong_task(self._work.task, exact, targets, example.device)):
+            raise UserError(f"task {type(self._work.task).__name__}: {wrong}")
 
     def _check_gradient(self, outputs: Any, targets: Nest) -> None:
         """Refuse a loss that no parameter moves, as of outputs without a gradient."""
@@ -174,6 +177,34 @@ class _Trial:
                 f"{self._label} cannot be called with samples of data {self._work.info.name}, "
                 f"{nest.describe(self._work.info.inputs)}{mode}: {type(error).__name__}: {said}{_place(error)}"
             ) from error
+
+
+def _wrong_task(task: Task, outputs: Any, targets: Nest, device: torch.device) -> str:
+    """Say what a task of the caller's own gives that nothing can be made of; empty: nothing wrong was seen.
+
+    What it raises says nothing: it may need more samples than two.
+    """
+    try:
+        loss = task.loss_sum(outputs, targets)
+    except Exception:  # noqa: BLE001
+        loss = torch.zeros(())
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        return f"loss_sum must return one number as a tensor, the sum over the samples, and returned {got}"
+    metrics = task.metrics(device)
+    if not (hasattr(metrics, "update") and hasattr(metrics, "compute")):
+        return f"metrics must return an object with update and compute, and returned {type(metrics).__name__}"
+    try:
+        metrics.update(outputs, targets)
+        found = metrics.compute()
+    except Exception:  # noqa: BLE001
+        return ""
+    if not isinstance(found, EvaluationResult):
+        return f"compute of its metrics must return an EvaluationResult, and returned {type(found).__name__}"
+    if task.primary.name not in (*found.metrics, "loss") and not task.generation_samples:
+        known = ", ".join(sorted(found.metrics)) or "none"
+        return f"its primary metric is {task.primary.name!r}, and its metrics give {known}: name one of them, or loss"
+    return ""
 
 
 def _place(error: Exception) -> str:

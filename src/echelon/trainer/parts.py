@@ -174,7 +174,7 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
         model = convert_sync_batchnorm(model, world.data_group)
     if any(tensor.device != world.device for tensor in (*model.parameters(), *model.buffers())):
         model = model.to(world.device)  # not else: tensors without data, as in a rehearsal, cannot be moved at all
-    if work.user_model is not None:
+    if work.user_model is not None or work.task.is_own:
         check_own_model(model, work)
     if not config.model.sync_batchnorm and work.tuning.changes_nothing:  # else some may be frozen
         check_single_samples(model, work)

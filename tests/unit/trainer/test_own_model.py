@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from echelon.core.errors import UserError
+from echelon.core.task import Metric
 from echelon.data import example_samples, from_datasets
-from echelon.tasks.base import TaskSettings
+from echelon.tasks.base import EvaluationResult, Task, TaskSettings
 from echelon.tasks.own_loss import LossFunction, takes_whole_outputs
 from echelon.tasks.registry import build_task
 from echelon.tasks.tailored import TailoredTask
@@ -192,3 +194,66 @@ def test_lazy_layers_get_their_sizes_from_two_samples() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(UserError, match="model Sequential cannot be called with samples of data TensorDataset"):
         make_whole(nn.Sequential(nn.LazyConv2d(3, 3)), work_of(X, Y))
+
+
+class Right:
+    """Counts what is right, as a metric of the user's own."""
+
+    def __init__(self) -> None:
+        self.right = self.count = 0
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.right, self.count = self.right + int((outputs.argmax(1) == targets).sum()), self.count + len(targets)
+
+    def compute(self, group: Any = None) -> EvaluationResult:
+        return EvaluationResult({"right": self.right / self.count})
+
+
+class Mine(Task):
+    name, primary, outputs = "mine", Metric("right", "max", "Right"), 3
+
+    def loss_sum(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs, targets, reduction="sum")
+
+    def metrics(self, device: torch.device) -> Any:
+        return Right()
+
+
+class EachLoss(Mine):
+    def loss_sum(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+
+class NoMetrics(Mine):
+    def metrics(self, device: torch.device) -> Any:
+        return None
+
+
+class OtherPrimary(Mine):
+    primary = Metric("accuracy", "max", "Accuracy")
+
+
+class NeedsMany(Mine):
+    def loss_sum(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if len(targets) < 5:
+            raise ValueError("too few to find a hard one")
+        return super().loss_sum(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (EachLoss(), r"task EachLoss: loss_sum must return one number .* returned a tensor of shape \(2,\)"),
+        (NoMetrics(), "task NoMetrics: metrics must return an object with update and compute, and returned NoneType"),
+        (OtherPrimary(), "task OtherPrimary: its primary metric is 'accuracy', and its metrics give right"),
+    ],
+)
+def test_a_task_of_which_nothing_can_be_made_is_refused(task: Task, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_own_model(nn.Linear(8, 3), replace(work_of(X, Y), task=task))
+
+
+@pytest.mark.parametrize("task", [Mine(), NeedsMany()])
+def test_a_task_that_may_do_is_taken(task: Task) -> None:
+    assert task.is_own
+    check_own_model(nn.Linear(8, 3), replace(work_of(X, Y), task=task))
