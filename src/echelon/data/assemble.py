@@ -382,13 +382,20 @@ def array_spec(array: Any) -> TensorSpec:
 
 
 def _write_row(i: int, row: int, item: Nest, out: Nest, what: str) -> None:
-    values, buffers = nest.leaves(item), nest.leaves(out)
-    if len(values) != len(buffers):
-        raise UserError(f"item {i} of the data has {len(values)} tensors of {what}, the first {len(buffers)}")
-    for value, buffer in zip(values, buffers, strict=True):
+    try:
+        values = nest.leaves_as(out, item)
+    except ValueError as error:
+        raise UserError(f"item {i} of the data has other {what} than the first: {error}") from None
+    for value, buffer in zip(values, nest.leaves(out), strict=True):
         if tuple(value.shape) != buffer.shape[1:]:
             raise UserError(
                 f"item {i} of the data has shape {tuple(value.shape)}, the first {buffer.shape[1:]}: "
                 f"all {what} must have one shape: pad them, or crop them, in the data set's __getitem__"
             )
-        buffer[row] = value.detach().cpu().numpy()
+        array = value.detach().cpu().numpy()
+        if not np.can_cast(array.dtype, buffer.dtype, "same_kind"):  # fractions would be cut off
+            raise UserError(
+                f"item {i} of the data has {what} of {array.dtype}, and the first of {buffer.dtype}, which cannot hold "
+                "them: give all items one type, such as float32"
+            )
+        buffer[row] = array

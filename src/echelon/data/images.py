@@ -247,6 +247,27 @@ def as_sample(item: Any) -> tuple[Nest, Nest]:
     return nest.map_leaves(_as_tensor, given), nest.map_leaves(_as_tensor, wanted)
 
 
+def class_of(name: str, i: int, item: Any) -> int:
+    """Return the class number of an item.
+
+    Args:
+        name: of the data.
+        i: the item's number.
+
+    Raises:
+        UserError: its target is no single whole number.
+    """
+    target = as_sample(item)[1]
+    whole = isinstance(target, Tensor) and target.numel() == 1 and not target.is_floating_point()
+    if not whole or target.is_complex():
+        shown = f"{target.tolist()}" if isinstance(target, Tensor) and target.numel() == 1 else "no single number"
+        raise UserError(
+            f"data {name}: the target of item {i} is {shown}, and that of item 0 a class number: give whole numbers "
+            "as classes, or floats in all items for regression"
+        )
+    return int(target)
+
+
 def _as_tensor(value: Any) -> Tensor:
     if not isinstance(value, (Tensor, np.ndarray, np.generic, int, float)):
         hint = ""

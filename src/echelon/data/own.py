@@ -21,6 +21,7 @@ from echelon.data.images import (
     TensorArray,
     TensorItems,
     as_sample,
+    class_of,
     labels_of,
     random_state_kept,
 )
@@ -222,8 +223,16 @@ def example_samples(source: Source) -> tuple[Nest, Nest]:
                 f"data {info.name}: its first two items have shapes {shapes[0]} and {shapes[1]}, and all must have "
                 "one: pad them, or crop them, in the data set's __getitem__"
             )
-        inputs, targets = nest.stack([x for x, _ in items]), nest.stack([y for _, y in items])
+        inputs, targets = (nest.stack([_as_first(info.name, items[0][k], item[k]) for item in items]) for k in (0, 1))
     return inputs, nest.map_leaves(lambda leaf, spec: leaf.to(getattr(torch, spec.dtype)), targets, info.targets)
+
+
+def _as_first(name: str, first: Nest, other: Nest) -> Nest:
+    """Return part of an item with its tensors in the order of the first item's."""
+    try:
+        return nest.rebuild(first, iter(nest.leaves_as(first, other)))
+    except ValueError as error:
+        raise UserError(f"data {name}: item 1 has other tensors than item 0: {error}") from None
 
 
 def _samples(data: Any, labels: Labels | None, is_image: bool) -> Images | TensorArray | TensorItems:
@@ -335,11 +344,15 @@ def _spec(leaf: torch.Tensor) -> TensorSpec:
 def _labels(name: str, data: Any) -> Labels:
     if isinstance(data, Subset):
         return _labels(name, data.dataset)[np.asarray(data.indices)]
-    if isinstance(data, TensorDataset):
+    if isinstance(data, TensorDataset) and type(data).__getitem__ is TensorDataset.__getitem__:
         return np.asarray(data.tensors[-1], dtype=np.int64)
     found = labels_of(data)
     if found is not None and len(found) == len(data):
-        return found
+        some = np.unique(np.linspace(0, len(data) - 1, _LOOKED_AT).astype(int))
+        if isinstance(data, Stream) or all(found[i] == class_of(name, int(i), data[int(i)]) for i in some):
+            return found  # what items give counts: `targets` may be those before a target_transform
     if len(data) > _MOST_READ_FOR_LABELS:
-        raise UserError(f"data {name}: give the data set `targets`, a list of its {len(data)} labels")
-    return np.array([int(as_sample(data[i])[1]) for i in range(len(data))], dtype=np.int64)
+        raise UserError(
+            f"data {name}: give the data set `targets`, a list of its {len(data)} labels, as items have them"
+        )
+    return np.array([class_of(name, i, data[i]) for i in range(len(data))], dtype=np.int64)

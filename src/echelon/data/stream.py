@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from echelon.core.errors import UserError
-from echelon.data.images import RandomState, as_sample, random_state_kept
+from echelon.data.images import RandomState, as_sample, class_of, random_state_kept
 from echelon.data.labelled_files import Labels
 from echelon.data.order import item_seeds
 
@@ -127,7 +127,7 @@ class Stream:
                 break
             count += 1
             if has_classes:
-                labels.append(int(as_sample(item)[1]))
+                labels.append(class_of(type(self._data).__name__, count - 1, item))
             if time.monotonic() > ends:
                 raise UserError(
                     f"{self._name} gave {count} items in {_COUNTING_S / 60:g} minutes and has no end yet: give it "

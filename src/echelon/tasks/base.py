@@ -505,7 +505,7 @@ class Task(ABC):
 
     @property
     def is_own(self) -> bool:
-        """Whether the user wrote it."""
+        """Whether the user wrote it, or its loss or metrics."""
         return not type(self).__module__.startswith(f"{__package__}.")
 
     def wrong_loss(self, outputs: Any, targets: Nest) -> str:

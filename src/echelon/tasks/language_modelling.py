@@ -48,7 +48,9 @@ class LanguageModelling(TokenTask):
     primary = Metric("perplexity", "min")
     encoding = Encoding.NEXT_TOKEN
     default_model: ClassVar[str] = "small_gpt"
-    defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 2e-3, 0.1, epochs=10, batch_size=16, holdout=0.1)
+    defaults: ClassVar[TaskDefaults] = TaskDefaults(
+        "adamw", 2e-3, 0.1, epochs=10, batch_size=16, holdout=0.1, warmup_epochs=0.5
+    )
 
     def __init__(self) -> None:
         self._context = 0

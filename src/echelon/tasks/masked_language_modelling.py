@@ -48,7 +48,9 @@ class MaskedLanguageModelling(LanguageModelling):
     unit = "masked token"
     encoding = Encoding.MASKED_TOKENS
     default_model: ClassVar[str] = "small_bert"
-    defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 2e-3, 0.1, epochs=20, batch_size=16, holdout=0.1)
+    defaults: ClassVar[TaskDefaults] = TaskDefaults(
+        "adamw", 2e-3, 0.1, epochs=20, batch_size=16, holdout=0.1, warmup_epochs=0.5
+    )
     generation_samples = 8
 
     def __init__(self) -> None:

@@ -87,6 +87,27 @@ def leaves(nest: Nest) -> list[Any]:
     return [leaf for child in container.children(nest) for leaf in leaves(child)]
 
 
+def leaves_as(like: Nest, nest: Nest) -> list[Any]:
+    """Return the leaves of a nest in the order of the containers of another: those of dicts go by their keys.
+
+    Raises:
+        ValueError: it has other containers or keys; says which.
+    """
+    container, own = _container(type(like)), _container(type(nest))
+    if container is None:
+        if own is not None:
+            raise ValueError(f"{len(leaves(nest))} tensors in place of one")
+        return [nest]
+    if container is _DICTS and own is _DICTS:
+        if like.keys() != nest.keys():
+            raise ValueError(f"the keys {', '.join(map(str, nest))}, not {', '.join(map(str, like))}")
+        return [leaf for key, child in like.items() for leaf in leaves_as(child, nest[key])]
+    children, others = container.children(like), [] if own is None else own.children(nest)
+    if (container is _DICTS) is not (own is _DICTS) or len(children) != len(others):
+        raise ValueError(f"{len(leaves(nest))} tensors in another form than the {len(leaves(like))}")
+    return [leaf for a, b in zip(children, others, strict=True) for leaf in leaves_as(a, b)]
+
+
 def rebuild(like: Nest, values: Iterator[Any]) -> Nest:
     """Return a nest of the same containers as `like`, its leaves taken from `values` in order."""
     container = _container(type(like))

@@ -18,6 +18,7 @@ from echelon.models.trial import evaluating, own_copy, try_out
 from echelon.tasks import nest
 from echelon.tasks.base import EvaluationResult, Task
 from echelon.tasks.nest import Nest
+from echelon.tasks.tailored import TailoredTask
 from echelon.trainer.inputs import model_input
 from echelon.trainer.work import Work
 
@@ -140,7 +141,7 @@ class _Trial:
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
             self._check_gradient(exact, targets)
         elif self._work.task.is_own and (wrong := _wrong_task(self._work.task, exact, targets, example.device)):
-            raise UserError(f"task {type(self._work.task).__name__}: {wrong}")
+            raise UserError(f"task {self._work.task.name}: {wrong}{mode}")
 
     def _check_gradient(self, outputs: Any, targets: Nest) -> None:
         """Refuse a loss that no parameter moves, as of outputs without a gradient."""
@@ -182,7 +183,7 @@ class _Trial:
 def _wrong_task(task: Task, outputs: Any, targets: Nest, device: torch.device) -> str:
     """Say what a task of the caller's own gives that nothing can be made of; empty: nothing wrong was seen.
 
-    What it raises says nothing: it may need more samples than two.
+    What its loss raises says nothing, nor what its metrics make of two samples: they may need more.
     """
     try:
         loss = task.loss_sum(outputs, targets)
@@ -196,6 +197,12 @@ def _wrong_task(task: Task, outputs: Any, targets: Nest, device: torch.device) -
         return f"metrics must return an object with update and compute, and returned {type(metrics).__name__}"
     try:
         metrics.update(outputs, targets)
+    except Exception as error:  # noqa: BLE001
+        said = " ".join(str(error).split())[:_SAID]
+        hint = "; with task=supervised only metrics of your own count" if isinstance(task, TailoredTask) else ""
+        shapes = f"{_shapes(outputs)}, and targets {_shapes(targets)}"
+        return f"its metrics cannot take outputs {shapes}: {type(error).__name__}: {said}{_place(error)}{hint}"
+    try:
         found = metrics.compute()
     except Exception:  # noqa: BLE001
         return ""
@@ -205,6 +212,10 @@ def _wrong_task(task: Task, outputs: Any, targets: Nest, device: torch.device) -
         known = ", ".join(sorted(found.metrics)) or "none"
         return f"its primary metric is {task.primary.name!r}, and its metrics give {known}: name one of them, or loss"
     return ""
+
+
+def _shapes(values: Nest) -> str:
+    return ", ".join(str(tuple(leaf.shape)) for leaf in nest.leaves(values))
 
 
 def _place(error: Exception) -> str:

@@ -243,9 +243,9 @@ class NeedsMany(Mine):
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (EachLoss(), r"task EachLoss: loss_sum must return one number .* returned a tensor of shape \(2,\)"),
-        (NoMetrics(), "task NoMetrics: metrics must return an object with update and compute, and returned NoneType"),
-        (OtherPrimary(), "task OtherPrimary: its primary metric is 'accuracy', and its metrics give right"),
+        (EachLoss(), r"task mine: loss_sum must return one number .* returned a tensor of shape \(2,\)"),
+        (NoMetrics(), "task mine: metrics must return an object with update and compute, and returned NoneType"),
+        (OtherPrimary(), "task mine: its primary metric is 'accuracy', and its metrics give right"),
     ],
 )
 def test_a_task_of_which_nothing_can_be_made_is_refused(task: Task, words: str) -> None:
@@ -257,3 +257,15 @@ def test_a_task_of_which_nothing_can_be_made_is_refused(task: Task, words: str) 
 def test_a_task_that_may_do_is_taken(task: Task) -> None:
     assert task.is_own
     check_own_model(nn.Linear(8, 3), replace(work_of(X, Y), task=task))
+
+
+def test_outputs_that_metrics_cannot_take_are_refused_before_the_first_evaluation() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    work = work_of(X, Y)
+    squared = TailoredTask(work.task, None, {"mse": torchmetrics.MeanSquaredError()}, work.task.primary)
+    with pytest.raises(UserError, match=r"its metrics cannot take outputs \(2, 3\), and targets \(2,\): RuntimeError"):
+        check_own_model(nn.Linear(8, 3), replace(work, task=squared))
+    with pytest.raises(UserError, match=r"its metrics cannot take outputs \(2, 7\), .*task=supervised only metrics"):
+        check(nn.Linear(8, 7), X, Y, loss=nn.CrossEntropyLoss())
+    taken = TailoredTask(work.task, None, {"f1": torchmetrics.F1Score("multiclass", num_classes=3)}, work.task.primary)
+    check_own_model(nn.Linear(8, 3), replace(work, task=taken))

@@ -1,0 +1,73 @@
+"""Items of a data set from Python become rows as the first of them says, or are refused: nothing is cut off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.config import DataConfig
+from echelon.core.errors import UserError
+from echelon.data import LoaderConfig, from_datasets
+from echelon.data.recipe import make_rows
+from echelon.tasks import nest
+
+
+class Items(torch.utils.data.Dataset):
+    """Items as they are listed."""
+
+    def __init__(self, items: list[Any], **attributes: Any) -> None:
+        self.items = items
+        self.__dict__.update(attributes)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.items[i]
+
+
+def filled(data: Any) -> tuple[Any, Any]:
+    source = from_datasets(data, data)
+    rows = make_rows(source.train, source.info, LoaderConfig(DataConfig(), 0, torch.device("cpu")), training=True)
+    inputs, targets = nest.map_leaves(lambda spec: np.zeros((len(data), *spec.shape), spec.dtype), rows.specs)
+    rows.fill(0, np.arange(len(data)), inputs, targets)
+    return inputs, targets
+
+
+def test_a_fraction_among_whole_numbers_is_refused_and_not_cut_off() -> None:
+    x = torch.zeros(2)
+    with pytest.raises(UserError, match=r"the target of item 1 is 2\.7\d*, and that of item 0 a class number"):
+        from_datasets(Items([(x, 1), (x, 2.7), (x, 0)]), Items([(x, 1)]))
+    with pytest.raises(UserError, match="item 1 of the data has inputs of float64, and the first of int64"):
+        filled(Items([(np.array([0, 2]), 1), (np.array([0.5, 2.9]), 0)]))
+    inputs, _ = filled(Items([(np.array([0.5, 2.9]), 1), (np.array([0, 2]), 0)]))
+    assert inputs.tolist() == [[0.5, 2.9], [0, 2]], "whole numbers are numbers, too"
+
+
+def test_dicts_go_by_their_keys_and_other_keys_are_refused() -> None:
+    inputs, targets = filled(Items([{"a": 1.0, "b": 2.0, "y": 0}, {"y": 1, "b": 2.0, "a": 1.0}]))
+    assert (inputs["a"].tolist(), inputs["b"].tolist(), targets.tolist()) == ([1, 1], [2, 2], [0, 1])
+    with pytest.raises(UserError, match="item 1 of the data has other inputs than the first: the keys c, a, not a, b"):
+        filled(Items([{"a": 1.0, "b": 2.0, "y": 0}, {"c": 9.0, "a": 1.0, "y": 1}]))
+
+
+@pytest.mark.parametrize("picture", [torch.zeros(3, 8, 8, dtype=torch.uint8), torch.zeros(3)])
+def test_what_items_give_counts_where_kept_labels_are_others(picture: torch.Tensor) -> None:
+    kept = [i % 4 for i in range(12)]
+    data = Items([(picture, label % 2) for label in kept], targets=kept)
+    source = from_datasets(data, data)
+    assert source.info.classes == ("0", "1") and source.info.class_counts == (6, 6)
+    same = Items([(picture, label) for label in kept], targets=kept)
+    assert from_datasets(same, same).info.class_counts == (3, 3, 3, 3)
+
+
+def test_a_tensor_data_set_with_items_of_its_own_is_asked_for_them() -> None:
+    class Shifted(torch.utils.data.TensorDataset):
+        def __getitem__(self, i: int) -> Any:
+            return self.tensors[0][i], int(self.tensors[1][i]) % 2
+
+    data = Shifted(torch.zeros(12, 3), torch.arange(12) % 4)
+    assert from_datasets(data, data).info.class_counts == (6, 6)
