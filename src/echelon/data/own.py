@@ -81,6 +81,7 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
     several, targets = nest.map_leaves(_spec, (inputs, targets))
     if first is None:
         several = _with_counts(several, data, held)
+        targets = _with_marks(targets, values, data)
     info = DataInfo(
         name, names, int(first.shape[0]) if first is not None and first.ndim else 1, side, len(train), len(evaluation),  # type: ignore[arg-type]
         tuple(np.bincount(labels, minlength=len(names)).tolist()) if names and labels is not None else (), mean, std,
@@ -299,6 +300,12 @@ def _with_counts(specs: Nest, *parts: Dataset[Any]) -> Nest:
         return replace(spec, count=max(int(array.max()) for array in arrays) + 1)
 
     return nest.map_leaves(counted, specs, *(part.values for part in parts))  # type: ignore[attr-defined]
+
+
+def _with_marks(targets: Nest, values: TargetValues | None, data: Dataset[Any]) -> Nest:
+    """Return the spec of targets, with the count of marks where all in memory are 0 or 1: those of ids are clicks."""
+    one = isinstance(targets, TensorSpec) and not targets.shape and isinstance(data, TensorArray)
+    return replace(targets, count=2) if one and values is not None and values.marks else targets
 
 
 def _task_of(targets: Nest, values: TargetValues | None) -> str:

@@ -36,6 +36,7 @@ from echelon.tasks.base import (
     TaskSettings,
 )
 from echelon.tasks.gathering import Gathered, RowMessages, bins_by_prediction
+from echelon.tasks.nest import TensorSpec
 from echelon.tasks.regression import Regression, Units, regression_scores
 
 CLICKS = 2
@@ -68,17 +69,21 @@ class PairPrediction(Regression):
         if isinstance(data.inputs, tuple) and all(spec.count and spec.shape for spec in data.inputs):
             return ItemRanking()._fitted_to(data, settings)  # type: ignore[return-value]
         task = super().fitted(data, settings)
+        (spec,) = nest.leaves(data.targets)
         if task.outputs != 1 or not any(spec.count for spec in nest.leaves(data.inputs)):
             raise UserError(
                 f"data {data.name}: --task recommendation needs inputs of ids and one target; these are "
                 f"{nest.describe(data.inputs)}, and {nest.describe(data.targets)}: give a table with --input and "
                 "--target, or TensorDataset(users, items, ratings) of int64, int64 and float32"
             )
-        task._clicks = nest.leaves(data.targets)[0].count == CLICKS
+        task._clicks = spec.count == CLICKS or _is_marks(data, spec)
         if task._clicks:
             task.primary = Metric("roc_auc", "max", "ROC AUC")
             task.headlines = (Metric("log_loss", "min", "log loss"),)  # type: ignore[misc, assignment]
         return task
+
+    def _takes_targets(self, data: DataFacts, spec: TensorSpec) -> bool:
+        return super()._takes_targets(data, spec) or _is_marks(data, spec)
 
     def defaults_for(self, data: DataConfig, inputs: InputFacts | None = None) -> TaskDefaults:
         """Return those of factors, of networks where there are numbers among the inputs, or of a ranking."""
@@ -127,6 +132,11 @@ class PairPrediction(Regression):
 
 
 TASK = PairPrediction
+
+
+def _is_marks(data: DataFacts, spec: TensorSpec) -> bool:
+    """Whether targets from Python are whole numbers 0 and 1."""
+    return not spec.shape and not spec.dtype.startswith("float") and data.classes == ("0", "1")
 
 
 def _has_numbers(data: InputFacts) -> bool:
@@ -252,7 +262,7 @@ class _PairMetrics:
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count a batch: outputs (B, 1) or (B,), targets (B,); B may be 0."""
         wide = outputs.reshape(-1, 1).float()
-        self._rows.update(wide if self._clicks else self._units.given(wide), targets)
+        self._rows.update(wide if self._clicks else self._units.given(wide), targets.to(wide))
 
     def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
         """Return the metrics, and the calibration as means of groups of pairs."""

@@ -32,7 +32,7 @@ from echelon.tasks.base import (
     TaskSettings,
 )
 from echelon.tasks.gathering import Gathered, RowMessages
-from echelon.tasks.nest import Nest
+from echelon.tasks.nest import Nest, TensorSpec
 
 RMSE = Metric("rmse", "min", "RMSE", noun="error")
 _POINTS = 1000
@@ -77,7 +77,7 @@ class Regression(Task):
         """
         task = super().fitted(data, settings)
         specs = nest.leaves(data.targets)
-        if len(specs) != 1 or len(specs[0].shape) > 1 or not specs[0].dtype.startswith("float"):
+        if len(specs) != 1 or not self._takes_targets(data, specs[0]):
             raise UserError(
                 f"data {data.name}: targets are {nest.describe(data.targets)}, and --task regression needs numbers, "
                 "float32 of shape () or (T,)"
@@ -86,6 +86,10 @@ class Regression(Task):
         task._names = data.target_names or tuple(f"target {i}" for i in range(count))
         task._units = Units(data.target_mean, data.target_std)
         return task
+
+    def _takes_targets(self, data: DataFacts, spec: TensorSpec) -> bool:
+        """Whether targets of this form can be learnt."""
+        return len(spec.shape) < 2 and spec.dtype.startswith("float")
 
     @property
     def outputs(self) -> int:

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from sklearn import metrics as reference
+from torch.utils.data import TensorDataset
 from torchmetrics.functional.retrieval import retrieval_hit_rate, retrieval_normalized_dcg
 
 from echelon.core.errors import UserError
+from echelon.data import from_datasets
 from echelon.data.base import DataInfo
 from echelon.tasks.base import NO_TARGET, EvaluationResult, Task, TaskSettings
 from echelon.tasks.nest import TensorSpec
@@ -149,3 +151,22 @@ def test_nothing_to_evaluate_gives_undefined_metrics(name: str) -> None:
 def test_targets_of_another_kind_are_refused(name: str, targets: TensorSpec, message: str) -> None:
     with pytest.raises(UserError, match=message):
         fitted(name, info(targets))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64])
+def test_pairs_from_python_that_were_taken_or_not_are_clicks(kind: torch.dtype) -> None:
+    users, items, taken = torch.arange(12) % 4, torch.arange(12) % 5, torch.arange(12) % 2
+    task = build_task("recommendation")
+
+    def learnt(targets: torch.Tensor) -> Task:
+        data = TensorDataset(users, items, targets)
+        return task.fitted(from_datasets(data, data).info, TaskSettings())
+
+    clicks = learnt(taken.to(kind))
+    assert clicks.primary.name == "roc_auc" and clicks.outputs == 1
+    outputs = torch.zeros(12, 1)
+    assert float(clicks.loss_sum(outputs, taken.to(kind))) == pytest.approx(12 * math.log(2))
+    metrics = clicks.metrics(torch.device("cpu"))
+    metrics.update(outputs, taken.to(kind))
+    assert metrics.compute().metrics["log_loss"] == pytest.approx(math.log(2))
+    assert learnt(taken * 1.5).primary.name == "rmse"
