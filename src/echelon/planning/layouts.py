@@ -49,6 +49,11 @@ class PlannedWay:
     memory_bytes: int | None = None
     unknown: str = ""
 
+    @property
+    def is_default(self) -> bool:
+        """Whether whole replicas send their gradients as they are, in each step."""
+        return self.exact and isinstance(self.way, Replicated)
+
 
 @dataclass
 class DescribedModel:

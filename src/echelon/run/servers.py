@@ -249,7 +249,7 @@ class Chronicle:
         if math.isinf(self._waits_since_s):
             self._waits_since_s, self._says_at_s = now, now + _SAYS_AFTER_S
         if now >= self._says_at_s:
-            where = " of the other machines" if self._run.config.launch.nodes != "1" else ""
+            where = " of the other machines" if self._run.nodes.most > 1 else ""
             seconds = format_seconds(round(now - self._waits_since_s))
             say(f"waiting for {' and '.join(awaited)}{where}, {seconds} so far")
             self._says_at_s = now + _SAYS_AGAIN_S

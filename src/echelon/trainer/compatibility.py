@@ -106,7 +106,7 @@ def _against_elastic(run: ResolvedRun, ranks: int) -> str:
         (not run.sync.regroups, f"--sync {given.sync}"),
         (run.compression.encodes and not run.sync.sums_in_backward, f"--compression {given.compression}"),
         (run.compression.codec.control() is not None, f"--compression {given.compression}"),
-        (given.collective != "backend", f"--collective {given.collective}"),
+        (run.path.is_choice or not run.path.by_backend, f"--collective {given.collective}"),
         (layout.splits or layout.zero1 or layout.table > 1, f"--parallel {given.parallel}"),
         (config.model.sync_batchnorm, "--sync-batchnorm"),
         (config.model.compile, "--compile"),

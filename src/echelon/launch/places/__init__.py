@@ -62,23 +62,6 @@ def check_place(text: str) -> None:
             _bound(spec)
 
 
-def stop_seconds(text: str) -> float:
-    """Return how long a run at a place may take from a signal until nothing of it is left.
-
-    Raises:
-        UserError: there is no such place, or its settings are impossible.
-    """
-    from echelon.launch.places.base import STOP_S, Place
-    from echelon.launch.places.cluster import Cluster
-
-    if is_own(text):
-        return STOP_S
-    with naming("--on"):
-        place = _bound(_read(text))
-    assert isinstance(place, Place | Cluster)
-    return place.stop_s
-
-
 def _bound(spec: Spec) -> object:
     """Return the place of a file here; one that is no dataclass has no settings.
 
@@ -111,6 +94,11 @@ class PlaceChoice:
         return _read(self.name)
 
     @property
+    def title(self) -> str:
+        """Its name without settings, as it is written: this machine need not know it."""
+        return self.name.partition("(")[0]
+
+    @property
     def runs_here(self) -> bool:
         """Whether one worker alone may run in the process that asks for it: not where another is to end it in time."""
         bounded = self.stop_s is not None or is_own(self.name) or bool(self._spec.args or self._spec.kwargs)
@@ -132,6 +120,22 @@ class PlaceChoice:
                 return None
             cluster: Cluster = PLACES.bind(spec)
         return cluster
+
+    def longest_stop_s(self) -> float:
+        """Return how long a run there may take from a signal until nothing of it is left, as the place itself has it.
+
+        Raises:
+            UserError: there is no such place, or its settings are impossible.
+        """
+        from echelon.launch.places.base import STOP_S, Place
+        from echelon.launch.places.cluster import Cluster
+
+        if is_own(self.name):
+            return STOP_S
+        with naming("--on"):
+            place = _bound(self._spec)
+        assert isinstance(place, Place | Cluster)
+        return place.stop_s
 
     def build(self) -> Place:
         """Build a place that runs processes, which its user closes.
