@@ -15,7 +15,8 @@ from echelon.collectives.rounds import LinearAllReduce
 from echelon.collectives.route import Route
 from echelon.collectives.schedule import Ring, all_gather, reduce_scatter, ring_sum
 from echelon.collectives.transfer import run_schedule
-from echelon.compression.base import Codec, State, working_dtype
+from echelon.compression.base import Codec, State
+from echelon.compression.transforms import MomentumCorrection, momentum_of, weighted_sum
 from echelon.core.errors import UserError
 from echelon.core.shards import FlatTensor
 
@@ -76,23 +77,19 @@ class PlainReducer(Reducer):
 class MomentumReducer(Reducer):
     """For what travels whole beside a codec that applies the momentum: here, too, it is applied before the sum.
 
-    u = m u + g on each rank, and u (or g + m u, looking ahead) is summed: the sum is linear, so that this is the
-    optimizer's own momentum.
+    The sum is linear, so that this is the optimizer's own momentum.
     """
 
-    def __init__(self, plain: PlainReducer, codec: Codec, like: Tensor, state: State, holders: int) -> None:
-        self._plain, self._momentum, self._looks_ahead = plain, codec.absorbs_momentum or 0.0, codec.looks_ahead
-        self._velocity = torch.zeros(like.numel(), dtype=working_dtype(like.dtype), device=like.device)
-        state.elementwise["velocity"] = self._velocity
+    def __init__(
+        self, plain: PlainReducer, momentum: MomentumCorrection, like: Tensor, state: State, holders: int
+    ) -> None:
+        self._plain, self._momentum, self._state = plain, momentum, state
+        momentum.init_memory(state, like)
         self.held = [CodecShard(state, (0, like.numel()), holders)]
 
     def reduce_(self, flat: Tensor) -> int:
         """Apply the momentum to a 1-D tensor in place, then reduce as without a codec."""
-        self._velocity.mul_(self._momentum).add_(flat)
-        if self._looks_ahead:
-            flat.add_(self._velocity, alpha=self._momentum)
-        else:
-            flat.copy_(self._velocity)
+        flat.copy_(weighted_sum(self._momentum.before([(flat, 1.0)], self._state)))
         return self._plain.reduce_(flat)
 
 
@@ -187,7 +184,9 @@ def check_combination(codec: Codec, path: Path, size: int) -> None:
 def make_small_reducer(coding: Coding, name: str, like: Tensor) -> Reducer:
     """Build what reduces vectors of parameters that travel whole beside those that the codec encodes."""
     plain, codec = PlainReducer(coding.route, coding.average), coding.codec
-    return MomentumReducer(plain, codec, like, State(name), coding.route.size) if codec.absorbs_momentum else plain
+    if (momentum := momentum_of(codec)) is None:
+        return plain
+    return MomentumReducer(plain, momentum, like, State(name), coding.route.size)
 
 
 def make_reducer(coding: Coding, pieces: list[FlatTensor], name: str, like: Tensor) -> Reducer:
