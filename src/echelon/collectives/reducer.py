@@ -42,11 +42,11 @@ class Reducer:
     """Sums or averages vectors of one length with a codec; keeps their states from step to step.
 
     Attributes:
-        held: the codec's states.
+        shards: the codec's states.
         adaptation: what chooses codecs, where they adapt.
     """
 
-    held: list[CodecShard]
+    shards: list[CodecShard]
     adaptation: Adaptation | None = None
 
     def reduce_(self, flat: Tensor) -> int:
@@ -65,7 +65,7 @@ class PlainReducer(Reducer):
 
     def __init__(self, route: Route, average: bool) -> None:
         self._route, self._divisor = route, route.size if average else 1
-        self.held = []
+        self.shards = []
 
     def reduce_(self, flat: Tensor) -> int:
         """Divide a 1-D tensor in place, then sum along the route."""
@@ -85,7 +85,7 @@ class MomentumReducer(Reducer):
     ) -> None:
         self._plain, self._momentum, self._state = plain, momentum, state
         momentum.init_memory(state, like)
-        self.held = [CodecShard(state, (0, like.numel()), holders)]
+        self.shards = [CodecShard(state, (0, like.numel()), holders)]
 
     def reduce_(self, flat: Tensor) -> int:
         """Apply the momentum to a 1-D tensor in place, then reduce as without a codec."""
@@ -100,7 +100,7 @@ class LinearReducer(Reducer):
         route = coding.route
         self._sum = LinearAllReduce(coding.codec, pieces, like, (route.rank, route.size), coding.seed)
         self._route, self._average = route, coding.average
-        self.held = self._sum.held
+        self.shards = self._sum.shards
 
     def reduce_(self, flat: Tensor) -> int:
         """Sum the codec's rounds of a 1-D tensor along the route."""
@@ -112,10 +112,10 @@ class CodedReducer(Reducer):
 
     def __init__(self, coding: Coding, like: Tensor, name: str) -> None:
         route = coding.route
-        post = Mailbox(route.group, Ring(range(route.size), route.rank))
-        self._sum = CompressedAllReduce(coding.codec, post, like, name, coding.seed)
+        mailbox = Mailbox(route.group, Ring(range(route.size), route.rank))
+        self._sum = CompressedAllReduce(coding.codec, mailbox, like, name, coding.seed)
         self._divisor = route.size if coding.average else 1
-        self.held, self.adaptation = self._sum.held, self._sum.adaptation
+        self.shards, self.adaptation = self._sum.shards, self._sum.adaptation
 
     def reduce_(self, flat: Tensor) -> int:
         """Exchange encoded chunks of a 1-D tensor, add them up, and exchange the encoded sums."""
@@ -128,7 +128,7 @@ class TieredReducer(Reducer):
     def __init__(self, coding: Coding, tiers: Tiers, like: Tensor, name: str) -> None:
         route, self._tiers = coding.route, tiers
         self._group, self._divisor = route.group, route.size if coding.average else 1
-        self.held, self._coded, self._linear = [], None, None
+        self.shards, self._coded, self._linear = [], None, None
         ring = self._tiers.between
         if ring is None or len(ring.members) == 1:  # with one group nothing goes where the codec works
             return
@@ -140,8 +140,8 @@ class TieredReducer(Reducer):
         else:
             self._coded = CompressedAllReduce(coding.codec, Mailbox(route.group, ring), piece, name, coding.seed)
             self.adaptation = self._coded.adaptation
-        held = (self._linear or self._coded).held  # type: ignore[union-attr]
-        self.held = [replace(h, span=(h.span[0] + start, h.span[1] + start)) for h in held]
+        shards = (self._linear or self._coded).shards  # type: ignore[union-attr]
+        self.shards = [replace(h, span=(h.span[0] + start, h.span[1] + start)) for h in shards]
 
     def reduce_(self, flat: Tensor) -> int:
         """Scatter sums of a 1-D tensor in the group, reduce this rank's piece between groups with the codec, gather."""
