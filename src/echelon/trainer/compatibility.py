@@ -14,13 +14,12 @@ from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
 from echelon.core.own import TRANSFORMERS
 from echelon.models.keras_model import KerasModule
-from echelon.optim.traits import Reach, is_sgd
+from echelon.optim.traits import Reach, is_sgd, moves_by_rate
 from echelon.torch_compat import BatchNormBase, DropoutNd
 from echelon.trainer.layouts import check_layout
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.tables import check_sparse_setting
 
-_BY_THE_RATE = ("adam", "lion")  # in names of optimizers, whose steps have the size of the rate
 _LARGE_RATE = 0.02
 
 
@@ -247,7 +246,7 @@ def interplay_notes(run: ResolvedRun, ranks: int, on_gpu: bool = False) -> list[
 def _rate_notes(run: ResolvedRun) -> list[str]:
     """Say that a rate is one of SGD, where the optimizer moves each number by about the rate."""
     chosen = run.config.optimizer
-    if not any(kind in chosen.name.lower() for kind in _BY_THE_RATE) or ":" in chosen.name or chosen.lr <= _LARGE_RATE:
+    if not moves_by_rate(chosen.name) or chosen.lr <= _LARGE_RATE:
         return []
     return [
         f"--optimizer {chosen.name} at --lr {chosen.lr:g}, which is a rate for sgd: each step moves a weight by "
