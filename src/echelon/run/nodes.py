@@ -16,8 +16,7 @@ from echelon.records.events import ChangeRefused, WorkerDied, WorkerGone, Worker
 from echelon.records.file import newest, read_records
 from echelon.records.going import holder, read_launch
 from echelon.records.kinds import ProcessStarted, Record, ServerWindow, Start, Steps, WorkerJoined, WorkerWindow
-from echelon.run.resolve import nodes_of, place_of
-from echelon.sync import registry as sync
+from echelon.run.resolve import has_servers, nodes_of, place_of
 from echelon.trainer.folder import CONFIG_FILE
 
 WORKER = "worker"
@@ -52,7 +51,7 @@ def members_of(run: Path) -> list[NodeMember]:
     begun_t = read_launch(run).launched_t or 0.0
     start = next(takewhile(lambda start: start.t >= begun_t, newest(run, Start)), None)
     config = load_run_config(run / CONFIG_FILE)
-    if start is not None and not start.served and not sync.uses_servers(config.strategy.sync):
+    if start is not None and not start.served and not has_servers(config):
         return _ranks(run, begun_t)
     return _roles(run, begun_t)
 
@@ -215,7 +214,7 @@ def _check_can_change(run: Path, what: str) -> None:
         UserError: says what works.
     """
     config = load_run_config(run / CONFIG_FILE)
-    if sync.uses_servers(config.strategy.sync):
+    if has_servers(config):
         return
     first = next(iter(_starts(run, read_launch(run).launched_t or 0.0)), None)
     if (first is None or first.world_size > 1) and _survivors_go_on(config, first):

@@ -24,11 +24,13 @@ from echelon.observe.loggers import check_loggers
 from echelon.run.notify import check_notify
 from echelon.storage.url import check_url, is_url
 from echelon.sync.registry import STRATEGIES, uses_servers
+from echelon.sync.registry import read as read_sync
 from echelon.tasks.registry import TaskChoice, check_task
 
 if TYPE_CHECKING:
     from echelon.launch.places.cluster import NodeRank
     from echelon.optim.own import OptimizerFactory
+    from echelon.sync.settings import SyncSettings
     from echelon.trainer.resolved import ResolvedRun
 
 
@@ -118,7 +120,7 @@ def launch_request(config: RunConfig, node_rank: NodeRank | None = None) -> Laun
         rendezvous=parse_rendezvous(launch.rendezvous) if launch.rendezvous else None,
         link=link,
         place=place,
-        uses_servers=uses_servers(strategy.sync),
+        uses_servers=has_servers(config),
         node_rank=node_rank,
     )
 
@@ -131,6 +133,26 @@ def nodes_of(config: RunConfig) -> Nodes:
 def place_of(config: RunConfig) -> PlaceChoice:
     """Return where a described run's processes are started; the place itself is not looked at."""
     return PlaceChoice(config.launch.on, parse_seconds(config.checkpoint.io_patience))
+
+
+def has_servers(config: RunConfig) -> bool:
+    """Whether servers hold the parameters of a described run, as its strategy's file says; imports no torch.
+
+    Raises:
+        UserError: an unknown strategy.
+    """
+    with naming("--sync"):
+        return uses_servers(config.strategy.sync)
+
+
+def sync_of(config: RunConfig) -> SyncSettings:
+    """Return how replicas of a described run agree; imports torch.
+
+    Raises:
+        UserError: an unknown strategy or setting, or an impossible value.
+    """
+    with naming("--sync"):
+        return read_sync(config.strategy.sync)
 
 
 def left_open(config: RunConfig) -> frozenset[str]:
@@ -170,9 +192,7 @@ def agreements(sync: str, steps: int) -> int:
     Raises:
         UserError: the spec cannot be read.
     """
-    from echelon.sync import registry as strategies  # it imports torch
-
-    return strategies.read(sync).messages(steps)
+    return read_sync(sync).messages(steps)
 
 
 def _log_limit(config: RunConfig) -> int:
@@ -195,7 +215,6 @@ def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> Res
     from echelon.data import SourceChoice
     from echelon.models.tuning.plan import tuning_plan
     from echelon.optim.choice import OptimizerChoice
-    from echelon.sync import registry as strategies
     from echelon.trainer.layouts import read_cuts, read_tensor_plan
     from echelon.trainer.resolved import ResolvedRun
 
@@ -204,8 +223,7 @@ def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> Res
         raise UserError(
             "--batch-size auto is chosen where Echelon starts the ranks, on one machine: give a number here"
         )
-    with naming("--sync"):
-        sync = strategies.read(strategy.sync).with_ema(config.training.ema)
+    sync = sync_of(config).with_ema(config.training.ema)
     with naming("--compression"):
         compression = codecs.read(strategy.compression)
     with naming("--collective"):

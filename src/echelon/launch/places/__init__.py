@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, is_dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from echelon.config.machines import read_place
@@ -89,7 +90,7 @@ class PlaceChoice:
     patience_s: float = PATIENCE_S
     stop_s: float | None = None
 
-    @property
+    @cached_property
     def _spec(self) -> Spec:
         return _read(self.name)
 
