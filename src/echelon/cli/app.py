@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import platform
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -104,6 +102,9 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
+        import platform
+        from importlib.metadata import version
+
         print(f"echelon {version('echelon')}, torch {version('torch')}, Python {platform.python_version()}")
         raise typer.Exit
 

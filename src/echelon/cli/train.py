@@ -23,15 +23,13 @@ from echelon.core.model_names import check_model_name
 from echelon.core.output import print_words
 from echelon.optim.names import check_optimizer_name
 from echelon.run.data_names import check_data_name
-from echelon.run.resolve import check_names
+from echelon.run.resolve import check_names, left_open, place_of
 
 if TYPE_CHECKING:
     from echelon.config import Resolved, RunConfig
     from echelon.records.events import Event
     from echelon.run.outcome import Outcome
 
-CHOSEN = ("parallel", "sync", "compression")
-"""What may be `auto` by itself; the path's is settled between the ranks."""
 EXAMPLES = """Examples:
   echelon train digits --epochs 3 --workers 2
   echelon train PATH/cifar10 --model resnet20 --batch-size 256 --lr 0.2
@@ -52,7 +50,7 @@ def command() -> Any:
         resolved = build(Path(config) if config else None, overrides_of(settings))
         if config and _describes_itself(resolved, Path(config)):  # the run is repeated, under the next free name
             resolved = replace(resolved, config=replace(resolved.config, run=""))
-        if auto or any(getattr(resolved.config.strategy, name) == "auto" for name in CHOSEN):
+        if auto or left_open(resolved.config):
             resolved, trials = _chosen(resolved, tolerance, way.trust, auto)
             _train(resolved, way, trials)
             return
@@ -154,9 +152,7 @@ def _elsewhere(config: RunConfig, way: WayToStart) -> bool:
     Raises:
         UserError: it does not, and was to.
     """
-    from echelon.launch.places import PlaceChoice
-
-    cluster = PlaceChoice(config.launch.on).cluster()
+    cluster = place_of(config).cluster()
     if cluster is None and way.detach:
         raise UserError(f"--detach leaves a run to a place that takes it whole: --on {config.launch.on} does not")
     if cluster is None:
@@ -188,7 +184,7 @@ def _chosen(resolved: Resolved, tolerance: float, trust: bool, all_of_it: bool) 
     Args:
         all_of_it: layout, sync and codec are all to be chosen.
     """
-    from echelon.planning.auto import choose, left_open, settled
+    from echelon.planning.auto import choose, settled
     from echelon.run.defaults import with_task_defaults
     from echelon.run.trust import check_trust
 

@@ -72,14 +72,14 @@ class _StatePart:
         return f"{self.parameter}/{self.of_parameter.start}"
 
 
-def entropy_coded(helds: Iterable[CodecShard]) -> dict[str, float]:
+def entropy_coded(shards: Iterable[CodecShard]) -> dict[str, float]:
     """Sum what entropy coding did (see `compression.transforms.huffman`) over states; empty where there is none."""
-    return huffman.entropy_coded(held.state for held in helds)
+    return huffman.entropy_coded(shard.state for shard in shards)
 
 
-def density(helds: Iterable[CodecShard]) -> float | None:
+def density(shards: Iterable[CodecShard]) -> float | None:
     """Return the share of elements that this rank's last messages carried; None where no sparse codec has sent any."""
-    return share_carried((held.state, held.span[1] - held.span[0]) for held in helds if held.role == "sent")
+    return share_carried((shard.state, shard.span[1] - shard.span[0]) for shard in shards if shard.role == "sent")
 
 
 def state_dict(bucket: Bucket, shards: Sequence[CodecShard]) -> StateTree:

@@ -74,23 +74,23 @@ class CompressedAllReduce:
     """Sums one vector over some ranks with a non-linear codec; keeps that vector's states.
 
     Attributes:
-        held: the states, for snapshots and checkpoints.
+        shards: the states, for snapshots and checkpoints.
         adaptation: of a codec that adapts; else None.
     """
 
-    def __init__(self, codec: Codec, post: Mailbox, like: Tensor, name: str, seed: int) -> None:
-        self._codec, self._relay, self._post = codec, codec.relay(), post
+    def __init__(self, codec: Codec, mailbox: Mailbox, like: Tensor, name: str, seed: int) -> None:
+        self._codec, self._relay, self._mailbox = codec, codec.relay(), mailbox
         self._sends, self._sends_back = self._codec, self._relay  # at the present step
         self._times = DeviceTimes(partial(torch.cuda.Event, enable_timing=True)) if like.is_cuda else None
-        self._chunks = cut((0, like.numel()), post.size)
-        me = post.ring.index
+        self._chunks = cut((0, like.numel()), mailbox.size)
+        me = mailbox.ring.index
         flat = like.view(-1)
         self._states = [
             codec.init_state(f"{name}.{j}", flat[slice(*span)], seed, me) for j, span in enumerate(self._chunks)
         ]
         self._relay_state = self._relay.init_state(f"{name}.{me}.relay", flat[slice(*self._chunks[me])], seed, me)
-        self.held = [CodecShard(s, span, post.size) for s, span in zip(self._states, self._chunks, strict=True)]
-        self.held.append(CodecShard(self._relay_state, self._chunks[me], 1, "relay"))
+        self.shards = [CodecShard(s, span, mailbox.size) for s, span in zip(self._states, self._chunks, strict=True)]
+        self.shards.append(CodecShard(self._relay_state, self._chunks[me], 1, "relay"))
         adapts = codec.control() is not None
         self.adaptation = Adaptation(codec, [*self._states, self._relay_state], name) if adapts else None
         self._notes: list[list[float]] = []  # of senders
@@ -126,11 +126,11 @@ class CompressedAllReduce:
 
     def _collect(self, flat: Tensor, bodies: list[Tensor], usable: bool) -> tuple[Tensor | None, int]:
         """Send each chunk to its owner; return the sum of the own chunk (None: void) and the bytes sent."""
-        me = self._post.ring.index
+        me = self._mailbox.ring.index
         own = flat[slice(*self._chunks[me])]
         bodies = self._noted(bodies, usable)
-        outgoing = {j: seal(bodies[j], usable) for j in self._post.others() if self._numel(j)}
-        senders = self._post.others() if own.numel() else []
+        outgoing = {j: seal(bodies[j], usable) for j in self._mailbox.others() if self._numel(j)}
+        senders = self._mailbox.others() if own.numel() else []
         messages, sent = self._exchange(self._sends, outgoing, dict.fromkeys(senders, own.numel()))
         parts = unsealed(messages) | {me: (bodies[me], usable)}
         parts = self._without_notes(parts)
@@ -139,7 +139,7 @@ class CompressedAllReduce:
         total = torch.zeros_like(own)
         if own.numel():
             meta = Meta.of(own)
-            self._sends.add_parts(total, [self._sends.from_bytes(parts[j][0], meta) for j in range(self._post.size)])
+            self._sends.add_parts(total, [self._sends.from_bytes(parts[j][0], meta) for j in range(self._mailbox.size)])
         return total, sent
 
     def _noted(self, bodies: list[Tensor], usable: bool) -> list[Tensor]:
@@ -154,14 +154,14 @@ class CompressedAllReduce:
         if self.adaptation is None:
             return received
         opened = {j: (*split_note(received[j][0], SENT), received[j][1]) for j in sorted(received)}
-        self._notes = [note for note, _, _ in opened.values()] if self._numel(self._post.ring.index) else []
+        self._notes = [note for note, _, _ in opened.values()] if self._numel(self._mailbox.ring.index) else []
         return {j: (body, good) for j, (_, body, good) in opened.items()}
 
     def _spread(self, flat: Tensor, total: Tensor | None, divisor: int) -> int:
         """Send the own chunk's sum to all and decode everyone's into `flat`; returns the bytes sent."""
-        me = self._post.ring.index
+        me = self._mailbox.ring.index
         message = self._encode_total(flat[slice(*self._chunks[me])], total, divisor)
-        others = self._post.others()
+        others = self._mailbox.others()
         outgoing = dict.fromkeys(others, message) if self._numel(me) else {}
         messages, sent = self._exchange(
             self._sends_back, outgoing, {j: self._numel(j) for j in others if self._numel(j)}
@@ -211,10 +211,10 @@ class CompressedAllReduce:
         note = 0 if self.adaptation is None else 8 * (SENT if codec is self._sends else RETURNED)
         known = {j: size + note + HEADER_BYTES for j, size in sizes.items() if size is not None}
         # A codec's sizes are known for all tensors or for none: every rank decides alike.
-        lengths, announced = (known, 0) if codec.n_bytes(1) is not None else self._post.announce(outgoing, sizes)
+        lengths, announced = (known, 0) if codec.n_bytes(1) is not None else self._mailbox.announce(outgoing, sizes)
         times = self._times if codec.asks_for_times else None
         began, queued = time.perf_counter(), times.mark() if times is not None else None
-        messages, sent = self._post.exchange(outgoing, lengths)
+        messages, sent = self._mailbox.exchange(outgoing, lengths)
         n_bytes = max(sent, sum(lengths.values()))
         if times is not None and queued is not None:
             times.exchanged(codec, n_bytes, queued)

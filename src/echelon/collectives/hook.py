@@ -209,11 +209,11 @@ class GradientHook:
 
     def entropy_coded(self) -> dict[str, float]:
         """Return what entropy coding did on this rank since the start; empty without it."""
-        return codec_state.entropy_coded(self._work.held()) if isinstance(self._work, CodecWork) else {}
+        return codec_state.entropy_coded(self._work.shards()) if isinstance(self._work, CodecWork) else {}
 
     def density(self) -> float | None:
         """Return the share of the encoded elements that this rank's last step sent; None without a sparse codec."""
-        return codec_state.density(self._work.held()) if isinstance(self._work, CodecWork) else None
+        return codec_state.density(self._work.shards()) if isinstance(self._work, CodecWork) else None
 
     def take_switches(self) -> list[Switch]:
         """Return what an adaptive codec has changed since it was last asked; call it between steps."""
@@ -269,7 +269,7 @@ class GradientHook:
     def rescale(self, factor: float) -> None:
         """Hear that gradients are multiplied by so much more from now on: what codecs remember of them is, too."""
         if isinstance(self._work, CodecWork):
-            codec_state.rescale(self._work.held(), factor)
+            codec_state.rescale(self._work.shards(), factor)
 
     def take_velocity(self, velocity: Mapping[str, Tensor]) -> None:
         """Go on with a velocity, by parameter and of its shape, that the optimizer has kept; call it after `attach`."""

@@ -15,7 +15,8 @@ from echelon.collectives.rounds import LinearAllReduce
 from echelon.collectives.route import Route
 from echelon.collectives.schedule import Ring, all_gather, reduce_scatter, ring_sum
 from echelon.collectives.transfer import run_schedule
-from echelon.compression.base import Codec, State, working_dtype
+from echelon.compression.base import Codec, State
+from echelon.compression.transforms import MomentumCorrection, momentum_of, weighted_sum
 from echelon.core.errors import UserError
 from echelon.core.shards import FlatTensor
 
@@ -41,11 +42,11 @@ class Reducer:
     """Sums or averages vectors of one length with a codec; keeps their states from step to step.
 
     Attributes:
-        held: the codec's states.
+        shards: the codec's states.
         adaptation: what chooses codecs, where they adapt.
     """
 
-    held: list[CodecShard]
+    shards: list[CodecShard]
     adaptation: Adaptation | None = None
 
     def reduce_(self, flat: Tensor) -> int:
@@ -64,7 +65,7 @@ class PlainReducer(Reducer):
 
     def __init__(self, route: Route, average: bool) -> None:
         self._route, self._divisor = route, route.size if average else 1
-        self.held = []
+        self.shards = []
 
     def reduce_(self, flat: Tensor) -> int:
         """Divide a 1-D tensor in place, then sum along the route."""
@@ -76,23 +77,19 @@ class PlainReducer(Reducer):
 class MomentumReducer(Reducer):
     """For what travels whole beside a codec that applies the momentum: here, too, it is applied before the sum.
 
-    u = m u + g on each rank, and u (or g + m u, looking ahead) is summed: the sum is linear, so that this is the
-    optimizer's own momentum.
+    The sum is linear, so that this is the optimizer's own momentum.
     """
 
-    def __init__(self, plain: PlainReducer, codec: Codec, like: Tensor, state: State, holders: int) -> None:
-        self._plain, self._momentum, self._looks_ahead = plain, codec.absorbs_momentum or 0.0, codec.looks_ahead
-        self._velocity = torch.zeros(like.numel(), dtype=working_dtype(like.dtype), device=like.device)
-        state.elementwise["velocity"] = self._velocity
-        self.held = [CodecShard(state, (0, like.numel()), holders)]
+    def __init__(
+        self, plain: PlainReducer, momentum: MomentumCorrection, like: Tensor, state: State, holders: int
+    ) -> None:
+        self._plain, self._momentum, self._state = plain, momentum, state
+        momentum.init_memory(state, like)
+        self.shards = [CodecShard(state, (0, like.numel()), holders)]
 
     def reduce_(self, flat: Tensor) -> int:
         """Apply the momentum to a 1-D tensor in place, then reduce as without a codec."""
-        self._velocity.mul_(self._momentum).add_(flat)
-        if self._looks_ahead:
-            flat.add_(self._velocity, alpha=self._momentum)
-        else:
-            flat.copy_(self._velocity)
+        flat.copy_(weighted_sum(self._momentum.before([(flat, 1.0)], self._state)))
         return self._plain.reduce_(flat)
 
 
@@ -103,7 +100,7 @@ class LinearReducer(Reducer):
         route = coding.route
         self._sum = LinearAllReduce(coding.codec, pieces, like, (route.rank, route.size), coding.seed)
         self._route, self._average = route, coding.average
-        self.held = self._sum.held
+        self.shards = self._sum.shards
 
     def reduce_(self, flat: Tensor) -> int:
         """Sum the codec's rounds of a 1-D tensor along the route."""
@@ -115,10 +112,10 @@ class CodedReducer(Reducer):
 
     def __init__(self, coding: Coding, like: Tensor, name: str) -> None:
         route = coding.route
-        post = Mailbox(route.group, Ring(range(route.size), route.rank))
-        self._sum = CompressedAllReduce(coding.codec, post, like, name, coding.seed)
+        mailbox = Mailbox(route.group, Ring(range(route.size), route.rank))
+        self._sum = CompressedAllReduce(coding.codec, mailbox, like, name, coding.seed)
         self._divisor = route.size if coding.average else 1
-        self.held, self.adaptation = self._sum.held, self._sum.adaptation
+        self.shards, self.adaptation = self._sum.shards, self._sum.adaptation
 
     def reduce_(self, flat: Tensor) -> int:
         """Exchange encoded chunks of a 1-D tensor, add them up, and exchange the encoded sums."""
@@ -131,7 +128,7 @@ class TieredReducer(Reducer):
     def __init__(self, coding: Coding, tiers: Tiers, like: Tensor, name: str) -> None:
         route, self._tiers = coding.route, tiers
         self._group, self._divisor = route.group, route.size if coding.average else 1
-        self.held, self._coded, self._linear = [], None, None
+        self.shards, self._coded, self._linear = [], None, None
         ring = self._tiers.between
         if ring is None or len(ring.members) == 1:  # with one group nothing goes where the codec works
             return
@@ -143,8 +140,8 @@ class TieredReducer(Reducer):
         else:
             self._coded = CompressedAllReduce(coding.codec, Mailbox(route.group, ring), piece, name, coding.seed)
             self.adaptation = self._coded.adaptation
-        held = (self._linear or self._coded).held  # type: ignore[union-attr]
-        self.held = [replace(h, span=(h.span[0] + start, h.span[1] + start)) for h in held]
+        shards = (self._linear or self._coded).shards  # type: ignore[union-attr]
+        self.shards = [replace(h, span=(h.span[0] + start, h.span[1] + start)) for h in shards]
 
     def reduce_(self, flat: Tensor) -> int:
         """Scatter sums of a 1-D tensor in the group, reduce this rank's piece between groups with the codec, gather."""
@@ -187,7 +184,9 @@ def check_combination(codec: Codec, path: Path, size: int) -> None:
 def make_small_reducer(coding: Coding, name: str, like: Tensor) -> Reducer:
     """Build what reduces vectors of parameters that travel whole beside those that the codec encodes."""
     plain, codec = PlainReducer(coding.route, coding.average), coding.codec
-    return MomentumReducer(plain, codec, like, State(name), coding.route.size) if codec.absorbs_momentum else plain
+    if (momentum := momentum_of(codec)) is None:
+        return plain
+    return MomentumReducer(plain, momentum, like, State(name), coding.route.size)
 
 
 def make_reducer(coding: Coding, pieces: list[FlatTensor], name: str, like: Tensor) -> Reducer:

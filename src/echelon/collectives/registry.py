@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from echelon.collectives.base import Path
+from typing import TYPE_CHECKING
+
 from echelon.core.registry import Registry
+
+if TYPE_CHECKING:
+    from echelon.collectives.base import Path
 
 PATHS = Registry("echelon.collectives.paths", "collective", "PATH")
 

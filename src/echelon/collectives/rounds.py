@@ -22,7 +22,7 @@ class LinearAllReduce:
     """Sums one vector over `size` ranks by a codec's own rounds of reduction; keeps that vector's states.
 
     Attributes:
-        held: the states, for snapshots and checkpoints.
+        shards: the states, for snapshots and checkpoints.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LinearAllReduce:
         flat = like.view(-1)
         views = [flat[slice(*p.span)].view(p.shape) for p in self._pieces]
         self._states = [codec.init_state(p.name, v, seed, rank) for p, v in zip(self._pieces, views, strict=True)]
-        self.held = [CodecShard(s, p.span, self._size) for s, p in zip(self._states, self._pieces, strict=True)]
+        self.shards = [CodecShard(s, p.span, self._size) for s, p in zip(self._states, self._pieces, strict=True)]
 
     def sum_(self, flat: Tensor, sum_in_place: SumInPlace, average: bool) -> int:
         """Sum or average a contiguous 1-D tensor in place; returns the bytes sent.

@@ -77,7 +77,7 @@ def open_route(path: Path, group: dist.ProcessGroup | None = None) -> Route:
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, path: str = "backend") -> int:
-    """Sum a float tensor over the ranks of a group along a path, in place; returns the bytes sent by this rank.
+    """Sum a float tensor, any shape, over a group's ranks along a path, in place; returns the bytes that it sent.
 
     With a codec, which remembers what it left out, build a reducer once instead: `reducer.make_reducer`.
 

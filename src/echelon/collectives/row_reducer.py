@@ -189,7 +189,7 @@ class RowReducer:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor as a vector of bytes."""
+    """Return a copy of a tensor, any shape, as a vector of bytes."""
     # A copy: the strides of what has one element may be any, and `contiguous` leaves them.
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 

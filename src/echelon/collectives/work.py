@@ -129,7 +129,7 @@ class CodecWork:
             return dict(self._saved or {})
         flat: StateTree = {}
         for filling in self._fillings:
-            flat |= codec_state.state_dict(filling.bucket, filling.reducer.held)
+            flat |= codec_state.state_dict(filling.bucket, filling.reducer.shards)
         return flat
 
     def load_state_dict(self, saved: StateView) -> None:
@@ -138,16 +138,16 @@ class CodecWork:
             self._saved = saved
             return
         for filling in self._fillings:
-            codec_state.load_state_dict(filling.bucket, filling.reducer.held, saved)
+            codec_state.load_state_dict(filling.bucket, filling.reducer.shards, saved)
 
     def take_velocity(self, velocity: Mapping[str, Tensor]) -> None:
         """Apply from now on, before encoding, a momentum, of each parameter's shape, that the optimizer has applied."""
         for filling in self._fillings:
-            codec_state.take_velocity(filling.bucket, filling.reducer.held, velocity)
+            codec_state.take_velocity(filling.bucket, filling.reducer.shards, velocity)
 
     def load_common(self, saved: StateView) -> None:
         """Take over counters and factors of another rank; see `codec_state.common`."""
-        codec_state.load_common(self.held(), saved)
+        codec_state.load_common(self.shards(), saved)
 
     def memories(self) -> codec_state.StepMemories:
         """Return copies of the states after the step that was begun last and before it, in a group that is left."""
@@ -162,9 +162,9 @@ class CodecWork:
         """Hear that the step's sums have been applied: it is not undone any more."""
         self._begun.clear()
 
-    def held(self) -> list[CodecShard]:
+    def shards(self) -> list[CodecShard]:
         """Return the codec's states."""
-        return [held for filling in self._fillings for held in filling.reducer.held]
+        return [shard for filling in self._fillings for shard in filling.reducer.shards]
 
     def adaptations(self) -> list[Adaptation]:
         """Return what chooses codecs, of each bucket whose codec adapts."""
@@ -187,7 +187,7 @@ class CodecWork:
         for bucket in layout.buckets:
             flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
             reducer = self._reducer(bucket, flat)
-            snapshot = codec_state.StateSnapshot([h.state for h in reducer.held])
+            snapshot = codec_state.StateSnapshot([h.state for h in reducer.shards])
             self._fillings.append(_Filling(bucket, flat, reducer, snapshot))
         self._layout = layout
         if self._saved is not None:

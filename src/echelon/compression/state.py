@@ -136,7 +136,7 @@ def flat32(tensor: Tensor) -> Tensor:
 
 
 def refuse_nonfinite(statistic: Tensor | float, state: State) -> None:
-    """Raise NonFiniteError unless a sum or maximum over the tensor is finite (on CUDA: waits for one number)."""
+    """Raise NonFiniteError unless a scalar, the sum or maximum over a tensor, is finite (on CUDA: waits for it)."""
     if not math.isfinite(float(statistic)):
         raise NonFiniteError(state.name)
 

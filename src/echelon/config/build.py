@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from echelon.config.schema import RunConfig, traits_of
 from echelon.config.validate import check
-from echelon.config.yaml_file import plain, read_yaml, shown
-from echelon.core.errors import UserError, nearest
+from echelon.core.errors import UserError, nearest, shown
+
+if TYPE_CHECKING:  # a command that reads no file imports no YAML
+    import yaml
 
 DEFAULT = "default"
 MAX_NUMBER = 2**63 - 1
@@ -33,13 +35,18 @@ class Resolved:
     origins: Mapping[str, str]
 
 
-def leaves(config_type: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
-    """Yield (dotted name, field, type) of every setting."""
+@cache
+def leaves() -> tuple[tuple[str, Field[Any], Any], ...]:
+    """Return (dotted name, field, type) of every setting."""
+    return tuple(_leaves_of(RunConfig, ""))
+
+
+def _leaves_of(config_type: type, prefix: str) -> Iterator[tuple[str, Field[Any], Any]]:
     hints = get_type_hints(config_type)
     for item in fields(config_type):
         name = f"{prefix}{item.name}"
         if is_dataclass(hints[item.name]):
-            yield from leaves(hints[item.name], f"{name}.")
+            yield from _leaves_of(hints[item.name], f"{name}.")
         else:
             yield name, item, hints[item.name]
 
@@ -115,6 +122,8 @@ def load_run_config(file: Path) -> RunConfig:
 
 def to_yaml(config: RunConfig) -> str:
     """Write the description so that `build` reads the same one back."""
+    import yaml
+
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
 
 
@@ -158,6 +167,10 @@ def _checked(value: SettingValue, known: tuple[Field[Any], Any], where: str) -> 
 def _from_file(file: Path | None) -> Iterator[tuple[str, SettingValue, str]]:
     if file is None:
         return
+    import yaml
+
+    from echelon.config.yaml_file import read_yaml
+
     node = read_yaml(file)
     if node is None:
         return
@@ -168,6 +181,10 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, SettingValue, str]]:
 
 def _walk(file: Path, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, SettingValue, str]]:
     """Yield each leaf; a section given as a scalar is its main setting (`model: resnet20` is `model.name`)."""
+    import yaml
+
+    from echelon.config.yaml_file import plain
+
     settings = {name: kind for name, _, kind in leaves()}
     for key_node, value_node in node.value:
         name = f"{prefix}{key_node.value}"

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from echelon.config.yaml_file import plain, read_yaml
 from echelon.core.errors import UserError, naming, unknown
 from echelon.core.link import Link, parse_link
 from echelon.core.spec import Quantity, Spec, bind, parse_spec, show_value
@@ -99,6 +98,8 @@ def read_at(text: str) -> list[Machines]:
 def _from_file(path: Path) -> list[Machines]:
     if not path.is_file():
         raise UserError(f"{path}: no such file")
+    from echelon.config.yaml_file import plain, read_yaml  # late: a command may read no file
+
     node = read_yaml(path)
     rows = plain(node, path.name) if node is not None else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -179,7 +180,11 @@ def _named_places() -> dict[str, str]:
         UserError: it cannot be read.
     """
     file = places_file()
-    node = read_yaml(file) if file.exists() else None
+    if not file.exists():
+        return {}
+    from echelon.config.yaml_file import plain, read_yaml
+
+    node = read_yaml(file)
     named = plain(node, str(file)) if node is not None else {}
     if not isinstance(named, dict) or not all(isinstance(v, str) for v in named.values()):
         raise UserError(f'{file}: expected a spec for each name, such as `mycluster: "slurm(partition=main)"`')

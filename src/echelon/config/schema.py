@@ -13,6 +13,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from echelon.core.units import bytes_for
+
 STRICT = ConfigDict(extra="forbid")
 
 
@@ -163,6 +165,15 @@ class DataConfig:
     on_bad_image: Literal["stop", "skip"] = setting(
         "stop", "when an image cannot be decoded: stop, or skip and count it"
     )
+
+    @property
+    def cache_limit_bytes(self) -> float:
+        """The limit for data from URLs.
+
+        Raises:
+            UserError: it is no size.
+        """
+        return bytes_for("--data-cache-limit")(self.cache_limit)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -11,7 +11,7 @@ from echelon.core.address import parse_rendezvous
 from echelon.core.errors import UserError, naming
 from echelon.core.layout import AUTO, Layout, parse_layout
 from echelon.core.spec import parse_chain, parse_spec
-from echelon.core.units import parse_seconds, seconds_for
+from echelon.core.units import bytes_for, parse_seconds, seconds_for
 
 _HERE = "local"  # the place that is this machine
 
@@ -22,6 +22,11 @@ class Nodes:
 
     least: int
     most: int
+
+    @property
+    def is_range(self) -> bool:
+        """Whether machines may come and go."""
+        return self.least < self.most
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ def _check_launch(config: RunConfig) -> None:
     if config.launch.link and nodes.most > 1:
         raise UserError("--link shapes the links between workers of one machine: leave out --nodes")
     here = config.launch.on.partition("(")[0] == _HERE  # another place says by itself how many machines there are
-    if here and config.launch.workers and nodes.least == nodes.most and config.strategy.parallel != AUTO:
+    if here and config.launch.workers and not nodes.is_range and config.strategy.parallel != AUTO:
         check_world(config, config.launch.workers * nodes.most)
     try:
         timeout_s = parse_seconds(config.launch.timeout)
@@ -184,6 +189,7 @@ def _check_training(config: RunConfig) -> None:
         raise UserError(
             "--decode gpu: files are decoded on a GPU, and threads read them: leave out --device cpu and --loaders"
         )
+    bytes_for("--data-cache-limit")(config.data.cache_limit)
     if training.max_time:
         parse_max_time(training.max_time)
     if training.precision == "fp8" and training.device == "cpu":

@@ -13,12 +13,11 @@ from typing import Any
 
 import yaml
 
-from echelon.core.errors import UserError
+from echelon.core.errors import UserError, shown
 
 MAX_BYTES = 64 * 1024
 MAX_VALUES = 10_000  # with aliases written out
 MAX_DEPTH = 100
-MAX_SHOWN = 80
 _STANDARD = "tag:yaml.org,2002:"
 _TOO_DEEP = "lists within lists, deeper than any setting needs"
 
@@ -85,11 +84,6 @@ def plain(node: yaml.Node, where: str) -> Any:
         return yaml.SafeLoader("").construct_object(node, deep=True)
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(f"{where}: {shown(' '.join(str(error).split()))}") from None
-
-
-def shown(text: str, most: int = MAX_SHOWN) -> str:
-    """Return a text that is cut where it would fill more than a line."""
-    return text if len(text) <= most else f"{text[:most]}..."
 
 
 class _Check:

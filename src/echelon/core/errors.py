@@ -37,6 +37,15 @@ def naming(setting: str) -> Iterator[None]:
         raise UserError(f"{setting}: {error}") from error.__cause__  # the same refusal, told once
 
 
+def shown(text: str, most: int = 80) -> str:
+    """Return what a user wrote, cut where it would fill more than a line.
+
+    >>> shown("a" * 7, most=5)
+    'aaaaa...'
+    """
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `did you mean X? ` for the closest known word, or an empty string.
 

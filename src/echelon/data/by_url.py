@@ -23,7 +23,7 @@ from typing import IO
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
-from echelon.core.units import bytes_for, format_bytes
+from echelon.core.units import format_bytes
 from echelon.data.cache import locked
 from echelon.data.url_objects import PATIENCE_S, UrlObjects, all_done, tell
 from echelon.storage.base import StoredObject
@@ -58,8 +58,7 @@ def local_files(url: str, endings: tuple[str, ...], config: DataConfig) -> Path:
 
 
 def _brought(objects: UrlObjects, config: DataConfig) -> Path:
-    limit = bytes_for("--data-cache-limit")(config.cache_limit)
-    return _Entry.of(objects, Path(config.root).expanduser() / FOLDER).bring(objects, limit)
+    return _Entry.of(objects, Path(config.root).expanduser() / FOLDER).bring(objects, config.cache_limit_bytes)
 
 
 def check_there(url: str) -> None:

@@ -272,12 +272,12 @@ class _Trial:
             pieces = list(bucket.members)
             whole = [FlatTensor("cell", (usable,), (0, usable))]
             self._linear = LinearAllReduce(codec, pieces if codec.shaped else whole, self._flat, (rank, size), 0)
-            held = self._linear.held
+            shards = self._linear.shards
         else:
-            post = _Loop(cast(dist.ProcessGroup, None), Ring(range(size), rank), meet=self._meet)
-            self._coded, self._post = CompressedAllReduce(codec, post, self._flat, "trial", 0), post
-            held = self._coded.held
-        self._size, self._snapshot = size, codec_state.StateSnapshot([h.state for h in held])
+            mailbox = _Loop(cast(dist.ProcessGroup, None), Ring(range(size), rank), meet=self._meet)
+            self._coded, self._mailbox = CompressedAllReduce(codec, mailbox, self._flat, "trial", 0), mailbox
+            shards = self._coded.shards
+        self._size, self._snapshot = size, codec_state.StateSnapshot([h.state for h in shards])
 
     def turn(self) -> None:
         """Copy the gradient in, reduce, look whether it is finite, copy it out: the hook's work on a bucket."""
@@ -287,9 +287,9 @@ class _Trial:
             self.rounds = 0
             self.n_bytes = self._linear.sum_(self._flat, self._sum, average=False)
         else:
-            self._post.sent.clear()
+            self._mailbox.sent.clear()
             self.n_bytes = self._coded.sum_(self._flat)
-            self.rounds = len(self._post.sent)
+            self.rounds = len(self._mailbox.sent)
         is_finite(self._flat)
         self._flat.clone()
 

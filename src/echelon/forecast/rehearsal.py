@@ -27,6 +27,7 @@ from echelon.data.base import Batch, DataInfo
 from echelon.models.tables import make_dense, shrink_tables
 from echelon.observe.phases import HostClock
 from echelon.optim.choice import OptimizerChoice
+from echelon.optim.traits import dense_name
 from echelon.parallel.base import alone, place
 from echelon.sync.allreduce import AllReduceSettings
 from echelon.torch_compat import (
@@ -261,9 +262,8 @@ def _alone(run: ResolvedRun, role: Role) -> ResolvedRun:
     if run.sync.uses_servers:
         optimizer, ema = replace(optimizer, name="sgd", momentum=0.0, weight_decay=0.0), 0.0
         choice = OptimizerChoice(optimizer.name)
-    if optimizer.name.lower() == "sparse_adam":
-        optimizer = replace(optimizer, name="adam")
-        choice = OptimizerChoice(optimizer.name)
+    if (dense := dense_name(optimizer.name)) != optimizer.name:
+        optimizer, choice = replace(optimizer, name=dense), OptimizerChoice(dense)
     precision = "bf16" if config.training.precision in ("fp8", "fp16") else config.training.precision
     config = replace(
         config,

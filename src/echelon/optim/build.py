@@ -17,6 +17,7 @@ from echelon.core.rate_search import rate_of
 from echelon.core.state_tree import StateTree, StateView
 from echelon.optim.names import NOT_SUPPORTED, unknown_optimizer
 from echelon.optim.own import NO_RATES, OptimizerFactory, ParamGroup, build_own, weight_decay_groups
+from echelon.optim.traits import is_nesterov, is_sgd
 from echelon.torch_compat import foreach_lerp_
 
 STEP_FACTOR = 0.1
@@ -81,9 +82,9 @@ def _build_named(
 ) -> torch.optim.Optimizer:
     name = config.name.lower()
     try:
-        if name in ("sgd", "nesterov", "momentum"):
+        if is_sgd(name):
             # torch refuses Nesterov's rule without momentum, where it is no other than the plain one.
-            nesterov = name != "momentum" and config.momentum != 0
+            nesterov = is_nesterov(name) and config.momentum != 0
             groups = weight_decay_groups(model, config.weight_decay, rates)
             return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=nesterov)
         if name == "sparse_adam":

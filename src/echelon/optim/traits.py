@@ -37,13 +37,35 @@ def reach_of(name: str) -> Reach:
     return Reach.MODEL if "lamb" in name.lower() else Reach.TENSOR
 
 
-ON_ROWS = (*SGD_FAMILY, "adagrad", "sparse_adam")
+_MOVES_BY_RATE = ("adam", "lion")
+"""In names of optimizers that divide a gradient by its size, or take its sign alone."""
+_OF_ROWS = "sparse_adam"
+ON_ROWS = (*SGD_FAMILY, "adagrad", _OF_ROWS)
 """Optimizers that update the touched rows of a sparse table alone; SGD's without momentum."""
 
 
 def is_split_on_servers(name: str) -> bool:
     """Whether the keys of a parameter server split tensors that this optimizer updates; else each is of one server."""
     return name.lower() in SPLIT_ON_SERVERS
+
+
+def moves_by_rate(name: str) -> bool:
+    """Whether each step moves a number by about the learning rate, whatever its gradient's size."""
+    return ":" not in name and any(kind in name.lower() for kind in _MOVES_BY_RATE)
+
+
+def least_state(name: str, momentum: float) -> int:
+    """Return how many numbers an optimizer keeps for each one that it trains, at least."""
+    return 2 if "adam" in name.lower() else int(momentum > 0)
+
+
+def dense_name(name: str) -> str:
+    """Return the optimizer that does with whole tensors what the one of sparse tables does with rows.
+
+    >>> dense_name("sparse_adam"), dense_name("lion")
+    ('adam', 'lion')
+    """
+    return "adam" if name.lower() == _OF_ROWS else name
 
 
 def is_sgd(name: str) -> bool:

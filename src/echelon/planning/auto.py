@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from echelon.config import Resolved, RunConfig
 from echelon.config.machines import Machines
 from echelon.core.errors import UserError
-from echelon.core.layout import AUTO
 from echelon.core.units import format_seconds
-from echelon.launch.places import PlaceChoice
 from echelon.planning.calibration import Calibration, calibrate
 from echelon.planning.layout_memory import WHOLE, FittingLayouts, fitting_layouts
 from echelon.planning.layouts import DescribedModel
@@ -26,7 +24,7 @@ from echelon.records.events import WayTried
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import measure
 from echelon.reporting.report.whole_run import whole_run_of
-from echelon.run.resolve import canonical, link_of
+from echelon.run.resolve import canonical, left_open, link_of, nodes_of, place_of
 
 POINTS = {
     "none": 0.0, "bf16": 0.0, "int8": 0.0, "diloco(period=20), int8": 0.3, "local(period=8), sign": 0.3,
@@ -53,11 +51,6 @@ class AutoChoice:
     settings: Mapping[str, str]
     words: Sequence[str]
     trials: Sequence[WayTried] = ()
-
-
-def left_open(config: RunConfig) -> frozenset[str]:
-    """Return which of layout, sync and codec a description leaves to be chosen: those that say `auto`."""
-    return frozenset(name for name in _SETTINGS if _value(config, name) == AUTO)
 
 
 def settled(config: RunConfig, chosen: Mapping[str, str] | None = None) -> RunConfig:
@@ -126,7 +119,7 @@ def _by_calibration(config: RunConfig, tolerance: float, asked: _Asked) -> AutoC
     length = Length.of(base, known)
     described = DescribedModel.of(base) if len(asked.layouts) > 1 else None
     predictions = make_plan(known, length, [machines], described).answers[0].predictions
-    default = next(p for p in predictions if p.label == "none")
+    default = next(p for p in predictions if p.candidate.is_default)
     steps = min(length.steps, config.training.max_steps or length.steps)
     if asked.given and not _is(default, asked.given):
         default = _given({**_plain(asked.free - {_PARALLEL}), **asked.given}, predictions)
@@ -198,7 +191,7 @@ def _check(resolved: Resolved, free: frozenset[str]) -> None:
     what = ", ".join(f"--{name.removeprefix('strategy.')} auto" for name in _SETTINGS if name in free) or "--auto"
     if resolved.config.data.batch_size == 0:
         raise UserError(f"{what} tries ways with one batch: give --batch-size N instead of auto")
-    if resolved.config.launch.nodes != "1" or PlaceChoice(resolved.config.launch.on).cluster() is not None:
+    if nodes_of(resolved.config).most > 1 or place_of(resolved.config).cluster() is not None:
         raise UserError(f"{what} tries ways on this machine: of several, `echelon plan RUN --at ...` says what to take")
     layout = _value(resolved.config, "strategy.parallel")
     if free and _PARALLEL not in free and layout != DEFAULTS["parallel"]:
@@ -256,7 +249,7 @@ def _tried(way: str, seconds: float, predicted_s: float | None = None) -> WayTri
 
 
 def _named(prediction: RunEstimate) -> str:
-    return "the default (allreduce, none)" if prediction.label == "none" else prediction.label
+    return "the default (allreduce, none)" if prediction.candidate.is_default else prediction.label
 
 
 def _agreements(prediction: RunEstimate, steps: int) -> float:

@@ -16,6 +16,7 @@ from echelon.core.errors import UserError
 from echelon.data.base import DataInfo
 from echelon.forecast.memory import Rehearsed, forecast, rehearse_layout
 from echelon.models import build_untried, hints_for
+from echelon.optim.traits import least_state
 from echelon.parallel.blocks import find_blocks
 from echelon.parallel.deferred_init import without_memory
 from echelon.planning.calibration import Calibration
@@ -48,6 +49,11 @@ class PlannedWay:
     exact: bool
     memory_bytes: int | None = None
     unknown: str = ""
+
+    @property
+    def is_default(self) -> bool:
+        """Whether whole replicas send their gradients as they are, in each step."""
+        return self.exact and isinstance(self.way, Replicated)
 
 
 @dataclass
@@ -85,8 +91,8 @@ class DescribedModel:
     def least_memory(self, ranks: int) -> int:
         """Return the bytes of parameters, gradients and the optimizer's state, cut over so many ranks."""
         optimizer = self.config.optimizer
-        states = 2 if "adam" in optimizer.name else int(optimizer.momentum > 0)
-        return sum(p.nbytes for p in self.model.parameters()) * (2 + states) // ranks
+        state = least_state(optimizer.name, optimizer.momentum)
+        return sum(p.nbytes for p in self.model.parameters()) * (2 + state) // ranks
 
     def rehearsed(self, settings: dict[str, str], ranks: int, batch: int) -> Rehearsed:
         """Return what was found of a layout."""

@@ -116,7 +116,7 @@ def _scaling(plan: PlanReport, answer: PlannedMachines, shown: Sequence[RunEstim
     workers = answer.machines.workers
     counts = sorted({max(2, round(workers * 2**e)) for e in range(-6, 2)} & set(range(2, plan.length.batch + 1)))
     traces = []
-    movable = [p for p in answer.predictions if p.fits and not p.candidate.settings["strategy.parallel"].count("=") > 1]
+    movable = [p for p in answer.predictions if p.fits and p.candidate.way.for_any_workers]
     drawn = (movable or list(shown))[: _DRAWN - 1]
     drawn += [p for p in movable if p.candidate.exact and p not in drawn][:1]
     for place, prediction in enumerate(drawn):

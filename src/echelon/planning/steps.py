@@ -81,6 +81,10 @@ class Way(Protocol):
     def label(self) -> str:
         """As one writes it."""
 
+    @property
+    def for_any_workers(self) -> bool:
+        """Whether any number of workers can be laid out so."""
+
     def step(self, known: Calibration, machines: Machines, batch: int) -> StepForecast:
         """Predict a step of so many samples of the global batch."""
 
@@ -99,6 +103,11 @@ class Replicated:
     def label(self) -> str:
         """Its settings: `int8`, `local(period=8), sign`."""
         return ", ".join(self.cost.settings.values())
+
+    @property
+    def for_any_workers(self) -> bool:
+        """Always: each more is a replica."""
+        return True
 
     def step(self, known: Calibration, machines: Machines, batch: int) -> StepForecast:
         """Predict a step: gradients travel behind backward, or the model does once in a period."""
@@ -245,6 +254,11 @@ class Sharded:
         """The layout."""
         return f"fsdp={self.size}" if self.replicas == 1 else f"dp={self.replicas},fsdp={self.size}"
 
+    @property
+    def for_any_workers(self) -> bool:
+        """Where all share the parameters of one replica."""
+        return self.replicas == 1
+
     def step(self, known: Calibration, machines: Machines, batch: int) -> StepForecast:
         """Predict a step: blocks are gathered for forward and backward, their gradients cut up behind it.
 
@@ -327,6 +341,11 @@ class Pipelined:
         """The layout."""
         sizes = f"pp={len(self.shares)}" if self.replicas == 1 else f"dp={self.replicas},pp={len(self.shares)}"
         return f"{sizes},microbatches={self.microbatches}"
+
+    @property
+    def for_any_workers(self) -> bool:
+        """Never: blocks are cut into so many stages."""
+        return False
 
     def step(self, known: Calibration, machines: Machines, batch: int) -> StepForecast:
         """Predict a step: micro-batches pass through the stages, then replicas reduce each stage's gradients."""

@@ -25,7 +25,7 @@ from echelon.ps.client import Client, PushInfo, RowsOf
 from echelon.ps.copies import ServersCopy
 from echelon.ps.momentum import SgdTerms, WorkerMomentum
 from echelon.ps.rows import of_keys
-from echelon.ps.served_tables import ServedTables
+from echelon.ps.server_tables import ServerTables
 from echelon.ps.spans import KeySpan, spans_of, whole_shapes
 from echelon.ps.table import KeyRange, KeyTable
 from echelon.sync.ps import ServerSettings
@@ -146,8 +146,8 @@ class ParameterServer(PsStrategy):
             if spans and spans[0].key.width
         }
         of_servers = {self._names[i]: keys for i, keys in self._tables.items() if keys[0].begins is not None}
-        self.served = ServedTables(client, of_servers, table.torch_dtype, self._clock)
-        fetch_rows(model, of_servers, self.served)
+        self.server_tables = ServerTables(client, of_servers, table.torch_dtype, self._clock)
+        fetch_rows(model, of_servers, self.server_tables)
         self._last = False
         self._round: _Round | None = None
         self._fired: set[int] | None = None
@@ -158,7 +158,7 @@ class ParameterServer(PsStrategy):
         """Begin a task; `begin_step` fills in its units."""
         missing = {k: len({s.parameter for s in spans}) for k, spans in self._by_key.items()}
         self._round = _Round(info, missing=missing)
-        self.served.begin(info.task, info.step)
+        self.server_tables.begin(info.task, info.step)
         self._client.open_task(info.task, len(self._table.keys))
 
     def begin_step(self, units: int, global_units: int) -> int:
@@ -184,7 +184,7 @@ class ParameterServer(PsStrategy):
 
     def leave_out(self) -> None:
         """Push no gradient of this lease: it is done all the same."""
-        self.served.end()
+        self.server_tables.end()
         for parameter in self._parameters:
             parameter.grad = None
         self.step()
@@ -202,7 +202,7 @@ class ParameterServer(PsStrategy):
                 self._push_rows(index)
         for parameter in self._parameters:
             parameter.grad = None
-        self.served.end()
+        self.server_tables.end()
         self._round = None
 
     def load_all(self) -> None:
@@ -223,7 +223,7 @@ class ParameterServer(PsStrategy):
         Tables of which only servers have rows are left out.
         """
         for name, parameter, spans in zip(self._names, self._parameters, self._by_parameter, strict=True):
-            if name in self.served:
+            if name in self.server_tables:
                 continue
             _set(parameter, ((span, values[span.key.index][span.in_key]) for span in spans))
         self._version = [-1] * len(self._parameters)
@@ -255,7 +255,7 @@ class ParameterServer(PsStrategy):
         Its own buffers come back afterwards; the next step loads its parameters again.
         """
         assert self.copy is not None
-        with self._with_buffers(self.copy.buffers), self.served.of_copy(self.copy.tag):
+        with self._with_buffers(self.copy.buffers), self.server_tables.of_copy(self.copy.tag):
             self.set_parameters(self.copy.averages if self._settings.ema else self.copy.values)
             yield
 
@@ -323,7 +323,7 @@ class ParameterServer(PsStrategy):
             parameter.register_post_accumulate_grad_hook(lambda p: self._gradient(index_of[id(p)]))
         for module in self.held.modules():
             index = index_of.get(id(getattr(module, "weight", None)))
-            if index in self._tables and self._names[index] not in self.served:
+            if index in self._tables and self._names[index] not in self.server_tables:
                 module.register_forward_pre_hook(
                     lambda m, args, kwargs, i=index: self._pull_rows(i, args[0] if args else kwargs["input"]),
                     with_kwargs=True,
@@ -424,8 +424,8 @@ class ParameterServer(PsStrategy):
 
     def _rows_gradient(self, index: int) -> tuple[Tensor, Tensor] | None:
         """Return the gradient of a table: rows `(R,)`, ascending, and values `(R, D)`; None: there is none."""
-        if self._names[index] in self.served:
-            return self.served.gradient(self._names[index])
+        if self._names[index] in self.server_tables:
+            return self.server_tables.gradient(self._names[index])
         gradient = self._parameters[index].grad
         if gradient is None:
             return None

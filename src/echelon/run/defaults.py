@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 
 from echelon.config import Resolved, RunConfig
 from echelon.config.build import DEFAULT, SettingValue
-from echelon.core.errors import naming
 from echelon.core.own import HUGGING_FACE, TRANSFORMERS
 from echelon.core.task import TaskDefaults
 from echelon.core.tokeniser import FOLDER_FILE
 from echelon.core.tuning import rate_share, trains_weights
 from echelon.optim.traits import is_sgd
 from echelon.run.data_names import holds_folders_of_a_kind
+from echelon.run.resolve import has_servers, sync_of
 from echelon.storage.url import is_url
-from echelon.sync import registry as sync
 from echelon.tasks.registry import AUTO, TASKS, build_task
 
 if TYPE_CHECKING:
@@ -65,8 +64,7 @@ def _with_warmup(resolved: Resolved) -> Resolved:
     chosen = resolved.origins[name] != DEFAULT or config.training.max_steps or config.launch.workers == 1
     if chosen or not is_sgd(config.optimizer.name):
         return resolved
-    with naming("--sync"):
-        share = sync.read(config.strategy.sync).warmup_share if sync.uses_servers(config.strategy.sync) else 0.0
+    share = sync_of(config).warmup_share if has_servers(config) else 0.0
     if not share:
         return resolved
     config = replace(config, optimizer=replace(config.optimizer, warmup_epochs=share * config.training.epochs))

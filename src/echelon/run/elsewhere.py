@@ -21,7 +21,7 @@ from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
 from echelon.core.layout import AUTO
 from echelon.core.stop import Stopped, stop_on_signals
-from echelon.launch.places import PlaceChoice, expanded
+from echelon.launch.places import expanded
 from echelon.launch.places.cluster import (
     ArrayCluster,
     Cluster,
@@ -36,6 +36,7 @@ from echelon.messages.identity import SECRET_VARIABLE, make_secret, read_secret,
 from echelon.run.home import at_home, check_free, home_of
 from echelon.run.machine import say
 from echelon.run.outcome import Outcome, outcome_of
+from echelon.run.resolve import nodes_of, place_of
 from echelon.run.versions import versions
 from echelon.storage.url import is_url
 from echelon.trainer import folder as folders
@@ -149,7 +150,7 @@ def check_described(config: RunConfig, cluster: Cluster, has_objects: bool = Fal
     Raises:
         UserError: names the setting.
     """
-    if config.launch.nodes != "1" or config.launch.rendezvous:
+    if nodes_of(config).most > 1 or config.launch.rendezvous:
         raise UserError("--nodes and --rendezvous are the place's to say: give nodes in --on, as in slurm(nodes=2)")
     if has_objects:
         raise UserError(
@@ -203,7 +204,7 @@ def left_place(path: Path) -> None:
     Raises:
         UserError: it goes on.
     """
-    recorded = PlaceChoice(load_run_config(path / folders.CONFIG_FILE).launch.on).cluster()
+    recorded = place_of(load_run_config(path / folders.CONFIG_FILE)).cluster()
     job = PlaceFiles(path).job()
     if recorded is None or not job:
         return

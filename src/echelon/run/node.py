@@ -21,7 +21,6 @@ from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.output import outlive_readers
 from echelon.core.stop import Stopped, stop_at_once, stopped_exit_code
 from echelon.core.units import format_seconds
-from echelon.launch.places import PlaceChoice
 from echelon.launch.places.cluster import Cluster, NodeRank, PlaceFiles
 from echelon.records.file import newest
 from echelon.records.kinds import Checkpoint
@@ -29,6 +28,7 @@ from echelon.run.elsewhere import VERSIONS_FILE
 from echelon.run.home import refresh
 from echelon.run.machine import say
 from echelon.run.notify import Notifier
+from echelon.run.resolve import place_of
 from echelon.run.versions import versions
 from echelon.trainer.folder import CONFIG_FILE
 
@@ -43,7 +43,7 @@ def main(run: Path) -> int:
     files, node_rank, config, cluster = PlaceFiles(run), None, None, None
     try:
         config = load_run_config(run / CONFIG_FILE)
-        cluster = PlaceChoice(config.launch.on).cluster()
+        cluster = place_of(config).cluster()
         if cluster is None:
             raise UserError(f"{run} is no run of a cluster's: --on {config.launch.on}")
         node_rank = cluster.node_rank(os.environ)

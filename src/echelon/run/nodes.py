@@ -12,12 +12,11 @@ from pathlib import Path
 from echelon.config import RunConfig, load_run_config
 from echelon.core.errors import UserError, unknown
 from echelon.launch.changes import Change, ask
-from echelon.launch.places import PlaceChoice
 from echelon.records.events import ChangeRefused, WorkerDied, WorkerGone, WorkerLeft
 from echelon.records.file import newest, read_records
 from echelon.records.going import holder, read_launch
 from echelon.records.kinds import ProcessStarted, Record, ServerWindow, Start, Steps, WorkerJoined, WorkerWindow
-from echelon.sync import registry as sync
+from echelon.run.resolve import has_servers, nodes_of, place_of
 from echelon.trainer.folder import CONFIG_FILE
 
 WORKER = "worker"
@@ -52,7 +51,7 @@ def members_of(run: Path) -> list[NodeMember]:
     begun_t = read_launch(run).launched_t or 0.0
     start = next(takewhile(lambda start: start.t >= begun_t, newest(run, Start)), None)
     config = load_run_config(run / CONFIG_FILE)
-    if start is not None and not start.served and not sync.uses_servers(config.strategy.sync):
+    if start is not None and not start.served and not has_servers(config):
         return _ranks(run, begun_t)
     return _roles(run, begun_t)
 
@@ -180,15 +179,15 @@ def add(run: Path, count: int) -> list[str]:
 
 def how_to_come(run: Path, host: str) -> str:
     """Return why another machine cannot be added from here, and what lets it join."""
-    launch, described = read_launch(run), load_run_config(run / CONFIG_FILE).launch
-    nodes = described.nodes
-    if PlaceChoice(described.on).cluster() is not None:
-        again = f"echelon stop {run}, then echelon resume {run} with other machines in --on {described.on}"
+    launch, config = read_launch(run), load_run_config(run / CONFIG_FILE)
+    if place_of(config).cluster() is not None:
+        again = f"echelon stop {run}, then echelon resume {run} with other machines in --on {config.launch.on}"
         return f"{host} cannot join a run that goes on at its place: use {again}"
-    if launch.rendezvous and ":" in nodes:
+    if launch.rendezvous and nodes_of(config).is_range:
         return f"{host} joins when the run's own command is given there: {launch.command}"
     if launch.rendezvous:
-        return f"{host} cannot join: the run has --nodes {nodes}; with a range, such as 1:4, machines may come"
+        described = config.launch.nodes
+        return f"{host} cannot join: the run has --nodes {described}; with a range, such as 1:4, machines may come"
     return f"{host} cannot join a run of one machine: with --nodes 1:4 --rendezvous HOST:PORT machines may come"
 
 
@@ -215,14 +214,15 @@ def _check_can_change(run: Path, what: str) -> None:
         UserError: says what works.
     """
     config = load_run_config(run / CONFIG_FILE)
-    if sync.uses_servers(config.strategy.sync):
+    if has_servers(config):
         return
     first = next(iter(_starts(run, read_launch(run).launched_t or 0.0)), None)
     if (first is None or first.world_size > 1) and _survivors_go_on(config, first):
         return
-    if ":" in config.launch.nodes and what == "leave":  # its machine does
+    nodes = nodes_of(config)
+    if nodes.is_range and what == "leave":  # its machine does
         return
-    size = "--workers N" if config.launch.nodes == "1" else "--nodes N"
+    size = "--workers N" if nodes.most == 1 else "--nodes N"
     raise UserError(
         f"the workers of {run} begin and end together: use echelon stop {run}, then echelon resume {run} {size}; "
         f"one of them can {what} a run of several with --elastic on, or with --sync ps(...)"

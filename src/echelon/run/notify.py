@@ -12,8 +12,6 @@ import socket
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from string import Template
 
@@ -76,6 +74,9 @@ class Notifier:
 
     def _post(self, body: str) -> str:
         """Send to the webhook; returns why that failed, without the URL, which may hold a secret."""
+        import urllib.error
+        import urllib.request
+
         try:
             url = Template(self._target).substitute(os.environ)
             request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})

@@ -134,10 +134,10 @@ def describe_untold(config: RunConfig, workers: int, machines: int) -> str:
 
 def _ways(config: RunConfig, workers: int, machines: int) -> str:
     """Return workers, layout and sync, and a codec that somebody chose."""
-    strategy = config.strategy
-    ways = [strategy.sync, *([strategy.compression] if strategy.compression != "none" else [])]
+    strategy, default = config.strategy, RunConfig().strategy
+    ways = [strategy.sync, *([strategy.compression] if strategy.compression != default.compression else [])]
     where = f" on each of {machines} machines" if machines > 1 else ""
-    is_default = strategy.parallel == RunConfig().strategy.parallel
+    is_default = strategy.parallel == default.parallel
     layout = f"dp={workers * machines}" if is_default else strategy.parallel
     told = "" if is_default and workers * machines == 1 else f" ({layout})"
     return f"{many(workers, 'worker')}{where}{told}, {', '.join(ways)}"

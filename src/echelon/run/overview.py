@@ -14,7 +14,6 @@ from pathlib import Path
 
 from echelon.config import RunConfig, load_run_config
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
-from echelon.launch.places import PlaceChoice
 from echelon.launch.places.cluster import Cluster, JobPhase, PlaceFiles, PlaceSilent
 from echelon.records.file import newest
 from echelon.records.going import is_held, read_launch
@@ -22,6 +21,7 @@ from echelon.records.kinds import End, Evaluation, Start, Steps
 from echelon.run.elsewhere import ASK_S, SETTLE_S, brought
 from echelon.run.home import home_of
 from echelon.run.machine import say
+from echelon.run.resolve import nodes_of, place_of
 from echelon.trainer.folder import CONFIG_FILE, check_is_run
 
 _OVER = {0, USER_ERROR_EXIT_CODE}  # completed, refused: no place starts such a run again
@@ -65,9 +65,8 @@ def overview_of(run: Path) -> RunOverview:
     state = _state(run, config)
     launched_t = read_launch(run).launched_t
     age_s = None if launched_t is None else time.time() - launched_t
-    place = config.launch.on.partition("(")[0]
     home = home_of(replace(config, run=str(run)))
-    return RunOverview(run, place, state, _progress(run, config), _metric(run), age_s, home)
+    return RunOverview(run, place_of(config).title, state, _progress(run, config), _metric(run), age_s, home)
 
 
 def cluster_of(run: Path) -> Cluster | None:
@@ -77,7 +76,7 @@ def cluster_of(run: Path) -> Cluster | None:
         UserError: the folder holds no run.
     """
     check_is_run(run)
-    return PlaceChoice(load_run_config(run / CONFIG_FILE).launch.on).cluster()
+    return place_of(load_run_config(run / CONFIG_FILE)).cluster()
 
 
 def bring_from_place(run: Path, logs: bool = False) -> str:
@@ -172,7 +171,7 @@ def _goes_on(run: Path) -> bool:
     """Whether a run is not known to be over: a machine that is lost may come back."""
     cluster, job = cluster_of(run), PlaceFiles(run).job()
     if cluster is None or not job:
-        has_others = load_run_config(run / CONFIG_FILE).launch.nodes != "1"
+        has_others = nodes_of(load_run_config(run / CONFIG_FILE)).most > 1
         ended = isinstance(next(newest(run, End, Start), None), End)
         return bool(is_held(run)) or (has_others and not ended)
     try:
@@ -183,7 +182,7 @@ def _goes_on(run: Path) -> bool:
 
 def _state(run: Path, config: RunConfig) -> str:
     try:
-        cluster = PlaceChoice(config.launch.on).cluster()
+        cluster = place_of(config).cluster()
     except UserError as error:  # of another version, or a place that this machine does not know
         return str(error)
     job = PlaceFiles(run).job()

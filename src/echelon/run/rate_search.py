@@ -14,6 +14,7 @@ from echelon.core.stop import StopFlag
 from echelon.launch.plan import is_worker
 from echelon.records.file import newest
 from echelon.records.kinds import End, Steps
+from echelon.run.resolve import nodes_of
 from echelon.trainer.folder import CONFIG_FILE
 
 _LOOK_S = 0.5
@@ -30,7 +31,7 @@ def as_search(config: RunConfig) -> RunConfig:
         return config
     if is_worker():
         raise UserError("--lr-find ends its ranks itself: run `echelon train` without torchrun")
-    if config.launch.nodes != "1":
+    if nodes_of(config).most > 1:
         raise UserError("--lr-find is for runs on one machine: leave out --nodes")
     training = replace(
         config.training, epochs=_MOST_STEPS, max_steps=_MOST_STEPS, eval_every=0, early_stop=0, max_time="", profile=0

@@ -13,22 +13,24 @@ from echelon.config.validate import Nodes, parse_interval, parse_max_time, parse
 from echelon.core.address import Address, parse_rendezvous
 from echelon.core.errors import UserError, naming
 from echelon.core.hints import parse_tensor_plan
-from echelon.core.layout import Layout, parse_layout
+from echelon.core.layout import AUTO, Layout, parse_layout
 from echelon.core.link import Link, parse_link
 from echelon.core.spec import parse_spec
 from echelon.core.tokeniser import read_tokeniser
 from echelon.core.tuning import TUNINGS, check_packages, read_tuning
-from echelon.core.units import bytes_for, parse_bytes, parse_seconds
+from echelon.core.units import parse_bytes, parse_seconds
 from echelon.launch.places import PlaceChoice, check_place
 from echelon.observe.loggers import check_loggers
 from echelon.run.notify import check_notify
 from echelon.storage.url import check_url, is_url
 from echelon.sync.registry import STRATEGIES, uses_servers
+from echelon.sync.registry import read as read_sync
 from echelon.tasks.registry import TaskChoice, check_task
 
 if TYPE_CHECKING:
     from echelon.launch.places.cluster import NodeRank
     from echelon.optim.own import OptimizerFactory
+    from echelon.sync.settings import SyncSettings
     from echelon.trainer.resolved import ResolvedRun
 
 
@@ -51,7 +53,6 @@ def check_names(config: RunConfig) -> None:
         read_tuning(config.model.tune)
         check_packages(config.model.tune)
     _check_path(config.data.source)
-    bytes_for("--data-cache-limit")(config.data.cache_limit)
     check_task(config.task)
     read_tokeniser(config.data.tokeniser)
     check_place(config.launch.on)
@@ -109,19 +110,56 @@ def launch_request(config: RunConfig, node_rank: NodeRank | None = None) -> Laun
     if is_url(config.checkpoint.mirror):
         with naming("--mirror"):
             check_url(config.checkpoint.mirror)
-    place = PlaceChoice(launch.on, parse_seconds(config.checkpoint.io_patience))
+    place = place_of(config)
     if node_rank is not None and (cluster := place.cluster()) is not None:
         place = replace(place, name="local", stop_s=cluster.stop_s)
     return LaunchRequest(
         config=config,
         layout=parse_layout(strategy.parallel),
-        nodes=parse_nodes(launch.nodes),
+        nodes=nodes_of(config),
         rendezvous=parse_rendezvous(launch.rendezvous) if launch.rendezvous else None,
         link=link,
         place=place,
-        uses_servers=uses_servers(strategy.sync),
+        uses_servers=has_servers(config),
         node_rank=node_rank,
     )
+
+
+def nodes_of(config: RunConfig) -> Nodes:
+    """Return how many machines take part in a described run."""
+    return parse_nodes(config.launch.nodes)
+
+
+def place_of(config: RunConfig) -> PlaceChoice:
+    """Return where a described run's processes are started; the place itself is not looked at."""
+    return PlaceChoice(config.launch.on, parse_seconds(config.checkpoint.io_patience))
+
+
+def has_servers(config: RunConfig) -> bool:
+    """Whether servers hold the parameters of a described run, as its strategy's file says; imports no torch.
+
+    Raises:
+        UserError: an unknown strategy.
+    """
+    with naming("--sync"):
+        return uses_servers(config.strategy.sync)
+
+
+def sync_of(config: RunConfig) -> SyncSettings:
+    """Return how replicas of a described run agree; imports torch.
+
+    Raises:
+        UserError: an unknown strategy or setting, or an impossible value.
+    """
+    with naming("--sync"):
+        return read_sync(config.strategy.sync)
+
+
+def left_open(config: RunConfig) -> frozenset[str]:
+    """Return which of layout, sync and codec a description leaves to be chosen: those that say `auto`."""
+    strategy = config.strategy
+    texts = {"parallel": strategy.parallel, "sync": strategy.sync, "compression": strategy.compression}
+    return frozenset(f"strategy.{name}" for name, text in texts.items() if text == AUTO)
 
 
 def rate_of(link: str) -> float:
@@ -154,9 +192,7 @@ def agreements(sync: str, steps: int) -> int:
     Raises:
         UserError: the spec cannot be read.
     """
-    from echelon.sync import registry as strategies  # it imports torch
-
-    return strategies.read(sync).messages(steps)
+    return read_sync(sync).messages(steps)
 
 
 def _log_limit(config: RunConfig) -> int:
@@ -179,7 +215,6 @@ def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> Res
     from echelon.data import SourceChoice
     from echelon.models.tuning.plan import tuning_plan
     from echelon.optim.choice import OptimizerChoice
-    from echelon.sync import registry as strategies
     from echelon.trainer.layouts import read_cuts, read_tensor_plan
     from echelon.trainer.resolved import ResolvedRun
 
@@ -188,8 +223,7 @@ def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> Res
         raise UserError(
             "--batch-size auto is chosen where Echelon starts the ranks, on one machine: give a number here"
         )
-    with naming("--sync"):
-        sync = strategies.read(strategy.sync).with_ema(config.training.ema)
+    sync = sync_of(config).with_ema(config.training.ema)
     with naming("--compression"):
         compression = codecs.read(strategy.compression)
     with naming("--collective"):

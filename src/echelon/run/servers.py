@@ -31,6 +31,7 @@ from echelon.observe.callbacks import CallbackFailed, Listeners
 from echelon.observe.notes import SERVING, open_notes
 from echelon.optim.build import build_optimizer
 from echelon.optim.kernels import HAVE_FUSED, fuse
+from echelon.optim.traits import dense_name
 from echelon.ps.keystore import MakeOptimizer
 from echelon.ps.server import Server, ServerConfig
 from echelon.ps.serving import coordination_policy
@@ -183,9 +184,7 @@ def optimizer_maker(run: ResolvedRun, workers: int) -> MakeOptimizer:
     """
 
     config, user_factory = run.config, run.optimizer.factory
-    of_dense = (
-        replace(config.optimizer, name="adam") if config.optimizer.name.lower() == "sparse_adam" else config.optimizer
-    )
+    of_dense = replace(config.optimizer, name=dense_name(config.optimizer.name))
     if worker_momentum(run, workers) is not None:
         of_dense = replace(of_dense, momentum=0.0, weight_decay=0.0)
 
@@ -249,7 +248,7 @@ class Chronicle:
         if math.isinf(self._waits_since_s):
             self._waits_since_s, self._says_at_s = now, now + _SAYS_AFTER_S
         if now >= self._says_at_s:
-            where = " of the other machines" if self._run.config.launch.nodes != "1" else ""
+            where = " of the other machines" if self._run.nodes.most > 1 else ""
             seconds = format_seconds(round(now - self._waits_since_s))
             say(f"waiting for {' and '.join(awaited)}{where}, {seconds} so far")
             self._says_at_s = now + _SAYS_AGAIN_S

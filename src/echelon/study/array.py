@@ -15,7 +15,6 @@ from echelon.config import build
 from echelon.core.errors import UserError
 from echelon.core.stop import stopped_exit_code
 from echelon.core.units import many
-from echelon.launch.places import PlaceChoice
 from echelon.launch.places.cluster import ArrayCluster, JobPhase, JobState, PlaceFiles, PlaceSilent, RunArray
 from echelon.run.defaults import with_task_defaults
 from echelon.run.elsewhere import ASK_S, GONE_S, SETTLE_S, stop, submitted_together
@@ -32,8 +31,8 @@ def array_cluster(runs: Sequence[PlannedRun]) -> ArrayCluster | None:
     Raises:
         UserError: its settings are impossible.
     """
-    places = {run.settings.get("launch.on", "local") for run in runs}
-    cluster = PlaceChoice(places.pop()).cluster() if len(places) == 1 else None
+    places = {run.place for run in runs}
+    cluster = places.pop().cluster() if len(places) == 1 else None
     return cluster if isinstance(cluster, ArrayCluster) else None
 
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from echelon.config import RunConfig
+from echelon.launch.places import PlaceChoice
+
 Settings = Mapping[str, str]
 Exclusion = Mapping[str, list[str]]
 
@@ -92,6 +95,11 @@ class PlannedRun:
     seed: int
     settings: Settings
     stage: Stage = Stage.EPOCHS
+
+    @property
+    def place(self) -> PlaceChoice:
+        """Where it runs."""
+        return PlaceChoice(self.settings.get("launch.on", RunConfig().launch.on))
 
     @property
     def title(self) -> str:

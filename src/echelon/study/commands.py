@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from echelon.launch.places import stop_seconds
 from echelon.records.segments import RECORD_FILE
 from echelon.study.base import PlannedRun
 from echelon.study.folder import OUTPUT_FOLDER
@@ -89,7 +88,7 @@ def end_all(commands: Iterable[RunCommand]) -> None:
         each.process.terminate()
     began_s = time.monotonic()
     for each in going:
-        within_s = stop_seconds(each.run.settings.get("launch.on", "local")) + END_S
+        within_s = each.run.place.longest_stop_s() + END_S
         try:
             each.process.wait(max(0.0, began_s + within_s - time.monotonic()))
         except subprocess.TimeoutExpired:

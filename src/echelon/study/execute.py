@@ -16,7 +16,6 @@ from typing import Protocol
 from echelon.config import RunConfig, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.stop import Stopped, signal_name, stop_on_signals
-from echelon.launch.places import PlaceChoice
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import CommandEnd, End, RunEnd, StudyStart
 from echelon.reporting.report import write_shared_script
@@ -97,8 +96,7 @@ class How:
         Raises:
             UserError: several at once on this machine.
         """
-        places = {run.settings.get("launch.on", "local") for run in planned_runs(study)}
-        elsewhere = all(PlaceChoice(place).cluster() is not None for place in places)
+        elsewhere = all(place.cluster() is not None for place in {run.place for run in planned_runs(study)})
         if at_once > 1 and not elsewhere:
             raise UserError(
                 f"--at-once {at_once} is for runs on a cluster (--on): on one machine they disturb each other's times"

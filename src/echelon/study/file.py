@@ -11,8 +11,8 @@ from pathlib import Path
 import yaml
 
 from echelon.config import RunConfig, build
-from echelon.config.yaml_file import read_yaml, shown
-from echelon.core.errors import UserError, naming, nearest
+from echelon.config.yaml_file import read_yaml
+from echelon.core.errors import UserError, naming, nearest, shown
 from echelon.core.files import write_atomic
 from echelon.core.model_names import check_model_name
 from echelon.optim.names import check_optimizer_name

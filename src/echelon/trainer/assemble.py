@@ -696,7 +696,7 @@ def _idle_settings(resolved: ResolvedRun, world: World) -> list[str]:
         return []
     strategy = resolved.described.strategy
     idle = [] if resolved.sync.acts_alone else [f"--sync {strategy.sync}"]
-    return idle + [f"--compression {strategy.compression}"] * (strategy.compression != "none")
+    return idle + [f"--compression {strategy.compression}"] * resolved.compression.encodes
 
 
 def _parameter_count(run_parts: RunParts, world: World) -> int:

@@ -14,14 +14,13 @@ from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
 from echelon.core.own import TRANSFORMERS
 from echelon.models.keras_model import KerasModule
-from echelon.optim.traits import Reach, is_sgd
+from echelon.optim.traits import Reach, is_sgd, moves_by_rate
 from echelon.torch_compat import BatchNormBase, DropoutNd
 from echelon.trainer.layouts import check_layout
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.tables import check_sparse_setting
 from echelon.trainer.unused import unused_notes
 
-_BY_THE_RATE = ("adam", "lion")  # in names of optimizers, whose steps have the size of the rate
 _LARGE_RATE = 0.02
 
 
@@ -107,7 +106,7 @@ def _against_elastic(run: ResolvedRun, ranks: int) -> str:
         (not run.sync.regroups, f"--sync {given.sync}"),
         (run.compression.encodes and not run.sync.sums_in_backward, f"--compression {given.compression}"),
         (run.compression.codec.control() is not None, f"--compression {given.compression}"),
-        (given.collective != "backend", f"--collective {given.collective}"),
+        (run.path.is_choice or not run.path.by_backend, f"--collective {given.collective}"),
         (layout.splits or layout.zero1 or layout.table > 1, f"--parallel {given.parallel}"),
         (config.model.sync_batchnorm, "--sync-batchnorm"),
         (config.model.compile, "--compile"),
@@ -249,7 +248,7 @@ def interplay_notes(run: ResolvedRun, ranks: int, on_gpu: bool = False) -> list[
 def _rate_notes(run: ResolvedRun) -> list[str]:
     """Say that a rate is one of SGD, where the optimizer moves each number by about the rate."""
     chosen = run.config.optimizer
-    if not any(kind in chosen.name.lower() for kind in _BY_THE_RATE) or ":" in chosen.name or chosen.lr <= _LARGE_RATE:
+    if not moves_by_rate(chosen.name) or chosen.lr <= _LARGE_RATE:
         return []
     return [
         f"--optimizer {chosen.name} at --lr {chosen.lr:g}, which is a rate for sgd: each step moves a weight by "

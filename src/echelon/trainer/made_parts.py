@@ -32,7 +32,7 @@ def streamed_tensors(table: KeyTable, keys: Mapping[int, StateView], read: ReadR
         keys: states of the servers' copy, without these rows.
     """
     found: dict[str, StreamedTensor] = {}
-    for name, of_table in served_keys(table).items():
+    for name, of_table in server_keys(table).items():
         counts = {key.index: int(keys[key.index][EXIST]) for key in of_table}
         shape = sum(key.rows for key in of_table), of_table[0].width
         found[model_name(name)] = StreamedTensor(
@@ -47,7 +47,7 @@ def streamed_tensors(table: KeyTable, keys: Mapping[int, StateView], read: ReadR
     return found
 
 
-def served_keys(table: KeyTable) -> dict[str, list[KeyRange]]:
+def server_keys(table: KeyTable) -> dict[str, list[KeyRange]]:
     """Return the keys of tables whose rows servers make, by name of the table, in the order of its rows."""
     found: dict[str, list[KeyRange]] = {}
     for key in table.keys:

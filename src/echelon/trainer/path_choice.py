@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from echelon.collectives.chooser import PathBySize, SizeChoice, choose_paths
+from echelon.collectives.chooser import BACKEND, PathBySize, SizeChoice, choose_paths
 from echelon.core.files import write_atomic
 from echelon.core.units import format_bytes
 from echelon.trainer.folder import CHECKPOINTS_FOLDER
@@ -64,7 +64,7 @@ def with_chosen_paths(run: ResolvedRun, world: World, folder: Path) -> tuple[Res
         write_atomic(folder / PATHS_FILE, PathsFile(group.size(), choices).as_text())
     source = "as at the run's start" if kept is not None else "tried before the first step"
     note = f"--collective auto, {source}: {in_words(choices)}"
-    if len(choices) == 1 and choices[0].spec == "backend":
+    if len(choices) == 1 and choices[0].spec == BACKEND:
         return run, [note]
     return replace(run, path=PathBySize(choices)), [note]
 

@@ -31,7 +31,7 @@ from echelon.ps.copies import ServersCopy
 from echelon.ps.messages import BUFFERS_KEY
 from echelon.ps.strategy import ParameterServer
 from echelon.ps.table import KeyRange, KeyTable
-from echelon.trainer.made_parts import first_put, model_name, more_puts, served_keys, streamed_tensors, without_made
+from echelon.trainer.made_parts import first_put, model_name, more_puts, server_keys, streamed_tensors, without_made
 from echelon.trainer.saving import Captured, WriterState, stand_by
 from echelon.trainer.state import SINCE, Cursor, averaged
 
@@ -74,7 +74,7 @@ class ServersState:
         self._strategy, self._table, self._per_epoch = strategy, table, steps_per_epoch
         self._patience, self._while_waiting, self._frozen = patience, while_waiting, frozen
         self._since = since
-        self._served = served_keys(table)
+        self._server_keys = server_keys(table)
         self._restored: dict[int, StateTree] | None = None
         self.below, self.beyond = 0, list[int]()
         self.begins_anew = self.takes_over = False
@@ -111,7 +111,7 @@ class ServersState:
         if len(part["buffers"]) == len(self._strategy.flat_buffers()) > 0:
             self._restored[BUFFERS_KEY] = {"value": part["buffers"], "version": 0}
         held = self._strategy.held  # tables of which servers alone have rows have none here
-        own = {name: tensor for name, tensor in state["model"].items() if name not in self._served}
+        own = {name: tensor for name, tensor in state["model"].items() if name not in self._server_keys}
         held.load_state_dict({**held.state_dict(), **own})
         return Cursor(**state["cursor"])
 
@@ -142,7 +142,7 @@ class ServersState:
         """Return what the servers begin with: what was restored, or the parameters of this worker's new model."""
         if self._restored is not None:
             return {key: first_put(state) for key, state in self._restored.items()}
-        new: dict[int, StateTree] = {key.index: {"version": 0} for keys in self._served.values() for key in keys}
+        new: dict[int, StateTree] = {key.index: {"version": 0} for keys in self._server_keys.values() for key in keys}
         return new | {key: {"value": value, "version": 0} for key, value in self._strategy.key_values().items()}
 
     def rows(self) -> Iterator[tuple[KeyRange, StateTree]]:
@@ -182,7 +182,7 @@ class ServersState:
             held = self._strategy.held.state_dict()
             stored = self._write_rows(room, copy) if room is not None else {}
             keys = {index: dict(state) for index, state in copy.keys.items()}
-            for name, of_table in self._served.items():
+            for name, of_table in self._server_keys.items():
                 held[name] = stored[model_name(name)]
                 keys |= {key.index: without_made(keys[key.index], key, stored) for key in of_table}
             frozen = {"model": {name: tensor for name, tensor in held.items() if name in self._frozen}}
@@ -204,7 +204,7 @@ class ServersState:
     @contextmanager
     def _room(self, store: CheckpointStore) -> Iterator[Path | None]:
         """Make the folder for rows that servers make; None: they make none. Where a copy is lost nothing stays."""
-        if not self._served:
+        if not self._server_keys:
             yield None
             return
         room = self._patience.insist(WRITING, lambda: store.room_for_parts(time.time_ns()))

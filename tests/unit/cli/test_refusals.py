@@ -72,14 +72,14 @@ for arguments in json.load(sys.stdin):
     sys.argv, said = ["echelon", *arguments], io.StringIO()
     with contextlib.redirect_stderr(said):
         code = _run()
-    imported = [name for name in ("torch", "timm", "numpy") if name in sys.modules]
+    imported = [name for name in ("torch", "timm", "numpy", "yaml", "http.client") if name in sys.modules]
     print(json.dumps([code, said.getvalue().splitlines(), imported, os.listdir()]))
 """
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """The exit code of a command, its lines on stderr, which large packages its process has now, and files it left."""
+    """The exit code of a command, its lines on stderr, which packages it needed not import, and files it left."""
 
     code: int
     lines: list[str]

@@ -12,7 +12,7 @@ import pytest
 
 from echelon.config import LaunchConfig, build
 from echelon.core.errors import UserError
-from echelon.launch.places import stop_seconds
+from echelon.launch.places import PlaceChoice
 from echelon.launch.places.base import Exited, PlaceFailed, Process
 from echelon.launch.places.cluster import NodeRank
 from echelon.launch.places.local import Local
@@ -59,7 +59,7 @@ def test_a_stop_has_the_time_that_the_place_gives(on: str, stop_s: float, saving
     place = launch_request(config, node_rank).place
     built = place.build()
     assert isinstance(built, Local) and (built.stop_s, built.saving_s) == (stop_s, saving_s)
-    assert stop_seconds(on) == stop_s
+    assert PlaceChoice(on).longest_stop_s() == stop_s
     assert place.runs_here == (on == "local")  # else nobody would end it in time
 
 

@@ -9,8 +9,8 @@ import pytest
 from echelon.config import RunConfig, build
 from echelon.core.errors import UserError
 from echelon.planning import layout_memory
-from echelon.planning.auto import choose, left_open, settled
-from echelon.run.resolve import resolve
+from echelon.planning.auto import choose, settled
+from echelon.run.resolve import left_open, resolve
 
 
 def described(**strategy: str) -> RunConfig:

@@ -6,10 +6,11 @@ element; `chain` puts several around a codec. `Huffman` sees the encoded symbols
 
 from __future__ import annotations
 
+from echelon.compression.transforms.base import weighted_sum
 from echelon.compression.transforms.chain import Transformed, with_transforms, without_transforms
 from echelon.compression.transforms.error_feedback import ErrorFeedback, resize
 from echelon.compression.transforms.huffman import Huffman, entropy_coded
-from echelon.compression.transforms.momentum import LocalClip, MomentumCorrection
+from echelon.compression.transforms.momentum import LocalClip, MomentumCorrection, momentum_of
 
 __all__ = [
     "ErrorFeedback",
@@ -18,7 +19,9 @@ __all__ = [
     "MomentumCorrection",
     "Transformed",
     "entropy_coded",
+    "momentum_of",
     "resize",
+    "weighted_sum",
     "with_transforms",
     "without_transforms",
 ]

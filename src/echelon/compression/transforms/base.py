@@ -11,14 +11,23 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
-from echelon.compression.base import Codec, Meta, Payload, State
+from echelon.compression.base import Codec, Meta, Payload, State, working_dtype
 from echelon.compression.rungs import RungControl
 from echelon.compression.wire import Layout
 
 Terms = list[tuple[Tensor, float]]
 """Tensors [numel] in the working dtype and their weights: their weighted sum is what the next transform sees."""
+
+
+def weighted_sum(terms: Terms) -> Tensor:
+    """Return the sum [numel] of terms; of one alone its own tensor, not a copy."""
+    (first, _), *others = terms
+    for term, weight in others:
+        first = torch.add(first, term, alpha=weight)
+    return first
 
 
 class SentTensor(Protocol):
@@ -79,6 +88,11 @@ class Transform(ABC):
 
     keeps: ClassVar[str | None] = None
     """Key of the `State.elementwise` tensor [numel] that it keeps; None: it keeps nothing."""
+
+    def init_memory(self, state: State, like: Tensor) -> None:
+        """Begin what it keeps of a tensor like `like`, any shape, with zeros."""
+        if self.keeps is not None:
+            state.elementwise[self.keeps] = like.new_zeros(like.numel(), dtype=working_dtype(like.dtype))
 
     @abstractmethod
     def before(self, terms: Terms, state: State) -> Terms:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from echelon.compression.base import (
@@ -17,12 +16,11 @@ from echelon.compression.base import (
     WholeSteps,
     flat,
     refuse_nonfinite_elements,
-    working_dtype,
 )
-from echelon.compression.transforms.base import SentMean, SentPayload, Transform, Wrapper
+from echelon.compression.transforms.base import SentMean, SentPayload, Transform, Wrapper, weighted_sum
 from echelon.compression.transforms.error_feedback import ErrorFeedback, ForgetError
 from echelon.compression.transforms.huffman import Huffman
-from echelon.compression.transforms.momentum import LocalClip, MomentumCorrection
+from echelon.compression.transforms.momentum import LocalClip, momentum_of
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,7 @@ class Transformed(Wrapper):
         """Return the codec's state with the transforms' memories, zero, [numel] each; `like`: any shape."""
         state = self.inner.init_state(name, like, seed, stream)
         for transform in reversed(self.transforms):
-            if transform.keeps is not None:
-                zeros = torch.zeros(like.numel(), dtype=working_dtype(like.dtype), device=like.device)
-                state.elementwise[transform.keeps] = zeros
+            transform.init_memory(state, like)
         return state
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
@@ -94,10 +90,7 @@ class Transformed(Wrapper):
         terms = [(gradient, 1.0)]
         for transform in self.transforms:
             terms = transform.before(terms, state)
-        (first, _), *others = terms
-        for term, weight in others:
-            first = torch.add(first, term, alpha=weight)
-        return first
+        return weighted_sum(terms)
 
 
 def with_transforms(
@@ -113,8 +106,8 @@ def with_transforms(
     transforms: list[Transform] = []
     if codec.local_clip:
         transforms.append(LocalClip(codec.local_clip))
-    if codec.absorbs_momentum:
-        transforms.append(MomentumCorrection(codec.absorbs_momentum, codec.looks_ahead))
+    if (momentum := momentum_of(codec)) is not None:
+        transforms.append(momentum)
     if codec.biased:
         transforms.append(ErrorFeedback())
     combined: Codec = Transformed(codec, tuple(transforms), whole_steps, stand_in) if transforms else codec

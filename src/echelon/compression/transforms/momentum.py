@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from echelon.compression.base import State
+from echelon.compression.base import Codec, State
 from echelon.compression.transforms.base import SentTensor, Terms, Transform
 
 
@@ -58,3 +58,8 @@ class MomentumCorrection(Transform):
         """Forget the velocity of what of `pending` [numel] was sent, where little is."""
         if sent.sparse:
             sent.clear(state.elementwise[self.keeps])
+
+
+def momentum_of(codec: Codec) -> MomentumCorrection | None:
+    """Return the momentum that a codec's settings ask for before its encoding; None: they ask for none."""
+    return MomentumCorrection(codec.absorbs_momentum, codec.looks_ahead) if codec.absorbs_momentum else None

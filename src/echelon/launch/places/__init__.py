@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, is_dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from echelon.config.machines import read_place
@@ -62,23 +63,6 @@ def check_place(text: str) -> None:
             _bound(spec)
 
 
-def stop_seconds(text: str) -> float:
-    """Return how long a run at a place may take from a signal until nothing of it is left.
-
-    Raises:
-        UserError: there is no such place, or its settings are impossible.
-    """
-    from echelon.launch.places.base import STOP_S, Place
-    from echelon.launch.places.cluster import Cluster
-
-    if is_own(text):
-        return STOP_S
-    with naming("--on"):
-        place = _bound(_read(text))
-    assert isinstance(place, Place | Cluster)
-    return place.stop_s
-
-
 def _bound(spec: Spec) -> object:
     """Return the place of a file here; one that is no dataclass has no settings.
 
@@ -106,9 +90,14 @@ class PlaceChoice:
     patience_s: float = PATIENCE_S
     stop_s: float | None = None
 
-    @property
+    @cached_property
     def _spec(self) -> Spec:
         return _read(self.name)
+
+    @property
+    def title(self) -> str:
+        """Its name without settings, as it is written: this machine need not know it."""
+        return self.name.partition("(")[0]
 
     @property
     def runs_here(self) -> bool:
@@ -132,6 +121,22 @@ class PlaceChoice:
                 return None
             cluster: Cluster = PLACES.bind(spec)
         return cluster
+
+    def longest_stop_s(self) -> float:
+        """Return how long a run there may take from a signal until nothing of it is left, as the place itself has it.
+
+        Raises:
+            UserError: there is no such place, or its settings are impossible.
+        """
+        from echelon.launch.places.base import STOP_S, Place
+        from echelon.launch.places.cluster import Cluster
+
+        if is_own(self.name):
+            return STOP_S
+        with naming("--on"):
+            place = _bound(self._spec)
+        assert isinstance(place, Place | Cluster)
+        return place.stop_s
 
     def build(self) -> Place:
         """Build a place that runs processes, which its user closes.

@@ -290,13 +290,13 @@ class Averaging:
 
     def entropy_coded(self) -> Mapping[str, float]:
         """Return what entropy coding did on this rank; synchronous steps at the start are not counted."""
-        return codec_state.entropy_coded(held for fragment in self._fragments for held in fragment.held())
+        return codec_state.entropy_coded(shard for fragment in self._fragments for shard in fragment.shards())
 
     def density(self) -> float | None:
         """Return the share of the encoded elements that this rank sent last."""
         if self._first:
             return self._first.density()
-        return codec_state.density(held for fragment in self._fragments for held in fragment.held())
+        return codec_state.density(shard for fragment in self._fragments for shard in fragment.shards())
 
     def state_dict(self) -> StateTree:
         """Return anchors, counters, the rule's and the codec's memories, and means on their way."""

@@ -102,15 +102,15 @@ class Exchange:
             self._link.wire.add(value.group, sent * value.tensor.numel() // elements)
         return total, {name: value / total for name, value in means.items()} if total else {}
 
-    def held(self) -> list[CodecShard]:
+    def shards(self) -> list[CodecShard]:
         """Return the codec's states."""
-        return [held for _, reducer in self._buckets for held in reducer.held]
+        return [shard for _, reducer in self._buckets for shard in reducer.shards]
 
     def state_dict(self) -> StateTree:
         """Return the codec's memories under flat keys (not copied)."""
         flat: StateTree = {}
         for bucket, reducer in self._buckets:
-            flat |= codec_state.state_dict(bucket, reducer.held)
+            flat |= codec_state.state_dict(bucket, reducer.shards)
         return flat
 
     def load_state_dict(self, saved: StateView) -> None:
@@ -120,7 +120,7 @@ class Exchange:
             ValueError: it was saved by another codec, model or number of ranks.
         """
         for bucket, reducer in self._buckets:
-            codec_state.load_state_dict(bucket, reducer.held, saved)
+            codec_state.load_state_dict(bucket, reducer.shards, saved)
 
 
 def weighted_sum(

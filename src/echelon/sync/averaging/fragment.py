@@ -186,9 +186,9 @@ class Fragment:
     def _as_held(self, value: Value, values: Tensor) -> Tensor:
         return (values if value.tensor.is_floating_point() else values.round()).to(value.tensor.dtype)
 
-    def held(self) -> list[CodecShard]:
+    def shards(self) -> list[CodecShard]:
         """Return the codec's states."""
-        return self._exchange.held() if self._exchange else []
+        return self._exchange.shards() if self._exchange else []
 
     def settle(self) -> None:
         """Wait until what is on its way has arrived; it is applied when it is due."""

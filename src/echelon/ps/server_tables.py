@@ -43,7 +43,7 @@ class _OfTask:
     gradients: list[RowSum] = field(default_factory=list)
 
 
-class ServedTables:
+class ServerTables:
     """Gives lookups the rows that servers hold, and keeps their gradients until they are pushed.
 
     It is the transport of tables that fetch all of their rows (see `parallel.tables`).
