@@ -15,7 +15,7 @@ from echelon.config.build import DEFAULT, SettingValue
 from echelon.config.keywords import RESUMABLE, for_compare, for_resume, for_train, keywords, setting_of, takes_settings
 from echelon.config.typed import ResumeSettings, TrainSettings
 from echelon.core.errors import UserError
-from echelon.core.own import of_object
+from echelon.core.own import code_mark, of_object
 from echelon.core.system import short_spins_inside
 from echelon.run.defaults import with_task_defaults
 from echelon.run.export_names import export_format
@@ -670,6 +670,7 @@ def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjec
         loggers=objects.get("loggers", ()),
         transforms=Transforms(objects.get("transform"), objects.get("eval_transform")),
         loss=objects.get("loss"),
+        loss_mark=code_mark(objects["loss"]) if "loss" in objects else "",
         metrics=objects.get("metrics"),
         optimizer=objects.get("optimizer"),
     )

@@ -182,14 +182,24 @@ def samples_digest(source: Source) -> str:
 
     What a data set makes item by item is not asked for again: it may draw random numbers.
     """
-    data, digest = source.train, hashlib.sha256()
+    return _digest(source.train, source.info.train_size)
+
+
+def evaluation_digest(source: Source) -> str:
+    """Return a digest of evaluation data likewise, and of its size."""
+    size = source.info.eval_size
+    return _digest(source.evaluation, size, str(size).encode())
+
+
+def _digest(data: Dataset[Any], size: int, beside: bytes = b"") -> str:
+    digest = hashlib.sha256(beside)
     if isinstance(data, TensorArray):
         known, inputs = data.targets, data.values
     elif isinstance(data, ImageArray | ImageItems):
         known, inputs = data.labels, data.pixels if isinstance(data, ImageArray) else ()
     else:
         known, inputs = (data.known_targets if isinstance(data, TensorItems) else None), ()
-    rows = np.linspace(0, max(0, source.info.train_size - 1), _DIGESTED).astype(int)
+    rows = np.linspace(0, max(0, size - 1), _DIGESTED).astype(int)
     for array in (*nest.leaves(known), *(x[rows] for x in nest.leaves(inputs) if isinstance(x, np.ndarray))):
         if isinstance(array, np.ndarray):
             digest.update(f"{array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())

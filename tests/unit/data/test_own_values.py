@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from echelon.core.errors import UserError
-from echelon.data import example_samples, from_datasets, samples_digest
+from echelon.data import evaluation_digest, example_samples, from_datasets, samples_digest
 from echelon.tasks.base import Task, TaskSettings
 from echelon.tasks.classification import Classification
 from echelon.tasks.image_classification import ImageClassification
@@ -100,6 +100,17 @@ def test_a_digest_tells_data_of_other_values_and_asks_no_item_again() -> None:
     }
     assert digests["memory"] == digests["again"]
     assert len(set(digests.values())) == len(digests) - 1
+
+
+def test_a_digest_tells_evaluation_data_of_other_values_or_another_size() -> None:
+    train = TensorDataset(X, torch.arange(6) % 3)
+    same, fewer, other = (
+        evaluation_digest(from_datasets(train, TensorDataset(x, torch.arange(len(x)) % 3))) for x in (X, X[:4], X + 1)
+    )
+    assert evaluation_digest(from_datasets(train, train)) == same
+    assert len({same, fewer, other}) == 3
+    items = [from_datasets(Items(torch.ones(6)), Items(torch.ones(count))) for count in (6, 5)]
+    assert evaluation_digest(items[0]) != evaluation_digest(items[1]), "their number is known, whatever they hold"
 
 
 def test_items_of_different_lengths_are_refused_with_what_to_do() -> None:
