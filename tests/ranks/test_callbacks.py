@@ -109,6 +109,7 @@ def test_loss_metrics_and_a_logger_are_objects_at_the_start_and_the_resume(tmp_p
         echelon.resume(run, epochs=2, loggers="wandb")  # type: ignore[arg-type]
     outcome = echelon.resume(run, epochs=2, **objects)  # type: ignore[arg-type]
     assert outcome.status == "completed" and "kappa" in outcome.metrics
+    assert outcome.summary["commands"] == 2, "the resume that was refused is none of the run's time"
     (file,) = service.iterdir()
     lines = file.read_text().splitlines()
     evaluated = [line for line in lines if "test/kappa" in line]

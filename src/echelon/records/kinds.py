@@ -710,6 +710,15 @@ class CommandEnd(Record):
 
 
 @dataclass(frozen=True)
+class CommandRefused(Record):
+    """A command that was to resume a run was refused before it began: its seconds are none of the run's."""
+
+    kind: ClassVar[str] = "command_refused"
+    seconds: float
+    message: str = ""
+
+
+@dataclass(frozen=True)
 class StudyStart(Record):
     """A study's own record: a command begins it, or goes on with it; `launched_t` is when that was given."""
 

@@ -29,10 +29,10 @@ from echelon.observe.callbacks import check_callbacks, check_methods
 from echelon.observe.environment import command_given_t, is_own_command
 from echelon.observe.loggers.base import own_loggers
 from echelon.optim.names import check_optimizer_name
-from echelon.records.events import CallbackError, MachineLeft, Refusal, WorkerDied
+from echelon.records.events import CallbackError, MachineLeft, Refusal, RunDiverged, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.going import LAUNCH_FILE, read_launch
-from echelon.records.kinds import End, Evaluation, Start
+from echelon.records.kinds import CommandRefused, End, Evaluation, Start
 from echelon.run.closing import close_run
 from echelon.run.data_names import check_data_name
 from echelon.run.deaths import watched
@@ -381,7 +381,7 @@ def _as_worker(path: Path, run: ResolvedRun, user_objects: UserObjects | None = 
     opened = closing(Recorder(path if leads else None, patience_s=run.io_patience_s))
     with stop_on_signals() as stop, opened as record, _mirrored(run, path, record, stop, leads, STOP_S):
         status = train_launched(path, stop, user_objects)
-        if leads:
+        if leads and status != "failed":
             close_run(path, record, stop)
             write_own_file(path, run, status, user_objects)
             Notifier(run.described.tracking.notify, path).end(status, _how_it_ended(path))
@@ -582,12 +582,15 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
             stop.raises = False  # from now on the ranks have something to save
             stopped = supervise(job, here.place, watch, stop, machine.rounds)
         except Refused:
-            last = next(newest(path, Refusal, CallbackError), None)
-            if isinstance(last, CallbackError):
+            last = next(newest(path, Refusal, CallbackError, RunDiverged), None)
+            if isinstance(last, CallbackError | RunDiverged):
                 say(last.message)
                 _end(path, record, machine, "failed", last.message)
                 return ended("failed")
             reason = folders.last_message(path, Refusal)
+            if machine.number == 0 and _stays_as_it_was(path):
+                record.write(CommandRefused(read_launch(path).seconds_since(), reason))
+                raise UserError(reason) from None
             _end(path, record, machine, "refused", reason)
             if machine.number == 0:
                 close_run(path, record, stop, here.place.stop_s)
@@ -616,6 +619,12 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
         if status == LEFT:
             say("the workers of this machine have left the run, which goes on")
         return ended("stopped" if stopped and status not in ("completed", CONTINUES, LEFT) else status)
+
+
+def _stays_as_it_was(path: Path) -> bool:
+    """Whether a run has begun before, and this command, which is refused, has not begun it again."""
+    begun = next(newest(path, Start), None)
+    return begun is not None and begun.t < (read_launch(path).launched_t or 0.0)
 
 
 def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: str) -> None:

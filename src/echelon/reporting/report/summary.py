@@ -15,6 +15,7 @@ from echelon.records.events import (
     Event,
     LossNotFinite,
     RankFailed,
+    RunDiverged,
     WayPredicted,
 )
 from echelon.records.kinds import End, EntropyCoding, Evaluation, ServerWindow, Start
@@ -232,7 +233,8 @@ def _status(record: RunRecord) -> tuple[str, str]:
     if isinstance(last, Start):
         return "unfinished", "the record has no end: the run is still going, or was killed"
     message, errors = last.message, [event.message for event in record.of(RankFailed) if event.message]
-    is_known = any(failed.message in message for failed in record.of(CallbackError))  # the others lost that rank
+    causes = [event.message for kind in (CallbackError, RunDiverged) for event in record.of(kind)]
+    is_known = any(cause in message for cause in causes)  # the others lost that rank
     if last.status == "failed" and errors and errors[-1] not in message and not is_known:
         message = f"{message.rstrip('.') or 'a rank failed'}; the last error was {errors[-1]}"
     return last.status, message
