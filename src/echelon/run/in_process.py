@@ -123,6 +123,8 @@ def _attempts(run: ResolvedRun, path: Path, stop: StopFlag, objects: UserObjects
             return train_rank(path, stop, replace(objects, model=model))
         except Exception as error:
             if halving is None or not is_out_of_memory(error):
+                if not isinstance(error, UserError | Diverged):
+                    logging.exception("this rank failed")
                 raise
             remedy = halving.ease("rank0")
             if not remedy.eased:

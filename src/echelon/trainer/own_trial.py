@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from echelon.data.images import random_state_kept
 from echelon.models.keras_model import KerasModule
 from echelon.models.tables import check_tables
 from echelon.models.trial import evaluating, own_copy, try_out
+from echelon.observe.stacks import user_frame
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 from echelon.trainer.inputs import model_input
@@ -133,7 +132,6 @@ class _Trial:
 
 
 def _place(error: Exception) -> str:
-    """Say where the caller's code called what raised: the last line outside of torch."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
-    own = [f for f in frames if not Path(f.filename).is_relative_to(Path(__file__).parents[1])]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    """Say where the caller's code raised, or called what did."""
+    frame = user_frame(error)
+    return f" ({frame.file}:{frame.line})" if frame is not None else ""
