@@ -53,7 +53,7 @@ def test_a_command_ends_in_its_time_with_an_evaluation_a_checkpoint_and_a_report
         assert end["reason"] == "max_time" and evaluation["step"] == run.records("checkpoint")[-1]["step"]
         began_s = run.records("start")[0]["t"] - run.records("start")[0]["launched_t"]
         assert run.records("command_end")[0]["seconds"] < max(12, began_s + 5), "a busy machine may start late"
-        assert "`echelon resume` goes on" in run.text()
+        assert f"`echelon resume {run.folder}` goes on" in run.text()
 
 
 def test_a_run_that_diverges_has_failed_in_its_own_words(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def code_mark(value: object) -> str:
     Comments and the file around it do not count. Where no source can be read, a function's compiled code stands for it.
     Empty for code that a name leads to.
     """
-    if not of_object(value).startswith(f"{_OBJECT}:"):
+    if not is_nameless(of_object(value)):
         return ""
     while isinstance(value, functools.partial):
         value = value.func
@@ -95,6 +95,28 @@ def _source_of(code: Any) -> str:
 def _holds(node: ast.Lambda, place: tuple[int, int]) -> bool:
     end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
     return (node.lineno, node.col_offset) <= place < end
+
+
+def is_nameless(described: str) -> bool:
+    """Whether what a description names was given from Python, and no name leads to it."""
+    return described.startswith(f"{_OBJECT}:")
+
+
+def continuing(run: object, objects: Sequence[str] = (), **settings: object) -> str:
+    """Return what continues a run, as one would type it.
+
+    Args:
+        objects: keywords by which it was given objects from Python, which it needs again.
+        settings: that change.
+
+    >>> continuing("runs/a", epochs=3), continuing("runs/a", ["model"], max_steps=0)
+    ('echelon resume runs/a --epochs 3', "echelon.resume('runs/a', model=..., max_steps=0)")
+    """
+    if objects:
+        values = [*(f"{name}=..." for name in objects), *(f"{name}={value!r}" for name, value in settings.items())]
+        return f"echelon.resume({', '.join([repr(str(run)), *values])})"
+    flags = (f" --{name.replace('_', '-')} {value}" for name, value in settings.items())
+    return f"echelon resume {run}{''.join(flags)}"
 
 
 def find_own(what: str, name: str) -> Any:

@@ -38,7 +38,7 @@ from echelon.run.data_names import check_data_name
 from echelon.run.deaths import watched
 from echelon.run.defaults import are_told_late
 from echelon.run.elsewhere import Around, followed, left_place, prepared, submitted, submitted_again
-from echelon.run.ending import check_checkpoints, nothing_left, why_cut
+from echelon.run.ending import check_checkpoints, check_objects, nothing_left, why_cut
 from echelon.run.foretold import Foretold, foretell, told_by_record, trained_scalars, trains_all
 from echelon.run.home import at_home, home_of, mend
 from echelon.run.job import RANK
@@ -217,6 +217,7 @@ def _start_again_here(
             return _as_worker(path, run, user_objects)
         if nothing_left(path, config):
             return outcome_of(path, "completed")
+        check_objects(path, user_objects.needed if user_objects else ())
         if config.checkpoint.mirror:
             mend(path, config.checkpoint.mirror, say)
         if request.nodes.most == 1:
@@ -309,7 +310,8 @@ def foretold(config: RunConfig, user_objects: UserObjects | None) -> Foretold:
     """Return what is known at once of a run's model: of objects from Python what they are called, and their size."""
     if not user_objects:
         return foretell(config)
-    return Foretold(config.model.name, trained_scalars(user_objects.model) if trains_all(config.model) else None)
+    parameters = trained_scalars(user_objects.model) if trains_all(config.model) else None
+    return Foretold(config.model.name, parameters, objects=user_objects.needed)
 
 
 def folder_word(config: RunConfig, told: Foretold) -> str:
@@ -583,18 +585,11 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
             stopped = supervise(job, here.place, watch, stop, machine.rounds)
         except Refused:
             last = next(newest(path, Refusal, CallbackError, RunDiverged), None)
-            if isinstance(last, CallbackError | RunDiverged):
-                say(last.message)
-                _end(path, record, machine, "failed", last.message)
-                return ended("failed")
-            reason = folders.last_message(path, Refusal)
-            if machine.number == 0 and _stays_as_it_was(path):
-                record.write(CommandRefused(read_launch(path).seconds_since(), reason))
-                raise UserError(reason) from None
-            _end(path, record, machine, "refused", reason)
-            if machine.number == 0:
-                close_run(path, record, stop, here.place.stop_s)
-            raise UserError(reason) from None
+            if not isinstance(last, CallbackError | RunDiverged):
+                raise _refusal(here, machine) from None
+            say(last.message)
+            _end(path, record, machine, "failed", last.message)
+            return ended("failed")
         except StopCut:
             reason = why_cut(path, here.place.saving_s, here.place.stop_s)
             say(reason)
@@ -619,6 +614,18 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
         if status == LEFT:
             say("the workers of this machine have left the run, which goes on")
         return ended("stopped" if stopped and status not in ("completed", CONTINUES, LEFT) else status)
+
+
+def _refusal(here: _Here, machine: Machine) -> UserError:
+    """Record that a process refused its input; returns why."""
+    reason = folders.last_message(here.path, Refusal)
+    if machine.number == 0 and _stays_as_it_was(here.path):
+        here.record.write(CommandRefused(read_launch(here.path).seconds_since(), reason))
+        return UserError(reason)
+    _end(here.path, here.record, machine, "refused", reason)
+    if machine.number == 0:
+        close_run(here.path, here.record, here.stop, here.place.stop_s)
+    return UserError(reason)
 
 
 def _stays_as_it_was(path: Path) -> bool:

@@ -174,7 +174,7 @@ def train_rank(
         in_time = status == "completed" and batches.reason != MAX_TIME
         measured_bytes = _time_alternatives(run, resolved, world) if in_time else 0
         stagnant = run.saver.stagnation.evaluations
-        why = why_ended(batches.reason, run.task.facts(), stagnant, resolved.config)
+        why = why_ended(batches.reason, run.task.facts(), stagnant, resolved.config, path)
         _end(run, path, End(status, why, reason=batches.reason, stagnant=stagnant), measured_bytes)
         run.progress.record.close()
     return status

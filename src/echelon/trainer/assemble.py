@@ -21,6 +21,7 @@ from echelon.config.validate import Nodes
 from echelon.coordinator.addresses import ROLES_FOLDER
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
+from echelon.core.own import is_nameless, of_object
 from echelon.core.terms import TERMINAL_VARIABLE
 from echelon.data import LoaderConfig, Shard, Source, evaluation_digest, example_samples, samples_digest
 from echelon.data.base import DataInfo
@@ -39,7 +40,7 @@ from echelon.observe.phases import PhaseClock, make_clock
 from echelon.observe.profile import StepProfiler, TracedClock, rank_trace
 from echelon.observe.tensorboard import TensorBoard
 from echelon.optim.build import Schedule, build_schedule
-from echelon.optim.own import OptimizerFactory
+from echelon.optim.own import OptimizerFactory, described
 from echelon.ps.split_worker import SplitWorker
 from echelon.ps.worker_rank import WorkerRank
 from echelon.records.events import Event, WeightsLoaded
@@ -99,6 +100,23 @@ class UserObjects:
     def of_task(self) -> TaskObjects:
         """Those that say what is learnt, and how it is judged."""
         return TaskObjects(self.task, self.loss, self.metrics)
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Keywords of `echelon.resume` by which a run needs these again: no name leads to them."""
+        given = {
+            "model": self.model is not None,
+            "data": self.source is not None,
+            "task": self.task is not None,
+            "loss": self.loss is not None and is_nameless(of_object(self.loss)),
+            "metrics": self.metrics is not None and is_nameless(of_object(self.metrics)),
+            "optimizer": self.optimizer is not None and is_nameless(described(self.optimizer)),
+            "callbacks": bool(self.callbacks),
+            "transform": self.transforms.training is not None,
+            "eval_transform": self.transforms.evaluation is not None,
+            "loggers": bool(self.loggers),
+        }
+        return tuple(keyword for keyword, is_given in given.items() if is_given)
 
 
 @dataclass(frozen=True)
@@ -248,6 +266,7 @@ class _Groundwork:
             epochs=config.training.epochs,
             environment=environment(launch.command),
             launched_t=launch.launched_t,
+            objects=self.user_objects.needed,
         )
 
 

@@ -44,6 +44,7 @@ class Summary:
         commands: that it took: one, and each that resumed it.
         last_command_s: seconds of the last one.
         startup_s: from the command to where training begins, the sum over the commands that came so far.
+        objects: keywords of `echelon.resume` by which the run needs objects from Python again.
         whole: from the first step to the end of the last evaluation or checkpoint: the figure by which runs compare.
     """
 
@@ -90,6 +91,7 @@ class Summary:
     whole: WholeRun | None
     served: bool
     searched: bool
+    objects: tuple[str, ...] = ()
 
     def to_json(self) -> JsonObject:
         """Plain values for `summary.json`; NaN and infinity become null."""
@@ -162,6 +164,7 @@ def summarise(record: RunRecord) -> Summary:
         whole=whole,
         served=record.served,
         searched=record.searched,
+        objects=tuple(start.objects) if start else (),
     )
 
 
