@@ -20,6 +20,7 @@ from echelon.data.images import (
     Images,
     TensorArray,
     TensorItems,
+    about_item,
     as_sample,
     labels_of,
     random_state_kept,
@@ -28,12 +29,14 @@ from echelon.data.labelled_files import Labels
 from echelon.data.order import Indices, split
 from echelon.data.statistics import measure
 from echelon.data.stream import Stream, is_stream
+from echelon.observe.stacks import circumstances
 from echelon.tasks import nest
 from echelon.tasks.base import NO_TARGET, TargetValues
 from echelon.tasks.nest import Nest, TensorSpec
 
 _MOST_READ_FOR_LABELS = 20_000
 _DIGESTED = 16  # samples whose inputs tell data from others
+_SAID = 300  # characters of what a data set raises
 _LOOKED_AT = 8  # items, for the values of their targets
 _PROMISE = (
     "samples come in its own order, each once in an epoch as far as it gives the same each time, and each process "
@@ -274,7 +277,7 @@ def _span(both: tuple[Labels, Labels]) -> tuple[int, int]:
 
 def _first_sample(name: str, data: Any) -> tuple[Nest, Nest]:
     try:
-        inputs, targets = as_sample(data[0])
+        inputs, targets = as_sample(_item(data, 0))
     except UserError as error:
         raise UserError(f"data {name}: {error}") from error
     for leaf in nest.leaves((inputs, targets)):
@@ -352,4 +355,21 @@ def _labels(name: str, data: Any) -> Labels:
         return found
     if len(data) > _MOST_READ_FOR_LABELS:
         raise UserError(f"data {name}: give the data set `targets`, a list of its {len(data)} labels")
-    return np.array([int(as_sample(data[i])[1]) for i in range(len(data))], dtype=np.int64)
+    return np.array([int(as_sample(_item(data, i))[1]) for i in range(len(data))], dtype=np.int64)
+
+
+def _item(data: Any, i: int) -> Any:
+    """Return an item.
+
+    Raises:
+        UserError: the data set raises; says for which item, and where.
+    """
+    try:
+        return data[i]
+    except UserError:
+        raise
+    except Exception as error:  # the caller's code may raise any
+        number = int(data.indices[i]) if isinstance(data, Subset) else i
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:_SAID]}"
+        error.add_note(about_item(error, number))
+        raise UserError(f"data {type(data).__name__}: {said} ({circumstances(error)})") from error

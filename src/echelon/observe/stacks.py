@@ -85,6 +85,12 @@ def user_frame(error: BaseException) -> StackFrame | None:
     return Stack(tuple(reversed(frames))).of_user or (user_frame(cause) if cause is not None else None)
 
 
+def circumstances(error: BaseException) -> str:
+    """Return what was noted of an error, and where the user's own code raised it; empty: neither."""
+    frame = user_frame(error)
+    return ", ".join([*getattr(error, "__notes__", []), *([f"{frame.file}:{frame.line}"] if frame else [])])
+
+
 def stack_of(text: str, thread: int) -> Stack | None:
     """Return the stack of a thread (its identity) in the last dump that a text has whole; None: it has none.
 
