@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import torch
@@ -14,12 +16,14 @@ from echelon.models.tables import check_tables
 from echelon.models.trial import evaluating, own_copy, try_out
 from echelon.observe.stacks import user_frame
 from echelon.tasks import nest
+from echelon.tasks.base import Task
 from echelon.tasks.nest import Nest
 from echelon.trainer.inputs import model_input
 from echelon.trainer.work import Work
 
 _NEEDS_SEVERAL = "Expected more than 1 value per channel"  # as torch says it
 _SAID = 300  # characters of what a forward raises
+_SAME = 1e-4  # relative difference of a mean, computed in two ways
 
 
 def check_own_model(model: nn.Module, work: Work) -> None:
@@ -115,6 +119,12 @@ class _Trial:
             raise UserError(f"{self._label} {wrong}{mode}")
         if wrong := self._work.task.wrong_loss(nest.exact(outputs), targets):
             raise UserError(f"{wrong}{mode}")
+        if not mode and returns_mean(self._work.task, nest.exact(outputs), targets):
+            name = type(self._work.task).__name__
+            raise UserError(
+                f"task {name}: its loss_sum returns the mean over a batch, and each step would divide it once more: "
+                "return the sum over the batch (reduction='sum')"
+            )
 
     def _outputs(self, model: nn.Module, inputs: Nest, example: Tensor, mode: str) -> Any:
         devices = [example.device] if example.is_cuda else []
@@ -129,6 +139,33 @@ class _Trial:
                 f"{self._label} cannot be called with samples of data {self._work.info.name}, "
                 f"{nest.describe(self._work.info.inputs)}{mode}: {type(error).__name__}: {said}{_place(error)}"
             ) from error
+
+
+def returns_mean(task: Task, outputs: Any, targets: Nest) -> bool:
+    """Whether a task's loss of two samples is the mean of what it gives for each alone, by units, and not their sum.
+
+    A copy of the task is asked. What depends on other samples of a batch, draws random numbers, raises for one sample,
+    or is 0, does not tell.
+
+    Args:
+        outputs: `(2, ...)`, of a model that evaluates.
+        targets: `(2, ...)`.
+    """
+    try:
+        task = copy.deepcopy(task)
+
+        def loss(chosen: slice) -> float:
+            """Return what the task gives for some of the samples."""
+            with torch.no_grad():
+                return float(task.loss_sum(nest.take(outputs, chosen), nest.take(targets, chosen)))
+
+        with random_state_kept(), torch.random.fork_rng(devices=[]):
+            both, again, first, second = (loss(slice(*ends)) for ends in ((0, 2), (0, 2), (0, 1), (1, 2)))
+        units = [task.units(nest.take(targets, slice(i, i + 1))) for i in range(2)]
+    except Exception:  # noqa: BLE001  the caller's code may raise any
+        return False
+    mean = (first * units[0] + second * units[1]) / max(1, sum(units))
+    return both == again != 0 and math.isclose(both, mean, rel_tol=_SAME)
 
 
 def _place(error: Exception) -> str:
