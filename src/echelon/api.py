@@ -15,7 +15,7 @@ from echelon.config.build import DEFAULT, SettingValue
 from echelon.config.keywords import RESUMABLE, for_compare, for_resume, for_train, keywords, setting_of, takes_settings
 from echelon.config.typed import ResumeSettings, TrainSettings
 from echelon.core.errors import UserError
-from echelon.core.own import of_object
+from echelon.core.own import code_mark, of_object
 from echelon.core.system import short_spins_inside
 from echelon.run.defaults import with_task_defaults
 from echelon.run.export_names import export_format
@@ -83,7 +83,7 @@ def train(
         loss: a function of outputs and targets, or a module of `torch.nn`, that returns one number for each sample,
             their sum or their mean; or a name as on the command line.
         metrics: metrics of torchmetrics, one, a list, a dict by name or a `MetricCollection`; or names as on the
-            command line. `primary_metric` names the one by which checkpoints are compared.
+            command line, one text or a list. `primary_metric` names the one by which checkpoints are compared.
         callbacks: objects that the leading rank tells what happens (see `echelon.observe.callbacks.Callback`), or their
             names as on the command line; several workers have copies of them.
         loggers: names as on the command line, and objects (see `echelon.observe.loggers.base.LoggerSettings`).
@@ -100,6 +100,7 @@ def train(
     """
     _check_objects({"model": model, "task": task, "loss": loss}, settings.get("optimizer"))
     module, data = _as_module(model), str(data) if isinstance(data, Path) else data
+    loss, metrics, callbacks = _left_out(loss), _metrics_text(metrics), _left_out(callbacks)
     if module is not model:
         derived, metrics = _compiled(module, loss, metrics)
         loss = derived if isinstance(task, str) else loss
@@ -109,8 +110,7 @@ def train(
     overrides |= {"run": str(run), "model.name": model if isinstance(model, str) else type(model).__name__}
     overrides["data.source"] = data if isinstance(data, str) else _name_of_data(data)
     overrides["task"] = task if isinstance(task, str) else task.facts().spec
-    overrides["optimizer.loss"] = loss if isinstance(loss, str) else of_object(loss)
-    overrides["training.metrics"] = metrics if isinstance(metrics, str) else of_object(metrics)
+    overrides |= {"optimizer.loss": _described(loss), "training.metrics": _described(metrics)}
     overrides["tracking.callbacks"] = callbacks if isinstance(callbacks, str) else ""
     resolved = build(None, overrides, in_python=True)
     check_trust(resolved, trust=False)  # all of it is the caller's own: remembered, for what resumes or evaluates it
@@ -268,7 +268,9 @@ def continue_run(
     detach: bool = False,
 ) -> Outcome:
     """Continue a run as `resume` does, without saying how it ended."""
-    path, keywords = _brought(run), dict(settings)
+    path, keywords = _brought(run), {name: value for name, value in settings.items() if value is not None}
+    if "metrics" in keywords:
+        keywords["metrics"] = _metrics_text(keywords["metrics"])
     loggers = keywords.pop("loggers", ())
     given = [name for name in OBJECTS if not isinstance(keywords.get(name, ""), str)]
     user_objects = {name: keywords.pop(name) for name in given}
@@ -601,6 +603,23 @@ def _listed(loggers: object) -> Sequence[object]:
     return loggers
 
 
+def _left_out(value: Any) -> Any:
+    """Return what a caller gave for a keyword; None stands for nothing."""
+    return "" if value is None else value
+
+
+def _described(value: object) -> str:
+    """Return how a run's description names a loss or metrics."""
+    return value if isinstance(value, str) else of_object(value)
+
+
+def _metrics_text(metrics: Any) -> Any:
+    """Return metrics that are names in a list as one text, as the command line takes them; others as they are."""
+    if isinstance(metrics, list | tuple) and all(isinstance(metric, str) for metric in metrics):
+        return "+".join(metrics)
+    return _left_out(metrics)
+
+
 def _check_same(keyword: str, described: str, name: str) -> None:
     if name != described:
         raise UserError(f"the run's {keyword} is {described!r}, and what is given from Python is {name!r}")
@@ -645,7 +664,7 @@ def _is_one_text(config: RunConfig, task: Task | None) -> bool:
 
 def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjects | None:
     """Return what is not given by name; None: all of it is."""
-    objects = {name: value for name, value in candidates.items() if not isinstance(value, str)}
+    objects = {name: value for name, value in candidates.items() if value is not None and not isinstance(value, str)}
     if not objects:
         return None
     from echelon.data import source_of
@@ -670,6 +689,7 @@ def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjec
         loggers=objects.get("loggers", ()),
         transforms=Transforms(objects.get("transform"), objects.get("eval_transform")),
         loss=objects.get("loss"),
+        loss_mark=code_mark(objects["loss"]) if "loss" in objects else "",
         metrics=objects.get("metrics"),
         optimizer=objects.get("optimizer"),
     )

@@ -194,7 +194,11 @@ class Failing(Own):
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("raise", "the disk is on fire"), ("kill", "was ended by SIGKILL"), ("stop", "no loader process gave anything")],
+    [
+        ("raise", r"RuntimeError: the disk is on fire \(item \d+ of the data, .*test_data.py:\d+\)"),
+        ("kill", "was ended by SIGKILL"),
+        ("stop", "no loader process gave anything"),
+    ],
 )
 def test_a_loader_that_fails_is_an_error_and_no_hang(how: str, words: str) -> None:
     source = from_datasets(Failing(how), Failing(how))

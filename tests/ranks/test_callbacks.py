@@ -102,10 +102,14 @@ def test_loss_metrics_and_a_logger_are_objects_at_the_start_and_the_resume(tmp_p
     echelon.train("mlp", "digits", run, epochs=1, batch_size=256, workers=1, device="cpu", threads=1, **objects)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="the run's loss is 'object:function', and what is given from Python is"):
         echelon.resume(run, epochs=2, **{**objects, "loss": cross_entropy})  # type: ignore[arg-type]
+    other = {**objects, "loss": lambda outputs, classes: 2 * cross_entropy(outputs, classes, reduction="none")}
+    with pytest.raises(UserError, match=r"the loss is not the one that the run began with: .* in place of test_loss"):
+        echelon.resume(run, epochs=2, **other)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"loggers is a list: loggers=\['wandb'"):
         echelon.resume(run, epochs=2, loggers="wandb")  # type: ignore[arg-type]
     outcome = echelon.resume(run, epochs=2, **objects)  # type: ignore[arg-type]
     assert outcome.status == "completed" and "kappa" in outcome.metrics
+    assert outcome.summary["commands"] == 2, "the resume that was refused is none of the run's time"
     (file,) = service.iterdir()
     lines = file.read_text().splitlines()
     evaluated = [line for line in lines if "test/kappa" in line]

@@ -53,4 +53,15 @@ def test_a_command_ends_in_its_time_with_an_evaluation_a_checkpoint_and_a_report
         assert end["reason"] == "max_time" and evaluation["step"] == run.records("checkpoint")[-1]["step"]
         began_s = run.records("start")[0]["t"] - run.records("start")[0]["launched_t"]
         assert run.records("command_end")[0]["seconds"] < max(12, began_s + 5), "a busy machine may start late"
-        assert "`echelon resume` goes on" in run.text()
+        assert f"`echelon resume {run.folder}` goes on" in run.text()
+
+
+def test_a_run_that_diverges_has_failed_in_its_own_words(tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        run = runs.start(*MODEL, "--workers", "2", "--lr", "1e30", "--epochs", "2", folder="run")
+        assert run.end() == 1, run.text()
+        messages = [event["message"] for event in run.events("diverged")]
+        assert all("start a new run with a lower --lr" in m for m in messages) and not run.events("refused")
+        summary = run.summary()
+        assert summary["status"] == "failed" and summary["message"] in messages
+        assert "Traceback" not in run.errors() and "no restart" not in run.text()

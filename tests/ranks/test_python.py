@@ -177,3 +177,37 @@ def test_what_own_code_raises_in_the_process_itself_ends_the_run_and_is_seen(tmp
         assert "ValueError: too deep" in run.errors() and "raise ValueError('too deep')" in run.errors()
         assert run.records("end")[-1]["status"] == "failed"
         assert (tmp_path / "run" / "report.html").exists()
+
+
+FAILS = """
+class Fails(Net):
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + self.training
+        if self.calls == 12:
+            raise ValueError("cannot go on")  # in line {line}
+        return super().forward(x)
+
+try:
+    data = my_train_set, my_test_set
+    echelon.train(Fails(), data, epochs=2, batch_size=16, workers={workers}, device="cpu")
+except echelon.RunFailed as failure:
+    print("failed", failure)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_an_error_of_the_callers_code_is_told_with_its_line_and_not_tried_three_times(
+    tmp_path: Path, workers: int
+) -> None:
+    line = 1 + (CLASSES + FAILS).partition("raise ValueError")[0].count("\n")
+    (tmp_path / "script.py").write_text(CLASSES + FAILS.format(workers=workers, line=line))
+    with Runs(tmp_path) as runs:
+        run = runs.start(program=[sys.executable, "script.py"], folder="runs/Dots-Fails-1")
+        assert run.end() == 0, run.text() + run.errors()
+        told = f"ValueError: cannot go on (in step 12, {tmp_path / 'script.py'}:{line})"
+        (words,) = [text for text in run.text().splitlines() if text.startswith("failed")]
+        assert told in words, words
+        log = (run.folder / "logs" / "rank0.log").read_text()
+        assert "Traceback" in log and f'script.py", line {line}, in forward' in log
+        assert len(run.events("worker_died")) == (0 if workers == 1 else 2)
+        assert workers == 1 or "no restart: it failed in the same way twice" in words

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,19 @@ def test_a_study_that_cannot_be_is_refused_in_one_line(call: dict, message: str)
 def test_the_api_is_what_is_promised() -> None:
     promised = "train finetune resume evaluate predict report export compare flow plan ddp_hook wrap"
     assert sorted([*promised.split(), "Outcome", "RunFailed", "UserError"]) == dir(echelon)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (["F1Scor"], "unknown --metrics 'F1Scor': did you mean F1Score"),
+        (["F1Score", 3], "metrics: 'F1Score' is a name among objects: give names alone"),
+        (3, "metric int is a int: give metrics of torchmetrics"),
+    ],
+)
+def test_metrics_are_names_or_objects(metrics: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        echelon.train("mlp", "digits", tmp_path / "run", metrics=metrics, loss=None, callbacks=None, workers=1)  # type: ignore[arg-type]
 
 
 def test_from_python_a_setting_is_called_by_its_keyword() -> None:

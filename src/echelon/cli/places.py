@@ -110,6 +110,7 @@ def stop_command() -> Any:
 
     def stop(run: Annotated[str, _RUN]) -> None:
         """Ask a run to save a checkpoint and end."""
+        from echelon.records.going import resumed_by
         from echelon.run.elsewhere import stop as stop_there
         from echelon.run.home import folder_of
         from echelon.run.overview import cluster_of
@@ -122,7 +123,7 @@ def stop_command() -> Any:
             asked = _stop_here(path)
         if not asked:
             raise UserError(f"{run} does not go on: there is nothing to stop")
-        print(f"{run} saves a checkpoint and ends; continue it with: echelon resume {run}", file=sys.stderr)
+        print(f"{run} saves a checkpoint and ends; continue it with: {resumed_by(path, run)}", file=sys.stderr)
 
     return as_command(stop, "stop", COMMANDS["stop"][1])
 

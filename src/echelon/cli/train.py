@@ -283,6 +283,7 @@ def resume_command() -> Any:
 
 def _finish(outcome: Outcome) -> None:
     """Print the closing words of a run; exits with another code than 0 unless it completed."""
+    from echelon.records.going import resumed_by
     from echelon.run.outcome import failed_log
 
     for line in outcome.words or _closing_words(outcome.folder):
@@ -292,7 +293,7 @@ def _finish(outcome: Outcome) -> None:
     if outcome.status == "failed":
         print(f"log: {failed_log(outcome.folder)}")
     if outcome.status == "stopped":
-        print(f"continue with: echelon resume {outcome.folder}")
+        print(f"continue with: {resumed_by(outcome.folder)}")
     if outcome.exit_code:
         raise SystemExit(outcome.exit_code)
 

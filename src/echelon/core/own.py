@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import hashlib
 import importlib
 import inspect
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +58,65 @@ def of_object(value: object) -> str:
         return f"{module}:{name}"
     kind = value if isinstance(value, type) else type(value)
     return f"{_OBJECT}:{kind.__name__}"
+
+
+def code_mark(value: object) -> str:
+    """Return what tells code that no name leads to from other code: its qualified name, and a digest of its source.
+
+    Comments and the file around it do not count. Where no source can be read, a function's compiled code stands for it.
+    Empty for code that a name leads to.
+    """
+    if not is_nameless(of_object(value)):
+        return ""
+    while isinstance(value, functools.partial):
+        value = value.func
+    code = value if inspect.isroutine(value) or isinstance(value, type) else type(value)
+    name, text = getattr(code, "__qualname__", ""), _source_of(code)
+    return f"{name} ({hashlib.sha256(text.encode()).hexdigest()[:8]})" if text else name
+
+
+def _source_of(code: Any) -> str:
+    """Return the source of a function or a class in a form of its own; empty where there is none to read."""
+    compiled = getattr(code, "__code__", None)
+    try:
+        if compiled is None or code.__name__ != "<lambda>":
+            return ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(code))))
+        tree = ast.parse("".join(inspect.findsource(code)[0]))  # the lines of a lambda alone may be no whole statement
+        places = [(line, column) for line, _, column, _ in compiled.co_positions() if line and column]
+        around = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda) and _holds(node, max(places))]
+        return ast.unparse(max(around, key=lambda node: (node.lineno, node.col_offset)))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        if compiled is None:
+            return ""
+        constants = [constant for constant in compiled.co_consts if not inspect.iscode(constant)]
+        return repr((compiled.co_code, constants, compiled.co_names, compiled.co_varnames))
+
+
+def _holds(node: ast.Lambda, place: tuple[int, int]) -> bool:
+    end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
+    return (node.lineno, node.col_offset) <= place < end
+
+
+def is_nameless(described: str) -> bool:
+    """Whether what a description names was given from Python, and no name leads to it."""
+    return described.startswith(f"{_OBJECT}:")
+
+
+def continuing(run: object, objects: Sequence[str] = (), **settings: object) -> str:
+    """Return what continues a run, as one would type it.
+
+    Args:
+        objects: keywords by which it was given objects from Python, which it needs again.
+        settings: that change.
+
+    >>> continuing("runs/a", epochs=3), continuing("runs/a", ["model"], max_steps=0)
+    ('echelon resume runs/a --epochs 3', "echelon.resume('runs/a', model=..., max_steps=0)")
+    """
+    if objects:
+        values = [*(f"{name}=..." for name in objects), *(f"{name}={value!r}" for name, value in settings.items())]
+        return f"echelon.resume({', '.join([repr(str(run)), *values])})"
+    flags = (f" --{name.replace('_', '-')} {value}" for name, value in settings.items())
+    return f"echelon resume {run}{''.join(flags)}"
 
 
 def find_own(what: str, name: str) -> Any:

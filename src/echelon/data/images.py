@@ -169,7 +169,11 @@ class ImageItems(LabelledImages):
 
     def picture(self, i: int) -> Picture:
         """Return image `i`."""
-        image = self.items[i][0]
+        try:
+            image = self.items[i][0]
+        except Exception as error:
+            _name_item(error, i, self.origin)
+            raise
         return as_picture(image if isinstance(image, Tensor) else rgb_tensor(image))
 
     def path(self, i: int) -> str:
@@ -217,7 +221,24 @@ class TensorItems(Dataset[tuple[Nest, Nest]]):
         return len(self.items)
 
     def __getitem__(self, i: int) -> tuple[Nest, Nest]:
-        return as_sample(self.items[i])
+        try:
+            item = self.items[i]
+        except Exception as error:
+            _name_item(error, i, self.origin)
+            raise
+        return as_sample(item)
+
+
+def _name_item(error: Exception, i: int, origin: NDArray[np.int64] | None) -> None:
+    """Add to what a caller's data set raised which item it was asked for, unless it was said in words of ours."""
+    if not isinstance(error, UserError):
+        error.add_note(about_item(error, i if origin is None else int(origin[i])))
+
+
+def about_item(error: Exception, number: int) -> str:
+    """Say which item of the data an error is about, and where a length is to blame."""
+    counted = ", which its __len__ counts" if isinstance(error, IndexError) else ""
+    return f"item {number} of the data{counted}"
 
 
 def as_sample(item: Any) -> tuple[Nest, Nest]:

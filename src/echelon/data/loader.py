@@ -8,7 +8,8 @@ for batch in train.epoch(0):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -172,14 +173,16 @@ class TrainLoader(_Loader):
             UserError: a sample cannot be used; says in which batch.
         """
         given = 0
-        try:
+
+        def place() -> str:
+            """Return which batch is being made."""
+            number, _, shard = wanted[given]
+            return f"rank {shard.rank}, batch {number + 1} of epoch {epoch + 1}"
+
+        with _saying_where(place):
             for batch in self._mixed(epoch, wanted):
                 yield batch
                 given += 1
-        except UserError as error:
-            number, _, shard = wanted[given]
-            place = f"rank {shard.rank}, batch {number + 1} of epoch {epoch + 1}"
-            raise UserError(f"{error} ({place})") from error
 
     def _mixed(self, epoch: int, wanted: Sequence[tuple[int, Indices, Shard]]) -> Iterator[Batch]:
         if self._mixer is None:
@@ -200,6 +203,18 @@ class TrainLoader(_Loader):
 
 def _uneven(samples: int, shard: Shard) -> tuple[int, ...]:
     return tuple(share_sizes(samples, shard.world_size, shard.weights)) if shard.weights else ()
+
+
+@contextmanager
+def _saying_where(place: Callable[[], str]) -> Iterator[None]:
+    """Add to an error of making a batch which batch it was."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{error} ({place()})") from error
+    except Exception as error:
+        error.add_note(place())
+        raise
 
 
 def size_note(info: DataInfo, batch_size: int) -> str:
@@ -256,12 +271,16 @@ class EvalLoader(_Loader):
         number, count = part
         parts = parts[len(parts) * number // count : len(parts) * (number + 1) // count]
         self.first = int(parts[0][0]) if parts else 0
-        self._jobs = [BatchJob(i, part, len(part)) for i, part in enumerate(parts)]
+        self._jobs, self._rank = [BatchJob(i, part, len(part)) for i, part in enumerate(parts)], shard.rank
         rows = make_rows(samples, source.info, config, training=False)
         self._feed = Feed(rows, source.info, config, min(size, len(indices)))
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._feed.run(0, self._jobs)
+        given = 0
+        with _saying_where(lambda: f"rank {self._rank}, batch {given + 1} of the evaluation data"):
+            for batch in self._feed.run(0, self._jobs):
+                yield batch
+                given += 1
 
     def __len__(self) -> int:
         return len(self._jobs)

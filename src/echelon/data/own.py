@@ -20,6 +20,7 @@ from echelon.data.images import (
     Images,
     TensorArray,
     TensorItems,
+    about_item,
     as_sample,
     class_of,
     labels_of,
@@ -29,12 +30,14 @@ from echelon.data.labelled_files import Labels
 from echelon.data.order import Indices, split
 from echelon.data.statistics import measure
 from echelon.data.stream import Stream, is_stream
+from echelon.observe.stacks import circumstances
 from echelon.tasks import nest
 from echelon.tasks.base import NO_TARGET, TargetValues
 from echelon.tasks.nest import Nest, TensorSpec
 
 _MOST_READ_FOR_LABELS = 20_000
 _DIGESTED = 16  # samples whose inputs tell data from others
+_SAID = 300  # characters of what a data set raises
 _LOOKED_AT = 8  # items, for the values of their targets
 _PROMISE = (
     "samples come in its own order, each once in an epoch as far as it gives the same each time, and each process "
@@ -184,14 +187,24 @@ def samples_digest(source: Source) -> str:
 
     What a data set makes item by item is not asked for again: it may draw random numbers.
     """
-    data, digest = source.train, hashlib.sha256()
+    return _digest(source.train, source.info.train_size)
+
+
+def evaluation_digest(source: Source) -> str:
+    """Return a digest of evaluation data likewise, and of its size."""
+    size = source.info.eval_size
+    return _digest(source.evaluation, size, str(size).encode())
+
+
+def _digest(data: Dataset[Any], size: int, beside: bytes = b"") -> str:
+    digest = hashlib.sha256(beside)
     if isinstance(data, TensorArray):
         known, inputs = data.targets, data.values
     elif isinstance(data, ImageArray | ImageItems):
         known, inputs = data.labels, data.pixels if isinstance(data, ImageArray) else ()
     else:
         known, inputs = (data.known_targets if isinstance(data, TensorItems) else None), ()
-    rows = np.linspace(0, max(0, source.info.train_size - 1), _DIGESTED).astype(int)
+    rows = np.linspace(0, max(0, size - 1), _DIGESTED).astype(int)
     for array in (*nest.leaves(known), *(x[rows] for x in nest.leaves(inputs) if isinstance(x, np.ndarray))):
         if isinstance(array, np.ndarray):
             digest.update(f"{array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())
@@ -274,7 +287,7 @@ def _span(both: tuple[Labels, Labels]) -> tuple[int, int]:
 
 def _first_sample(name: str, data: Any) -> tuple[Nest, Nest]:
     try:
-        inputs, targets = as_sample(data[0])
+        inputs, targets = as_sample(_item(data, 0))
     except UserError as error:
         raise UserError(f"data {name}: {error}") from error
     for leaf in nest.leaves((inputs, targets)):
@@ -356,10 +369,27 @@ def _labels(name: str, data: Any) -> Labels:
     found = labels_of(data)
     if found is not None and len(found) == len(data):
         some = np.unique(np.linspace(0, len(data) - 1, _LOOKED_AT).astype(int))
-        if isinstance(data, Stream) or all(found[i] == class_of(name, int(i), data[int(i)]) for i in some):
+        if isinstance(data, Stream) or all(found[i] == class_of(name, int(i), _item(data, int(i))) for i in some):
             return found  # what items give counts: `targets` may be those before a target_transform
     if len(data) > _MOST_READ_FOR_LABELS:
         raise UserError(
             f"data {name}: give the data set `targets`, a list of its {len(data)} labels, as items have them"
         )
-    return np.array([class_of(name, i, data[i]) for i in range(len(data))], dtype=np.int64)
+    return np.array([class_of(name, i, _item(data, i)) for i in range(len(data))], dtype=np.int64)
+
+
+def _item(data: Any, i: int) -> Any:
+    """Return an item.
+
+    Raises:
+        UserError: the data set raises; says for which item, and where.
+    """
+    try:
+        return data[i]
+    except UserError:
+        raise
+    except Exception as error:  # the caller's code may raise any
+        number = int(data.indices[i]) if isinstance(data, Subset) else i
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:_SAID]}"
+        error.add_note(about_item(error, number))
+        raise UserError(f"data {type(data).__name__}: {said} ({circumstances(error)})") from error

@@ -29,6 +29,10 @@ class LoaderFailed(RuntimeError):
     """A loader process died, raised, or gave nothing before the deadline."""
 
 
+class LoaderTraceback(Exception):
+    """Where a loader process raised, as text: the cause of a `LoaderFailed`."""
+
+
 @dataclass
 class _Job:
     slot: int
@@ -37,6 +41,7 @@ class _Job:
     bad: list[BadSample] = field(default_factory=list)
     refused: str = ""
     error: str = ""
+    traceback: str = ""
 
 
 class Pool:
@@ -119,7 +124,7 @@ class Pool:
         if job.refused:
             raise UserError(job.refused)
         if job.error:
-            raise LoaderFailed(f"a loader process raised:\n{job.error}")
+            raise LoaderFailed(f"a loader process raised {job.error}") from LoaderTraceback(f"\n{job.traceback}")
         return job.slot, job.size, job.bad
 
     def release(self, slot: int) -> None:
@@ -167,7 +172,8 @@ class Pool:
         job.parts -= 1
         job.bad += reply.bad
         job.refused = job.refused or reply.refused
-        job.error = job.error or reply.error
+        if reply.error and not job.error:
+            job.error, job.traceback = reply.error, reply.traceback
         if stale and not stale.parts:
             del self._stale[slot]
             self.release(slot)

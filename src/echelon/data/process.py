@@ -28,8 +28,10 @@ from echelon.data.base import BadSample
 from echelon.data.ragged import crop, with_lengths
 from echelon.data.recipe import Rows
 from echelon.data.slots import Slots
+from echelon.observe.stacks import circumstances
 
 _PARENT_CHECK_S = 2.0
+_SAID = 300  # characters of an error
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,13 +42,14 @@ class LoaderReply:
     Attributes:
         bad: samples that could not be read; positions in the batch.
         refused: why, where the data is at fault.
-        error: a traceback, where the code is.
+        error: why, where the code is, in one line; `traceback` of it.
     """
 
     slot: int
     bad: tuple[BadSample, ...] = ()
     refused: str = ""
     error: str = ""
+    traceback: str = ""
 
     def to_json(self) -> bytes:
         """Write it for a pipe."""
@@ -128,6 +131,7 @@ def _work(rows: Rows, slots: Slots, task: np.ndarray[Any, np.dtype[np.int64]]) -
         bad = rows.fill(epoch, indices, inputs, targets)
     except UserError as error:
         return LoaderReply(slot, refused=str(error))
-    except Exception:  # noqa: BLE001 - raised again by the parent, with this traceback
-        return LoaderReply(slot, error=traceback.format_exc())
+    except Exception as error:  # noqa: BLE001 - raised again by the parent, with this traceback
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:_SAID]} ({circumstances(error)})"
+        return LoaderReply(slot, error=said.removesuffix(" ()"), traceback=traceback.format_exc())
     return LoaderReply(slot, tuple(replace(b, position=b.position + first) for b in bad))

@@ -44,7 +44,7 @@ class Ready:
     """A machine's processes have not begun, or have ended with round `after`, because of `death` if one died there.
 
     Attributes:
-        failures: the errors of processes that failed before their first step: type, message and place in the code.
+        failures: the errors of processes that failed: type, message, step and place in the code.
     """
 
     after: int = 0
@@ -153,11 +153,11 @@ class Restarts:
         """Take a death of a group; returns why no restart follows, or nothing.
 
         Args:
-            failures: what its processes failed with before their first step.
+            failures: what its processes failed with: two that are the same were at the same step.
         """
         before, self._failures[group] = self._failures.get(group, frozenset()), frozenset(failures)
         if before & self._failures[group]:
-            return "no restart: it failed in the same way twice before its first step"
+            return "no restart: it failed in the same way twice, at no later step"
         if now - self._incident_s > INCIDENT_S or group in self._dead:
             self._incident_s, self._dead = now, set()
             self.left -= 1

@@ -128,7 +128,7 @@ class Watch:
         explain: a death whose group's other processes still run, and these; returns it as it is to be told, which may
             be of another process of its group.
         remedy: does something against what a death was of, where it can.
-        failures: what the processes of a death failed with, if that was before their first step.
+        failures: what the processes of a death failed with, and at which step; none where that is not known.
         saved: how many checkpoints of new steps there are since the last call.
         changes: of the members that a user has asked for since the last call.
         another: a process beyond those of the job, by its number from 0; raises `UserError` where there can be none.

@@ -1,9 +1,10 @@
-"""Python stacks as `faulthandler` writes them: what a thread is in, and whether it waits for other processes."""
+"""Python stacks, of threads and of errors: what a thread is in, whether it waits, and where a user's code raised."""
 
 from __future__ import annotations
 
 import re
 import sysconfig
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,19 @@ class Stack:
 
 def _is_in(frame: StackFrame, places: tuple[str, ...]) -> bool:
     return any(place in frame.file for place in places)
+
+
+def user_frame(error: BaseException) -> StackFrame | None:
+    """Return the innermost call of the user's code that an error, or one that it followed from, came through."""
+    frames = [StackFrame(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    cause = error.__cause__
+    return Stack(tuple(reversed(frames))).of_user or (user_frame(cause) if cause is not None else None)
+
+
+def circumstances(error: BaseException) -> str:
+    """Return what was noted of an error, and where the user's own code raised it; empty: neither."""
+    frame = user_frame(error)
+    return ", ".join([*getattr(error, "__notes__", []), *([f"{frame.file}:{frame.line}"] if frame else [])])
 
 
 def stack_of(text: str, thread: int) -> Stack | None:

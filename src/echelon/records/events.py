@@ -190,6 +190,15 @@ class CallbackError(Event):
 
 
 @dataclass(frozen=True)
+class RunDiverged(Event):
+    """A loss was not finite, and the run ends, told by a rank or a role."""
+
+    rank: int | None = None
+    role: str | None = None
+    name: str = field(default="diverged", kw_only=True)
+
+
+@dataclass(frozen=True)
 class BadImageSkipped(Event):
     """A file could not be decoded; `count` of them, where one line stands for several."""
 
@@ -375,8 +384,8 @@ class CodecSwitched(Event):
 
 EVENTS: tuple[type[Event], ...] = (
     DataGrew, WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, CallbackError,
-    BadImageSkipped, LossNotFinite, MoreMicroBatches, WayTried, WayPredicted, Resumed, StartedOver, CheckpointRejected,
-    MachineLeft, WorkerGone, WorkerLeft, ChangeRefused, ServerGone, ServerLost, ServerSettled, SharesAgain, SharesDealt,
-    SchedulerRestored, DiskFails, DiskWorks, CodecSwitched,
+    RunDiverged, BadImageSkipped, LossNotFinite, MoreMicroBatches, WayTried, WayPredicted, Resumed, StartedOver,
+    CheckpointRejected, MachineLeft, WorkerGone, WorkerLeft, ChangeRefused, ServerGone, ServerLost, ServerSettled,
+    SharesAgain, SharesDealt, SchedulerRestored, DiskFails, DiskWorks, CodecSwitched,
 )  # fmt: skip
 """Events with details, told apart by the default of `name`."""

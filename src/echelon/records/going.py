@@ -10,7 +10,9 @@ from pathlib import Path
 
 from echelon.core.errors import UserError
 from echelon.core.files import open_plain
+from echelon.core.own import continuing
 from echelon.records.decode import decode
+from echelon.records.file import newest
 from echelon.records.kinds import Start
 
 LOCK_FILE = ".lock"  # held by whoever runs it
@@ -90,6 +92,12 @@ def read_launch(folder: Path) -> Launch:
             return decode(Launch, json.loads(file.read()))
     except (FileNotFoundError, NotADirectoryError, UserError, AttributeError, TypeError, ValueError, RecursionError):
         return Launch()
+
+
+def resumed_by(folder: Path, run: object = "") -> str:
+    """Return what continues the run of a folder, as one would type it; `run`: how it is named there."""
+    begun = next(newest(folder, Start), None)
+    return continuing(run or folder, begun.objects if begun is not None else ())
 
 
 def is_local(start: Start | None) -> bool:

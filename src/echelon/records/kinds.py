@@ -83,6 +83,7 @@ class Start(Record):
         idle: settings, as flags, that do nothing in this run.
         launched_t: when the command was given, in unix seconds.
         shares: samples of each rank's part of a full batch, as it begins; empty: they are equal.
+        objects: keywords of `echelon.resume` by which the run needs objects from Python again.
     """
 
     kind: ClassVar[str] = "start"
@@ -113,6 +114,7 @@ class Start(Record):
     launched_t: float | None = None
     version: int = VERSION
     shares: Sequence[int] = ()
+    objects: Sequence[str] = ()
 
     @property
     def splits_model(self) -> bool:
@@ -707,6 +709,15 @@ class CommandEnd(Record):
 
     kind: ClassVar[str] = "command_end"
     seconds: float
+
+
+@dataclass(frozen=True)
+class CommandRefused(Record):
+    """A command that was to resume a run was refused before it began: its seconds are none of the run's."""
+
+    kind: ClassVar[str] = "command_refused"
+    seconds: float
+    message: str = ""
 
 
 @dataclass(frozen=True)

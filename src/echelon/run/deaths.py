@@ -133,7 +133,7 @@ class _Chronicle:
     def watch(self) -> Watch:
         """Return what the supervisor calls."""
         stop = self._scheduler.stop if self._scheduler is not None else lambda: None
-        watch = Watch(self.on_death, stop, self.on_start, say, failures=self._early_failures)
+        watch = Watch(self.on_death, stop, self.on_start, say, failures=self._failures)
         watch = replace(watch, saved=self._saved.count_new)
         watch = replace(
             watch, changes=self._changes, another=self._another, on_leave=self.on_leave, on_refused=self.on_refused
@@ -207,7 +207,8 @@ class _Chronicle:
         self._record.write(WorkerDied(message, death.rank, role, death.host, death.pid, death.exit_code))
         if not then.no_restart:
             self._notifier.trouble(message)
-            self._tell(f"{what}{self._at_step(death)}; {self._restart(death, follows, then)}")
+            at_step = "" if "in step" in reason else self._at_step(death)
+            self._tell(f"{what}{at_step}; {self._restart(death, follows, then)}")
         if self._scheduler is not None:
             self._scheduler.died(death.name, "died", death.pid)
             for name, pid in death.others:
@@ -236,11 +237,11 @@ class _Chronicle:
         ran_out = any(failure.message.startswith(OUT_OF_MEMORY) for failure in failures)
         return self._halving.ease(death.name) if ran_out or self._memory.killed(death) else Remedy()
 
-    def _early_failures(self, death: Death) -> list[str]:
-        """Return error and place in the code of a death's processes that failed before their first step.
+    def _failures(self, death: Death) -> list[str]:
+        """Return error, with its step, and place in the code of a death's processes that failed by themselves.
 
-        None where one was killed: the others may have failed because of it. What a server or scheduler failed with
-        counts while the run makes no step.
+        None where one was killed: the others may have failed because of it. Of a worker of servers, whose steps are
+        not the run's, an error counts before its first step; that of a server or scheduler while the run makes none.
         """
         if death.exit_code is None or death.exit_code < 0:
             return []
@@ -248,7 +249,8 @@ class _Chronicle:
         since = max(self._started_t.get(death.name, 0.0), time.time() - _LOOK_BACK_S)
         lately = list(takewhile(lambda record: record.t >= since, newest(self._path, RankFailed, RoleFailed, Steps)))
         makes_steps = any(isinstance(record, Steps) for record in lately)
-        ranks = [(e.message, e.place) for e in lately if isinstance(e, RankFailed) and e.pid in pids and e.steps == 0]
+        of_ranks = [e for e in lately if isinstance(e, RankFailed) and e.pid in pids]
+        ranks = [(e.message, e.place) for e in of_ranks if e.role is None or e.steps == 0]
         roles = [(e.message, e.place) for e in lately if isinstance(e, RoleFailed) and e.pid in pids]
         failed = ranks if makes_steps else ranks + roles
         return [_ADDRESS.sub("0x", f"{message} at {place}") for message, place in failed if place]

@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 
 from echelon.checkpoint.files import check_whole
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
+from echelon.core.own import continuing
 from echelon.core.task import TaskFacts
 from echelon.core.units import format_seconds
 from echelon.records.events import StartedOver
 from echelon.records.file import newest
+from echelon.records.going import resumed_by
 from echelon.records.kinds import EARLY_STOP, MAX_TIME, Checkpoint, End, Start, Steps
 from echelon.run.machine import say
 from echelon.trainer.folder import CHECKPOINTS_FOLDER, has_checkpoint
 
+_LED_TO_BY_NO_NAME = ("model", "data", "task", "loss", "metrics", "optimizer")
+"""Objects from Python without which a run is another one."""
 
-def why_ended(reason: str, task: TaskFacts, stagnant: int, config: RunConfig) -> str:
+
+def check_objects(path: Path, objects: Collection[str]) -> None:
+    """Refuse to continue a run without the objects from Python that it was given.
+
+    Raises:
+        UserError: says what continues it.
+    """
+    begun = next(newest(path, Start), None)
+    missing = [name for name in begun.objects if name not in objects] if begun is not None else []
+    if begun is not None and any(name in _LED_TO_BY_NO_NAME for name in missing):
+        was = f"{', '.join(missing)} of {path} {'were' if len(missing) > 1 else 'was'}"
+        raise UserError(f"{was} given from Python as objects: give them again, {continuing(path, begun.objects)}")
+
+
+def why_ended(reason: str, task: TaskFacts, stagnant: int, config: RunConfig, path: Path) -> str:
     """Return why a run completed before its last step, for its record; empty where it did not.
 
     Args:
@@ -27,7 +46,7 @@ def why_ended(reason: str, task: TaskFacts, stagnant: int, config: RunConfig) ->
     if reason == EARLY_STOP:
         return f"stopped early: no better {task.primary.title} in {stagnant} evaluation{'s' * (stagnant != 1)}"
     if reason == MAX_TIME:
-        return f"the time of --max-time {config.training.max_time} is used; `echelon resume` goes on"
+        return f"the time of --max-time {config.training.max_time} is used; `{resumed_by(path)}` goes on"
     return ""
 
 
@@ -86,14 +105,15 @@ def nothing_left(path: Path, config: RunConfig) -> bool:
     if end.reason == EARLY_STOP and 0 < config.training.early_stop <= end.stagnant:
         say(
             f"{path} {end.message} (step {done}): nothing to do. To train further: "
-            f"echelon resume {path} --early-stop {end.stagnant + config.training.early_stop}, or --early-stop 0"
+            f"{continuing(path, begun.objects, early_stop=end.stagnant + config.training.early_stop)}, or with 0"
         )
         return True
     if done < min(epochs * per_epoch, most or math.inf):
         return False
+    no_limit = {"max_steps": 0} if most else {}
     trained = f"{done / per_epoch:.4g} epoch{'s' * (done != per_epoch)}"
     say(
         f"{path} is complete ({done} steps, {trained}): nothing to do. To train further: "
-        f"echelon resume {path} --epochs {math.ceil(done / per_epoch) + 1}{' --max-steps 0' if most else ''}"
+        f"{continuing(path, begun.objects, epochs=math.ceil(done / per_epoch) + 1, **no_limit)}"
     )
     return True

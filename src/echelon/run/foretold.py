@@ -34,11 +34,13 @@ class Foretold:
         model: what `auto` becomes; as described where only the opened data tells.
         parameters: that are trained; None: known once the model is built.
         done_steps: of a run that is continued: the step of its last checkpoint.
+        objects: keywords of `echelon.resume` by which it needs objects from Python again.
     """
 
     model: str
     parameters: int | None = None
     done_steps: int = 0
+    objects: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def told_by_record(path: Path, config: RunConfig) -> Foretold:
     begun, last = next(newest(path, Start), None), next(newest(path, Checkpoint, StartedOver), None)
     done = last.step if isinstance(last, Checkpoint) else 0
     told = Foretold(begun.model or config.model.name, begun.parameters) if begun else foretell(config)
-    return replace(told, done_steps=done)
+    return replace(told, done_steps=done, objects=begun.objects if begun else ())
 
 
 def _shape(config: RunConfig) -> _ImageShape | None:

@@ -21,7 +21,7 @@ from echelon.launch.logs import kept_short, prepare_logs
 from echelon.launch.plan import LaunchPlan, is_worker
 from echelon.models.trial import own_copy
 from echelon.observe.environment import command_given_t
-from echelon.records.events import RankFailed
+from echelon.records.events import RankFailed, RunDiverged
 from echelon.records.file import Recorder
 from echelon.records.going import LAUNCH_FILE
 from echelon.records.kinds import End
@@ -45,6 +45,7 @@ from echelon.run.worker import train_rank
 from echelon.storage.url import is_url
 from echelon.trainer import folder as folders
 from echelon.trainer.assemble import UserObjects
+from echelon.trainer.loss_guard import Diverged
 from echelon.trainer.process import is_out_of_memory, one_line, place_of, record_last
 from echelon.trainer.resolved import ResolvedRun
 
@@ -96,6 +97,11 @@ def _train(run: ResolvedRun, plan: LaunchPlan, objects: UserObjects) -> Outcome:
         except UserError as error:
             record.write(End("refused", str(error)))
             raise
+        except Diverged as error:
+            record_last(path, RunDiverged(str(error), 0))
+            record.write(End("failed", str(error)))
+            close_run(path, record, stop)
+            raise RunFailed(outcome_of(path, "failed")) from error
         except Exception as error:
             record_last(path, RankFailed(one_line(error), 0, os.getpid(), None, place_of(error)))
             record.write(End("failed", one_line(error)))
@@ -117,6 +123,8 @@ def _attempts(run: ResolvedRun, path: Path, stop: StopFlag, objects: UserObjects
             return train_rank(path, stop, replace(objects, model=model))
         except Exception as error:
             if halving is None or not is_out_of_memory(error):
+                if not isinstance(error, UserError | Diverged):
+                    logging.exception("this rank failed")
                 raise
             remedy = halving.ease("rank0")
             if not remedy.eased:

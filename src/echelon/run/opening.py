@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from echelon.config import RunConfig
+from echelon.core.own import continuing
 from echelon.core.rate_search import STEPS
 from echelon.core.stop import Stopped
 from echelon.core.units import many
@@ -70,7 +71,7 @@ class Opening:
             return  # on a place, whoever submitted it was told
         done = f" after step {self._told.done_steps:,}" if self._told.done_steps else ""
         where = f"continues in {folder}{done}" if self._resumes else f"run folder {folder}"
-        stops = f"Ctrl-C stops it after a checkpoint, `echelon resume {folder}` continues it"
+        stops = f"Ctrl-C stops it after a checkpoint, `{continuing(folder, self._told.objects)}` continues it"
         self._screen.say(f"{where}; {'Ctrl-C ends it' if self._config.optimizer.lr_find else stops}")
 
     def tells(self, text: str) -> None:

@@ -14,7 +14,7 @@ from echelon.config import load_run_config
 from echelon.core.errors import LEFT, UserError
 from echelon.core.stop import stopped_exit_code
 from echelon.core.units import format_bytes
-from echelon.records.events import WorkerDied
+from echelon.records.events import CallbackError, RankFailed, RunDiverged, WorkerDied
 from echelon.records.file import newest
 from echelon.records.going import read_launch
 from echelon.records.kinds import Evaluation, Steps
@@ -160,8 +160,8 @@ class RunFailed(Exception):
 def failed_log(folder: Path) -> Path:
     """Return the log of the process that a run failed with, else the folder of its logs."""
     logs = folder / "logs"
-    died = next(newest(folder, WorkerDied), None)
-    if died is None:
+    died = next(newest(folder, WorkerDied, RunDiverged, CallbackError), None) or next(newest(folder, RankFailed), None)
+    if not isinstance(died, WorkerDied | RunDiverged | CallbackError | RankFailed):
         return logs
     file = logs / f"{died.role or f'rank{died.rank}'}.log"
     return file if file.exists() else logs

@@ -8,9 +8,11 @@ came from the network or from a checkpoint is unpickled.
 from __future__ import annotations
 
 import io
+import marshal
 import sys
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -88,7 +90,13 @@ class Pickler(cloudpickle.Pickler):
     """What `torch.save` pickles with: by value where a class cannot be imported, parametrised modules too."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how an object is rebuilt; weight_norm and the like make classes that refuse to be pickled."""
+        """Return how an object is rebuilt.
+
+        Code keeps the file that it is of, which errors name; weight_norm and the like make classes that refuse to be
+        pickled.
+        """
+        if isinstance(obj, CodeType):
+            return marshal.loads, (marshal.dumps(obj),)  # for the same interpreter
         if isinstance(obj, nn.Module) and not isinstance(obj, type) and parametrize.is_parametrized(obj):
             parametrizations = obj.parametrizations
             assert isinstance(parametrizations, nn.ModuleDict)

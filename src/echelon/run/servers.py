@@ -113,7 +113,7 @@ def run_scheduler(folder: str, host: str = "", workers: int = 0, parcel: Parcel 
             return
         seconds, others = read_launch(path).seconds_since(), scheduler.state.bytes_left
         reason, stagnant = scheduler.state.reason, scheduler.state.stagnant
-        why = why_ended(reason, chronicle.task, stagnant, run.config)
+        why = why_ended(reason, chronicle.task, stagnant, run.config, path)
         end = End(status, why, seconds=seconds, other_wire_bytes=others, reason=reason, stagnant=stagnant)
         record.flush()
         record.write(as_ended(path, end))

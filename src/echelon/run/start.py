@@ -29,16 +29,16 @@ from echelon.observe.callbacks import check_callbacks, check_methods
 from echelon.observe.environment import command_given_t, is_own_command
 from echelon.observe.loggers.base import own_loggers
 from echelon.optim.names import check_optimizer_name
-from echelon.records.events import CallbackError, MachineLeft, Refusal, WorkerDied
+from echelon.records.events import CallbackError, MachineLeft, Refusal, RunDiverged, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.going import LAUNCH_FILE, read_launch
-from echelon.records.kinds import End, Evaluation, Start
+from echelon.records.kinds import CommandRefused, End, Evaluation, Start
 from echelon.run.closing import close_run
 from echelon.run.data_names import check_data_name
 from echelon.run.deaths import watched
 from echelon.run.defaults import are_told_late
 from echelon.run.elsewhere import Around, followed, left_place, prepared, submitted, submitted_again
-from echelon.run.ending import check_checkpoints, nothing_left, why_cut
+from echelon.run.ending import check_checkpoints, check_objects, nothing_left, why_cut
 from echelon.run.foretold import Foretold, foretell, told_by_record, trained_scalars, trains_all
 from echelon.run.home import at_home, home_of, mend
 from echelon.run.job import RANK
@@ -217,6 +217,7 @@ def _start_again_here(
             return _as_worker(path, run, user_objects)
         if nothing_left(path, config):
             return outcome_of(path, "completed")
+        check_objects(path, user_objects.needed if user_objects else ())
         if config.checkpoint.mirror:
             mend(path, config.checkpoint.mirror, say)
         if request.nodes.most == 1:
@@ -309,7 +310,8 @@ def foretold(config: RunConfig, user_objects: UserObjects | None) -> Foretold:
     """Return what is known at once of a run's model: of objects from Python what they are called, and their size."""
     if not user_objects:
         return foretell(config)
-    return Foretold(config.model.name, trained_scalars(user_objects.model) if trains_all(config.model) else None)
+    parameters = trained_scalars(user_objects.model) if trains_all(config.model) else None
+    return Foretold(config.model.name, parameters, objects=user_objects.needed)
 
 
 def folder_word(config: RunConfig, told: Foretold) -> str:
@@ -381,7 +383,7 @@ def _as_worker(path: Path, run: ResolvedRun, user_objects: UserObjects | None = 
     opened = closing(Recorder(path if leads else None, patience_s=run.io_patience_s))
     with stop_on_signals() as stop, opened as record, _mirrored(run, path, record, stop, leads, STOP_S):
         status = train_launched(path, stop, user_objects)
-        if leads:
+        if leads and status != "failed":
             close_run(path, record, stop)
             write_own_file(path, run, status, user_objects)
             Notifier(run.described.tracking.notify, path).end(status, _how_it_ended(path))
@@ -582,16 +584,12 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
             stop.raises = False  # from now on the ranks have something to save
             stopped = supervise(job, here.place, watch, stop, machine.rounds)
         except Refused:
-            last = next(newest(path, Refusal, CallbackError), None)
-            if isinstance(last, CallbackError):
-                say(last.message)
-                _end(path, record, machine, "failed", last.message)
-                return ended("failed")
-            reason = folders.last_message(path, Refusal)
-            _end(path, record, machine, "refused", reason)
-            if machine.number == 0:
-                close_run(path, record, stop, here.place.stop_s)
-            raise UserError(reason) from None
+            last = next(newest(path, Refusal, CallbackError, RunDiverged), None)
+            if not isinstance(last, CallbackError | RunDiverged):
+                raise _refusal(here, machine) from None
+            say(last.message)
+            _end(path, record, machine, "failed", last.message)
+            return ended("failed")
         except StopCut:
             reason = why_cut(path, here.place.saving_s, here.place.stop_s)
             say(reason)
@@ -616,6 +614,24 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
         if status == LEFT:
             say("the workers of this machine have left the run, which goes on")
         return ended("stopped" if stopped and status not in ("completed", CONTINUES, LEFT) else status)
+
+
+def _refusal(here: _Here, machine: Machine) -> UserError:
+    """Record that a process refused its input; returns why."""
+    reason = folders.last_message(here.path, Refusal)
+    if machine.number == 0 and _stays_as_it_was(here.path):
+        here.record.write(CommandRefused(read_launch(here.path).seconds_since(), reason))
+        return UserError(reason)
+    _end(here.path, here.record, machine, "refused", reason)
+    if machine.number == 0:
+        close_run(here.path, here.record, here.stop, here.place.stop_s)
+    return UserError(reason)
+
+
+def _stays_as_it_was(path: Path) -> bool:
+    """Whether a run has begun before, and this command, which is refused, has not begun it again."""
+    begun = next(newest(path, Start), None)
+    return begun is not None and begun.t < (read_launch(path).launched_t or 0.0)
 
 
 def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: str) -> None:

@@ -25,11 +25,12 @@ from echelon.observe.callbacks import CallbackFailed
 from echelon.observe.notes import RankNotes, open_notes
 from echelon.observe.screen import Screen
 from echelon.ps.worker_rank import WorkerRank
-from echelon.records.events import BadImageSkipped, CallbackError, RankFailed, Refusal
+from echelon.records.events import BadImageSkipped, CallbackError, RankFailed, Refusal, RunDiverged
 from echelon.records.file import Recorder
 from echelon.records.going import read_launch
 from echelon.records.kinds import MAX_TIME, End
 from echelon.run.ending import why_ended
+from echelon.run.machine import say
 from echelon.run.parcel import Parcel
 from echelon.run.rate_search import as_ended
 from echelon.run.resolve import resolve
@@ -38,6 +39,7 @@ from echelon.trainer.batches import EpochOrder
 from echelon.trainer.elastic import ElasticLoop
 from echelon.trainer.folder import CONFIG_FILE, SECRET_FOLDER, claim
 from echelon.trainer.loop import StepCounter, TrainingRun, fit
+from echelon.trainer.loss_guard import Diverged
 from echelon.trainer.membership import Membership
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.process import is_lost_wait, keep_freed_memory, leave, log_to, one_line, place_of, record_last
@@ -78,15 +80,19 @@ def run_server_worker(folder: str, process: WorkerRank, parcel: Parcel | None = 
 def _recording_errors(path: Path, rank: int, notes: RankNotes, role: str | None = None) -> Iterator[StepCounter]:
     """Record what ends the block, and end the process; gives what counts the steps of the block.
 
-    A user's mistake, or a callback that raised, ends it with exit code 2: no restart would help. Any other error is
-    logged with its traceback and ends it with exit code 1, so that the rank or its group can be restarted: at once, for
-    a peer may be gone, and nothing that exit handlers would wait for will come.
+    A user's mistake, a loss that is not finite, or a callback that raised, ends it with exit code 2: no restart would
+    help. Any other error is logged with its traceback and ends it with exit code 1, so that the rank or its group can
+    be restarted: at once, for a peer may be gone, and nothing that exit handlers would wait for will come.
     """
     count = StepCounter()
     try:
         yield count
     except UserError as error:
         record_last(path, Refusal(str(error), None if role else rank, role))
+        leave(USER_ERROR_EXIT_CODE)
+    except Diverged as error:
+        logging.error("%s", error)
+        record_last(path, RunDiverged(str(error), None if role else rank, role))
         leave(USER_ERROR_EXIT_CODE)
     except CallbackFailed as error:
         logging.exception("a callback failed")
@@ -168,7 +174,7 @@ def train_rank(
         in_time = status == "completed" and batches.reason != MAX_TIME
         measured_bytes = _time_alternatives(run, resolved, world) if in_time else 0
         stagnant = run.saver.stagnation.evaluations
-        why = why_ended(batches.reason, run.task.facts(), stagnant, resolved.config)
+        why = why_ended(batches.reason, run.task.facts(), stagnant, resolved.config, path)
         _end(run, path, End(status, why, reason=batches.reason, stagnant=stagnant), measured_bytes)
         run.progress.record.close()
     return status
@@ -187,9 +193,14 @@ def _prepare_process() -> None:
 
 
 def train_launched(path: Path, stop: StopFlag, user_objects: UserObjects | None = None) -> str:
-    """Train the rank that a launcher of the user's started; returns what `train_rank` returns."""
+    """Train the rank that a launcher of the user's started; returns what `train_rank` returns, or `failed`."""
     _prepare_process()
-    return train_rank(path, stop, user_objects)
+    try:
+        return train_rank(path, stop, user_objects)
+    except Diverged as error:
+        record_last(path, RunDiverged(str(error), int(os.environ["RANK"])))
+        say(str(error))
+        return "failed"
 
 
 def _close(run: TrainingRun, path: Path) -> None:

@@ -86,6 +86,11 @@ def named(metrics: Any) -> dict[str, Metric]:
         else:
             pairs.append((_in_snake_case(type(item).__name__), item))
     for name, metric in pairs:
+        if isinstance(metric, str):
+            raise UserError(
+                f"metrics: {metric!r} is a name among objects: give names alone, metrics={metric!r}, or objects alone, "
+                f"such as torchmetrics.{metric}(...)"
+            )
         if not isinstance(metric, Metric):
             raise UserError(f"metric {name} is a {type(metric).__name__}: give metrics of torchmetrics")
     if len(dict(pairs)) < len(pairs):

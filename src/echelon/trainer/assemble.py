@@ -21,8 +21,9 @@ from echelon.config.validate import Nodes
 from echelon.coordinator.addresses import ROLES_FOLDER
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
+from echelon.core.own import is_nameless, of_object
 from echelon.core.terms import TERMINAL_VARIABLE
-from echelon.data import LoaderConfig, Shard, Source, example_samples, samples_digest
+from echelon.data import LoaderConfig, Shard, Source, evaluation_digest, example_samples, samples_digest
 from echelon.data.base import DataInfo
 from echelon.data.kept_info import keep_info
 from echelon.data.loader import EvalLoader, TrainLoader, size_note
@@ -39,7 +40,7 @@ from echelon.observe.phases import PhaseClock, make_clock
 from echelon.observe.profile import StepProfiler, TracedClock, rank_trace
 from echelon.observe.tensorboard import TensorBoard
 from echelon.optim.build import Schedule, build_schedule
-from echelon.optim.own import OptimizerFactory
+from echelon.optim.own import OptimizerFactory, described
 from echelon.ps.split_worker import SplitWorker
 from echelon.ps.worker_rank import WorkerRank
 from echelon.records.events import Event, WeightsLoaded
@@ -68,7 +69,7 @@ from echelon.trainer.retuning import RebuiltParts, Retuning, as_it_goes_on, kept
 from echelon.trainer.saving import RanksState, Saver
 from echelon.trainer.server_parts import ServerLink, build_worker
 from echelon.trainer.servers_checkpoint import ServersState
-from echelon.trainer.state import Cursor, Fingerprint, RunParts, layout_of, layout_sizes, seed_everything
+from echelon.trainer.state import Cursor, Fingerprint, OwnMarks, RunParts, layout_of, layout_sizes, seed_everything
 from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.tables import table_notes
 from echelon.trainer.unused import unread_notes
@@ -79,7 +80,11 @@ from echelon.trainer.world import World, roll_call
 
 @dataclass(frozen=True)
 class UserObjects:
-    """Objects of the caller's own, in place of names, and callbacks (see `echelon.observe.callbacks`)."""
+    """Objects of the caller's own, in place of names, and callbacks (see `echelon.observe.callbacks`).
+
+    Attributes:
+        loss_mark: `core.own.code_mark` of `loss`, made where its source can be read.
+    """
 
     model: nn.Module | None = None
     source: Source | None = None
@@ -90,11 +95,29 @@ class UserObjects:
     metrics: object = None
     optimizer: OptimizerFactory | None = None
     loggers: tuple[LoggerSettings, ...] = ()
+    loss_mark: str = ""
 
     @property
     def of_task(self) -> TaskObjects:
         """Those that say what is learnt, and how it is judged."""
         return TaskObjects(self.task, self.loss, self.metrics)
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Keywords of `echelon.resume` by which a run needs these again: no name leads to them."""
+        given = {
+            "model": self.model is not None,
+            "data": self.source is not None,
+            "task": self.task is not None,
+            "loss": self.loss is not None and is_nameless(of_object(self.loss)),
+            "metrics": self.metrics is not None and is_nameless(of_object(self.metrics)),
+            "optimizer": self.optimizer is not None and is_nameless(described(self.optimizer)),
+            "callbacks": bool(self.callbacks),
+            "transform": self.transforms.training is not None,
+            "eval_transform": self.transforms.evaluation is not None,
+            "loggers": bool(self.loggers),
+        }
+        return tuple(keyword for keyword, is_given in given.items() if is_given)
 
 
 @dataclass(frozen=True)
@@ -135,9 +158,12 @@ class _Groundwork:
         )
 
     @property
-    def samples(self) -> str:
-        """Return a digest of data of the caller's own; empty: it has a name."""
-        return samples_digest(self.source) if self.user_objects.source is not None else ""
+    def marks(self) -> OwnMarks:
+        """What tells the data and the loss of the caller's own from others."""
+        loss = self.user_objects.loss_mark
+        if self.user_objects.source is None:
+            return OwnMarks(loss=loss)
+        return OwnMarks(samples_digest(self.source), evaluation_digest(self.source), loss)
 
     @property
     def _least_samples(self) -> int:
@@ -242,6 +268,7 @@ class _Groundwork:
             epochs=config.training.epochs,
             environment=environment(launch.command),
             launched_t=launch.launched_t,
+            objects=self.user_objects.needed,
         )
 
 
@@ -431,7 +458,7 @@ def assemble(
         config.checkpoint.keep,
         RanksState(run_parts, world, record.patience),
         record,
-        Fingerprint.of(config, info, ground.task, ground.train_loader.sampling, ground.samples),
+        Fingerprint.of(config, info, ground.task, ground.train_loader.sampling, ground.marks),
     )
     restored = None if is_newcomer else _restored(saver, goes_on)
     if world.leads:
@@ -551,7 +578,7 @@ def assemble_worker(
     state = ServersState(
         link.servers, link.table, per_epoch, record.patience, idle, work.tuned.frozen, tuning.epoch, parts
     )
-    fingerprint = Fingerprint.of(config, info, ground.task, ground.train_loader.sampling, ground.samples)
+    fingerprint = Fingerprint.of(config, info, ground.task, ground.train_loader.sampling, ground.marks)
     saver = Saver(path, config.checkpoint.keep, state, record, fingerprint)
     run = ground.run(run_parts, saver, progress)
     if process.number == 0:

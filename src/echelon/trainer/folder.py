@@ -22,7 +22,7 @@ from echelon.core.files import write_atomic
 from echelon.observe.environment import command_given_t, command_line
 from echelon.records.events import Event
 from echelon.records.file import newest
-from echelon.records.going import LAUNCH_FILE, LOCK_FILE, Launch, read_launch
+from echelon.records.going import LAUNCH_FILE, LOCK_FILE, Launch, read_launch, resumed_by
 from echelon.records.kinds import Steps
 from echelon.records.segments import RECORD_FILE
 
@@ -231,7 +231,7 @@ def check_new(folder: Path, config: RunConfig) -> None:
 def _check_free(folder: Path, config: RunConfig) -> None:
     if (folder / CONFIG_FILE).exists() and not joins(folder, config):
         raise UserError(
-            f"{folder} holds a run already: continue it with `echelon resume {folder}`, or choose another --run"
+            f"{folder} holds a run already: continue it with `{resumed_by(folder)}`, or choose another --run"
         )
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.core.errors import UserError
 from echelon.records.events import LossNotFinite
 from echelon.tasks import nest
 from echelon.tasks.base import Batch, Task
@@ -22,7 +21,11 @@ from echelon.trainer.world import World
 
 _MOST_TOLD = 20  # batches that a rank tells of one by one
 _MOST_NAMED = 8  # samples in one sentence
-_LESS = "use a lower --lr, --warmup-epochs or --clip-norm"
+_LESS = "start a new run with a lower --lr, or with --warmup-epochs or --clip-norm"
+
+
+class Diverged(Exception):
+    """A loss is not finite, and the run is to stop: it says where, and what may help. A restart would do the same."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class LossGuard:
         """Hear which batch comes next; looks at what the step before has left.
 
         Raises:
-            UserError: its loss was not finite.
+            Diverged: its loss was not finite.
         """
         self.settle()
         self._batch, self._is_bad = batch, False
@@ -86,7 +89,7 @@ class LossGuard:
             first: place of the micro-batch's first sample in this rank's part of the batch.
 
         Raises:
-            UserError: it is not finite, and the run is to stop.
+            Diverged: it is not finite, and the run is to stop.
         """
         if loss.is_cuda and not self._settings.skip:
             self._waiting.append(_copied(loss.detach(), self._where()))
@@ -98,7 +101,7 @@ class LossGuard:
         """Look at losses that were still being computed.
 
         Raises:
-            UserError: one is not finite.
+            Diverged: one is not finite.
         """
         if not self._waiting:
             return
@@ -139,11 +142,11 @@ class LossGuard:
         of = f" of {samples}" if samples else ""
         said = f"{where}: the loss{of} is {value}, though the inputs are finite"
         if not all(_is_finite(parameter) for parameter in self._parameters):
-            raise UserError(f"{said}: parameters are not finite since an earlier update, for it was too large: {_LESS}")
+            raise Diverged(f"{said}: parameters are not finite since an earlier update, for it was too large: {_LESS}")
         if outputs is not None and not all(map(_is_finite, _tensors(outputs))):
             said += "; the model's outputs are not"
         if not self._settings.skip:
-            raise UserError(f"{said}: {_LESS}, or --on-nan skip to leave such batches out")
+            raise Diverged(f"{said}: {_LESS}; or resume with --on-nan skip, which leaves such batches out")
         self._is_bad = True
         self._told += 1
         if self._told <= _MOST_TOLD:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
-from pathlib import Path
+import copy
+import math
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from echelon.data.images import random_state_kept
 from echelon.models.keras_model import KerasModule
 from echelon.models.tables import check_tables
 from echelon.models.trial import evaluating, own_copy, try_out
+from echelon.observe.stacks import user_frame
 from echelon.tasks import nest
 from echelon.tasks.base import EvaluationResult, Task
 from echelon.tasks.nest import Nest
@@ -24,6 +25,7 @@ from echelon.trainer.work import Work
 
 _NEEDS_SEVERAL = "Expected more than 1 value per channel"  # as torch says it
 _SAID = 300  # characters of what a forward raises
+_SAME = 1e-4  # relative difference of a mean, computed in two ways
 
 
 def check_own_model(model: nn.Module, work: Work) -> None:
@@ -142,6 +144,11 @@ class _Trial:
             self._check_gradient(exact, targets)
         elif self._work.task.is_own and (wrong := _wrong_task(self._work.task, exact, targets, example.device)):
             raise UserError(f"task {self._work.task.name}: {wrong}{mode}")
+        if not mode and self._work.task.is_own and returns_mean(self._work.task, exact, targets):
+            raise UserError(
+                f"task {self._work.task.name}: its loss_sum returns the mean over a batch, and each step would divide "
+                "it once more: return the sum over the batch (reduction='sum')"
+            )
 
     def _check_gradient(self, outputs: Any, targets: Nest) -> None:
         """Refuse a loss that no parameter moves, as of outputs without a gradient."""
@@ -218,8 +225,34 @@ def _shapes(values: Nest) -> str:
     return ", ".join(str(tuple(leaf.shape)) for leaf in nest.leaves(values))
 
 
+def returns_mean(task: Task, outputs: Any, targets: Nest) -> bool:
+    """Whether a task's loss of two samples is the mean of what it gives for each alone, by units, and not their sum.
+
+    A copy of the task is asked. What depends on other samples of a batch, draws random numbers, raises for one sample,
+    or is 0, does not tell.
+
+    Args:
+        outputs: `(2, ...)`, of a model that evaluates.
+        targets: `(2, ...)`.
+    """
+    try:
+        task = copy.deepcopy(task)
+
+        def loss(chosen: slice) -> float:
+            """Return what the task gives for some of the samples."""
+            with torch.no_grad():
+                return float(task.loss_sum(nest.take(outputs, chosen), nest.take(targets, chosen)))
+
+        with random_state_kept(), torch.random.fork_rng(devices=[]):
+            both, again, first, second = (loss(slice(*ends)) for ends in ((0, 2), (0, 2), (0, 1), (1, 2)))
+        units = [task.units(nest.take(targets, slice(i, i + 1))) for i in range(2)]
+    except Exception:  # noqa: BLE001  the caller's code may raise any
+        return False
+    mean = (first * units[0] + second * units[1]) / max(1, sum(units))
+    return both == again != 0 and math.isclose(both, mean, rel_tol=_SAME)
+
+
 def _place(error: Exception) -> str:
-    """Say where the caller's code called what raised: the last line outside of torch."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
-    own = [f for f in frames if not Path(f.filename).is_relative_to(Path(__file__).parents[1])]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    """Say where the caller's code raised, or called what did."""
+    frame = user_frame(error)
+    return f" ({frame.file}:{frame.line})" if frame is not None else ""

@@ -17,6 +17,7 @@ from echelon.collectives.transfer import PeerLostError
 from echelon.core.errors import UserError
 from echelon.core.patience import may_pass
 from echelon.observe.oom import OUT_OF_MEMORY
+from echelon.observe.stacks import circumstances
 from echelon.ps.worker_state import ClientFailed
 from echelon.records.events import Event
 from echelon.records.file import Recorder
@@ -40,8 +41,8 @@ def leave(code: int) -> NoReturn:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error, its notes and what may help in one line."""
-    where = ", ".join(getattr(error, "__notes__", []))
+    """Return an error, its notes, where the user's own code raised it, and what may help, in one line."""
+    where = circumstances(error)
     said = " ".join(str(error).split()).partition(" This is typically caused by")[0]  # gloo's guesses help nobody
     text = f"{type(error).__name__}: {said}"[:400]
     if is_out_of_memory(error):

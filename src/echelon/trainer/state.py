@@ -79,11 +79,26 @@ class RunParts:
 
 
 @dataclass(frozen=True)
+class OwnMarks:
+    """What tells objects of a caller's own from others; empty: these have a name.
+
+    Attributes:
+        samples: a digest of training data.
+        evaluation_samples: a digest of evaluation data.
+        loss: the name of its code, and a digest of its source (`core.own.code_mark`).
+    """
+
+    samples: str = ""
+    evaluation_samples: str = ""
+    loss: str = ""
+
+
+@dataclass(frozen=True)
 class Fingerprint:
     """What must be the same for a checkpoint to continue a run: model, data, order of samples, optimizer.
 
     Attributes:
-        samples: a digest of data of a caller's own; empty: these have a name.
+        samples, evaluation_samples, loss: of objects of a caller's own (`OwnMarks`).
         grown_from: training samples that a checkpoint may be of as well, of a run whose data grew.
     """
 
@@ -99,10 +114,12 @@ class Fingerprint:
     tune: str = ALL
     grown_from: tuple[int, ...] = ()
     samples: str = ""
+    evaluation_samples: str = ""
+    loss: str = ""
 
     @classmethod
-    def of(cls, config: RunConfig, info: DataInfo, task: Task, sampling: str, samples: str = "") -> Fingerprint:
-        """Return the fingerprint of a run; `sampling` is its loader's, `samples` a digest of a caller's data."""
+    def of(cls, config: RunConfig, info: DataInfo, task: Task, sampling: str, marks: OwnMarks) -> Fingerprint:
+        """Return the fingerprint of a run; `sampling` is its loader's, `marks` of what is the caller's own."""
         return cls(
             task=task.name,
             model=config.model.name,
@@ -115,7 +132,7 @@ class Fingerprint:
             sampling=sampling,
             tune=config.model.tune,
             grown_from=tuple(stage.count for stage in info.stages),
-            samples=samples,
+            **asdict(marks),
         )
 
     def check(self, saved: StateView) -> None:
@@ -135,10 +152,17 @@ class Fingerprint:
                     f"the run began with {saved[key]} training samples, and {self.data} has {value} now: put it "
                     "back as it was, or start a new run with --weights (what --rescan is for knows its samples)"
                 )
-            if key == "samples" and key in saved and saved[key] != value:
+            if key in ("samples", "evaluation_samples") and key in saved and saved[key] != value:
+                which = "samples" if key == "samples" else "evaluation samples"
+                differ = "targets, or some inputs, differ" if key == "samples" else "their number, or some, differ"
                 raise UserError(
-                    f"the samples of {self.data} are not those that the run began with (targets, or some inputs, "
-                    "differ): give these, or start a new run with --weights"
+                    f"the {which} of {self.data} are not those that the run began with ({differ}): give these, or "
+                    "start a new run with --weights"
+                )
+            if key == "loss" and key in saved and saved[key] != value:
+                raise UserError(
+                    f"the loss is not the one that the run began with: {value} in place of {saved[key]} (the digest is "
+                    "of its source): give the same, or start a new run with --weights"
                 )
             if key in saved and saved[key] != value:
                 raise UserError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
-from echelon.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from echelon.config.build import flag_of, leaves
+from echelon.config import DataConfig, OptimizerConfig
+from echelon.config.build import flag_of
 from echelon.data.base import Source
 from echelon.optim.traits import is_sgd
 from echelon.storage.url import is_url
@@ -18,19 +19,17 @@ def unused_notes(run: ResolvedRun) -> list[str]:
     training, optimizer, model, data = config.training, config.optimizer, config.model, config.data
     at_url = any(is_url(place) for place in (config.run, config.checkpoint.mirror))
     return [
-        *_told(OptimizerConfig, optimizer, _of_optimizer(run)),
-        *_told(TrainingConfig, training, {"early_stop_delta": "" if training.early_stop else "without --early-stop"}),
+        *_told(optimizer, _of_optimizer(run)),
+        *_told(training, {"early_stop_delta": "" if training.early_stop else "without --early-stop"}),
         *_told(
-            ModelConfig,
             model,
             {
                 "head": "" if model.weights else "without --weights",
                 "frozen_norm": "with --tune all, which freezes nothing" if run.tuning.changes_nothing else "",
             },
         ),
-        *_told(DataConfig, data, {"cache_limit": "" if is_url(data.source) else "for data that is no URL's"}),
+        *_told(data, {"cache_limit": "" if is_url(data.source) else "for data that is no URL's"}),
         *_told(
-            CheckpointConfig,
             config.checkpoint,
             {"codec": "" if at_url or config.checkpoint.mirror else "without a run at a URL, or --mirror"},
         ),
@@ -64,13 +63,13 @@ def unread_notes(config: DataConfig, source: Source) -> list[str]:
         "decode": images,
         "on_bad_image": images or sounds,
     }
-    return list(_told(DataConfig, config, {name: f"for data {info.name}" for name, reads in read.items() if not reads}))
+    return list(_told(config, {name: f"for data {info.name}" for name, reads in read.items() if not reads}))
 
 
-def _told(section: type, settings: object, reasons: dict[str, str]) -> Iterator[str]:
-    """Yield sentences for settings that are not as by default and have a reason for doing nothing."""
-    for name, item, _ in leaves(section):
-        value = getattr(settings, name)
-        if reasons.get(name) and value != item.default:
+def _told(settings: object, reasons: dict[str, str]) -> Iterator[str]:
+    """Yield sentences for settings of a part that are not as by default and have a reason for doing nothing."""
+    for item in fields(settings):  # type: ignore[arg-type]
+        value = getattr(settings, item.name)
+        if reasons.get(item.name) and value != item.default:
             shown = "" if value is True else f" {value}"
-            yield f"{flag_of(name, item)}{shown} does nothing {reasons[name]}"
+            yield f"{flag_of(item.name, item)}{shown} does nothing {reasons[item.name]}"

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data import example_samples, from_datasets, samples_digest
+from echelon.data import (
+    EvalLoader,
+    LoaderConfig,
+    Shard,
+    TrainLoader,
+    evaluation_digest,
+    example_samples,
+    from_datasets,
+    samples_digest,
+)
 from echelon.tasks.base import Task, TaskSettings
 from echelon.tasks.classification import Classification
 from echelon.tasks.image_classification import ImageClassification
@@ -100,6 +112,42 @@ def test_a_digest_tells_data_of_other_values_and_asks_no_item_again() -> None:
     }
     assert digests["memory"] == digests["again"]
     assert len(set(digests.values())) == len(digests) - 1
+
+
+def test_a_digest_tells_evaluation_data_of_other_values_or_another_size() -> None:
+    train = TensorDataset(X, torch.arange(6) % 3)
+    same, fewer, other = (
+        evaluation_digest(from_datasets(train, TensorDataset(x, torch.arange(len(x)) % 3))) for x in (X, X[:4], X + 1)
+    )
+    assert evaluation_digest(from_datasets(train, train)) == same
+    assert len({same, fewer, other}) == 3
+    items = [from_datasets(Items(torch.ones(6)), Items(torch.ones(count))) for count in (6, 5)]
+    assert evaluation_digest(items[0]) != evaluation_digest(items[1]), "their number is known, whatever they hold"
+
+
+class Longer(Listed):
+    """Has fewer items than it says."""
+
+    def __len__(self) -> int:
+        return len(self.items) + 1
+
+
+def test_an_item_that_is_not_there_or_raises_is_named() -> None:
+    labelled = Longer([(torch.ones(3), torch.tensor(i % 2)) for i in range(4)])
+    with pytest.raises(UserError, match=r"^data Longer: IndexError: .* \(item 4 of .*, which its __len__ counts"):
+        from_datasets(labelled, labelled)
+    rows = [(torch.ones(3), torch.ones(1))] * 20
+    source = from_datasets(Longer(rows), Longer(rows))
+    config = LoaderConfig(DataConfig(batch_size=7, loaders=0), seed=0, device=torch.device("cpu"))
+    loader = TrainLoader(source, config, Shard(0, 1))
+    with pytest.raises(IndexError) as raised:
+        list(loader.epoch(2))
+    item, place = raised.value.__notes__
+    assert item == "item 20 of the data, which its __len__ counts"
+    assert re.fullmatch(r"rank 0, batch [123] of epoch 3", place)
+    with pytest.raises(IndexError) as raised:
+        list(EvalLoader(source, config, Shard(0, 1)))
+    assert raised.value.__notes__ == [item, "rank 0, batch 3 of the evaluation data"]
 
 
 def test_items_of_different_lengths_are_refused_with_what_to_do() -> None:

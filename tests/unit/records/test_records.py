@@ -39,6 +39,7 @@ WRITTEN: list[Record] = [
     kinds.ServerWindow("server0", 2, 7, 1, dropped={"version": 1}, staleness={"0": 3}, ready=True),
     kinds.End("completed", "", 5.0, 12.0),
     kinds.CommandEnd(5.5),
+    kinds.CommandRefused(5.5, "why"),
     kinds.StudyStart(4.5),
     kinds.RunEnd("a-run", "failed", "why", 3.0, 3.5),
     kinds.FlowStepStart("ab12", {"settings": "cd"}, True),

@@ -70,11 +70,11 @@ def test_the_scalars_of_a_module_from_python_are_counted() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     module[0].requires_grad_(False)
     own = replace(RunConfig(), model=ModelConfig(name="Sequential"))
-    assert foretold(own, UserObjects(model=module)) == Foretold("Sequential", 8)
-    assert foretold(own, UserObjects(model=nn.LazyLinear(2))) == Foretold("Sequential")
+    assert foretold(own, UserObjects(model=module)) == Foretold("Sequential", 8, objects=("model",))
+    assert foretold(own, UserObjects(model=nn.LazyLinear(2))).parameters is None
     assert foretold(own, UserObjects()) == Foretold("Sequential")
     tuned = replace(own, model=ModelConfig(name="Sequential", tune="head"))
-    assert foretold(tuned, UserObjects(model=module)) == Foretold("Sequential")
+    assert foretold(tuned, UserObjects(model=module)).parameters is None
 
 
 def test_foretelling_imports_no_torch() -> None:

@@ -12,11 +12,11 @@ import pytest
 import echelon
 from echelon import api
 from echelon.core.errors import UserError
-from echelon.records.events import WorkerDied
+from echelon.records.events import RunDiverged, WorkerDied
 from echelon.records.file import Recorder
 from echelon.records.kinds import Evaluation, Start, Steps
 from echelon.reporting.report.records import RunRecord
-from echelon.run.outcome import Outcome, history_of
+from echelon.run.outcome import Outcome, failed_log, history_of
 
 
 def _steps(step: int, epoch: int, loss: float, count: int = 2) -> Steps:
@@ -75,4 +75,8 @@ def test_a_run_that_failed_is_raised_in_one_line_with_the_log_of_the_process_tha
     with pytest.raises(echelon.RunFailed, match=rf"; log: {re.escape(str(log))}$") as raised:
         api._ended(failed, None)
     assert raised.value.outcome.status == "failed"
+    with closing(Recorder(tmp_path)) as record:
+        record.write(RunDiverged("NaN", rank=0))
+    (tmp_path / "logs" / "rank0.log").touch()
+    assert failed_log(tmp_path) == tmp_path / "logs" / "rank0.log", "the newest"
     assert api._ended(Outcome("stopped", tmp_path, {}), None).status == "stopped"

@@ -53,6 +53,11 @@ def _sent(model: nn.Module) -> nn.Module:
     return opened
 
 
+def test_code_keeps_the_file_that_errors_name() -> None:
+    loss = Parcel.of(UserObjects(loss=lambda outputs, targets: outputs - targets)).open().loss
+    assert loss is not None and loss.__code__.co_filename == __file__  # type: ignore[union-attr]
+
+
 COPIES = {"sent": _sent, "in this process": own_copy}
 
 

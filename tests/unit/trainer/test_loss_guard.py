@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.core.errors import UserError
 from echelon.data.base import Batch
 from echelon.observe.phases import HostClock
 from echelon.parallel.base import alone
 from echelon.records.events import LossNotFinite
 from echelon.records.file import read_records
-from echelon.trainer.loss_guard import GuardSettings, LossGuard
+from echelon.trainer.loss_guard import Diverged, GuardSettings, LossGuard
 from echelon.trainer.step import Step, StepResult, StepSettings
 from echelon.trainer.world import World
 from tests.ranks.layouts import TASK
@@ -54,9 +53,9 @@ def step_of(tmp_path: Path) -> Callable[[bool, Model], Callable[[], StepResult]]
 
 def test_the_run_stops_with_rank_batch_and_sample(step_of: Callable[..., Callable[[], StepResult]]) -> None:
     model = Model()
-    with pytest.raises(UserError, match=r"rank 0, step 0 \(batch 7 of epoch 2\): the loss of sample 23 of the data is"):
+    with pytest.raises(Diverged, match=r"rank 0, step 0 \(batch 7 of epoch 2\): the loss of sample 23 of the data is"):
         step_of(False, model)()
-    with pytest.raises(UserError, match=r"the model's outputs are not: use a lower --lr, .* or --on-nan skip"):
+    with pytest.raises(Diverged, match=r"outputs are not: start a new run with a lower --lr, .*; or resume with --on-"):
         step_of(False, model)()
 
 
@@ -72,5 +71,5 @@ def test_the_batch_is_left_out_and_told(
 def test_no_batch_helps_where_parameters_are_not_finite(step_of: Callable[..., Callable[[], StepResult]]) -> None:
     model = Model()
     model.head.weight.data[0, 0] = torch.inf
-    with pytest.raises(UserError, match="parameters are not finite since an earlier update"):
+    with pytest.raises(Diverged, match="parameters are not finite since an earlier update"):
         step_of(True, model)()

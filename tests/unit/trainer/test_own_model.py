@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from echelon.data import example_samples, from_datasets
 from echelon.tasks.base import EvaluationResult, Task, TaskSettings
 from echelon.tasks.own_loss import LossFunction, takes_whole_outputs
 from echelon.tasks.registry import build_task
+from echelon.tasks.regression import Regression
 from echelon.tasks.tailored import TailoredTask
 from echelon.trainer.own_trial import check_own_model, check_single_samples, make_whole
 from echelon.trainer.work import Work
@@ -74,19 +76,24 @@ def check(
     targets: torch.Tensor,
     at_hand: bool = True,
     loss: LossFunction | None = None,
+    own: Task | None = None,
 ) -> str:
     """Try a model out on data of one's own; returns the name of the task."""
-    work = work_of(inputs, targets, at_hand, loss)
+    work = work_of(inputs, targets, at_hand, loss, own)
     check_own_model(model, work)
     return work.info.task
 
 
 def work_of(
-    inputs: torch.Tensor, targets: torch.Tensor, at_hand: bool = True, loss: LossFunction | None = None
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    at_hand: bool = True,
+    loss: LossFunction | None = None,
+    own: Task | None = None,
 ) -> Work:
     data = TensorDataset(inputs, targets)
     source = from_datasets(data, data)
-    task = build_task(source.info.task).fitted(source.info, TaskSettings())
+    task = (own or build_task(source.info.task)).fitted(source.info, TaskSettings())
     if loss is not None:
         task = TailoredTask(task, loss, {}, task.primary)
     example, example_targets = example_samples(source) if at_hand else (None, None)
@@ -269,3 +276,37 @@ def test_outputs_that_metrics_cannot_take_are_refused_before_the_first_evaluatio
         check(nn.Linear(8, 7), X, Y, loss=nn.CrossEntropyLoss())
     taken = TailoredTask(work.task, None, {"f1": torchmetrics.F1Score("multiclass", num_classes=3)}, work.task.primary)
     check_own_model(nn.Linear(8, 3), replace(work, task=taken))
+
+
+class Reduced(Regression):
+    """Gives what a function makes of errors `(B, 1)`; its units are pairs, of which a sample has one or two."""
+
+    unit = "pair"
+
+    def __init__(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.reduce = reduce
+
+    def loss_sum(self, outputs: Any, targets: Any) -> torch.Tensor:
+        return self.reduce((outputs - targets).square())
+
+    def units(self, targets: Any) -> int:
+        return int((1 + (targets > 1)).sum())
+
+
+def _of_pairs(errors: torch.Tensor) -> torch.Tensor:
+    return (errors - errors.mean()).square().mean()  # of one sample 0, as of contrastive losses
+
+
+def test_a_task_that_returns_the_mean_of_a_batch_is_refused() -> None:
+    targets = torch.tensor([[0.5], [3.0]] * 6)
+    for function in (torch.sum, torch.max, _of_pairs, lambda errors: errors.sum() * torch.randn(()), torch.linalg.det):
+        assert check(nn.Linear(8, 1), X, targets, own=Reduced(function)) == "regression"
+    with pytest.raises(UserError, match=r"task regression: its loss_sum returns the mean over a batch, .*'sum'"):
+        check(nn.Linear(8, 1), X, torch.full((12, 1), 0.5), own=Reduced(torch.mean))
+
+    def by_unit(errors: torch.Tensor) -> torch.Tensor:
+        weights = torch.tensor([[1.0], [2.0]])[: len(errors)] if len(errors) == 2 else torch.ones(1, 1)
+        return (weights * errors).sum() / weights.sum()
+
+    with pytest.raises(UserError, match="task regression: its loss_sum returns the mean"):
+        check(nn.Linear(8, 1), X, targets, own=Reduced(by_unit))

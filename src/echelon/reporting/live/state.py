@@ -18,7 +18,7 @@ from echelon.records.kinds import Checkpoint, End, Evaluation, RankResources, Re
 
 RECENT_S = 10.0
 MOST_EVENTS = 50
-BAD = ("worker_died", "hang", "rank_failed", "role_failed", "refused", "failed")
+BAD = ("worker_died", "hang", "rank_failed", "role_failed", "refused", "diverged", "failed")
 
 
 @dataclass(frozen=True)

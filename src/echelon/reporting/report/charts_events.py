@@ -17,6 +17,7 @@ from echelon.records.events import (
     RankFailed,
     Refusal,
     RoleFailed,
+    RunDiverged,
     ServerGone,
     ServerLost,
     WorkerDied,
@@ -27,8 +28,8 @@ from echelon.reporting.report.clock import Sitting, elapsed_s, sittings
 from echelon.reporting.report.records import RunRecord
 
 _FAILURES = (
-    WorkerDied, RankFailed, RoleFailed, HangSeen, Refusal, LossNotFinite, MachineLeft, WorkerGone, ServerGone,
-    ServerLost, DiskFails,
+    WorkerDied, RankFailed, RoleFailed, HangSeen, Refusal, RunDiverged, LossNotFinite, MachineLeft, WorkerGone,
+    ServerGone, ServerLost, DiskFails,
 )  # fmt: skip
 _ROWS = ("checkpoint", "event", "evaluation", "attempt")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from echelon.records.events import Event
-from echelon.records.kinds import CommandEnd, End, Evaluation, Record, Start, Steps
+from echelon.records.kinds import CommandEnd, CommandRefused, End, Evaluation, Record, Start, Steps
 from echelon.reporting.report.records import RunRecord
 
 
@@ -39,11 +39,12 @@ def sittings(record: RunRecord) -> list[Sitting]:
 
     A stretch begins with the command that a start names, else with its first record, and ends with its command where
     that recorded its end; the last one may lack an end, and reaches to the last record. What is recorded between an
-    end and the next start or event belongs to none.
+    end and the next start or event belongs to none, nor does what a command recorded that was refused.
     """
+    counted = _counted(record)
     stretches: list[Sitting] = []
     lines: list[Record] = []  # of the present stretch, steps and evaluations left out
-    for line in record.records:
+    for line in counted:
         if isinstance(line, CommandEnd) and stretches and _closes(line, stretches[-1], lines):
             stretches[-1], lines = stretches[-1].closed(line), []
         elif isinstance(line, End) and not lines:
@@ -57,11 +58,17 @@ def sittings(record: RunRecord) -> list[Sitting]:
             if isinstance(line, Start) and _is_of_another_command(line, lines):
                 before = [earlier for earlier in lines if earlier.t < (line.launched_t or line.t)]
                 lines = lines[len(before) :]
-                _add(stretches, _stretch(before, stretches, _last_t(record, line.launched_t)))
+                _add(stretches, _stretch(before, stretches, _last_t(counted, line.launched_t)))
             lines.append(line)
     if lines:
-        _add(stretches, _stretch(lines, stretches, record.last_t))
+        _add(stretches, _stretch(lines, stretches, max(line.t for line in counted)))
     return stretches
+
+
+def _counted(record: RunRecord) -> Sequence[Record]:
+    """Return the lines of a record without those of commands that were refused."""
+    refused = [(line.t - line.seconds, line.t) for line in record.of(CommandRefused)]
+    return [line for line in record.records if not any(begin <= line.t <= end for begin, end in refused)]
 
 
 def _closes(command: CommandEnd, last: Sitting, lines: Sequence[Record]) -> bool:
@@ -92,9 +99,9 @@ def _is_of_another_command(start: Start, lines: Sequence[Record]) -> bool:
     return before is not None and start.launched_t is not None and start.launched_t > before
 
 
-def _last_t(record: RunRecord, before_t: float | None) -> float | None:
-    """Return the latest moment recorded before another one."""
-    return max((line.t for line in record.records if before_t is not None and line.t < before_t), default=None)
+def _last_t(lines: Sequence[Record], before_t: float | None) -> float | None:
+    """Return the latest moment of lines before another one."""
+    return max((line.t for line in lines if before_t is not None and line.t < before_t), default=None)
 
 
 def _launched(start: Start, begin: float, after: float | None) -> float:

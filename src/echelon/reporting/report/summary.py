@@ -15,6 +15,7 @@ from echelon.records.events import (
     Event,
     LossNotFinite,
     RankFailed,
+    RunDiverged,
     WayPredicted,
 )
 from echelon.records.kinds import End, EntropyCoding, Evaluation, ServerWindow, Start
@@ -43,6 +44,7 @@ class Summary:
         commands: that it took: one, and each that resumed it.
         last_command_s: seconds of the last one.
         startup_s: from the command to where training begins, the sum over the commands that came so far.
+        objects: keywords of `echelon.resume` by which the run needs objects from Python again.
         whole: from the first step to the end of the last evaluation or checkpoint: the figure by which runs compare.
     """
 
@@ -89,6 +91,7 @@ class Summary:
     whole: WholeRun | None
     served: bool
     searched: bool
+    objects: tuple[str, ...] = ()
 
     def to_json(self) -> JsonObject:
         """Plain values for `summary.json`; NaN and infinity become null."""
@@ -161,6 +164,7 @@ def summarise(record: RunRecord) -> Summary:
         whole=whole,
         served=record.served,
         searched=record.searched,
+        objects=tuple(start.objects) if start else (),
     )
 
 
@@ -232,7 +236,8 @@ def _status(record: RunRecord) -> tuple[str, str]:
     if isinstance(last, Start):
         return "unfinished", "the record has no end: the run is still going, or was killed"
     message, errors = last.message, [event.message for event in record.of(RankFailed) if event.message]
-    is_known = any(failed.message in message for failed in record.of(CallbackError))  # the others lost that rank
+    causes = [event.message for kind in (CallbackError, RunDiverged) for event in record.of(kind)]
+    is_known = any(cause in message for cause in causes)  # the others lost that rank
     if last.status == "failed" and errors and errors[-1] not in message and not is_known:
         message = f"{message.rstrip('.') or 'a rank failed'}; the last error was {errors[-1]}"
     return last.status, message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from echelon.core.own import continuing
 from echelon.core.rate_search import STEPS
 from echelon.core.units import format_seconds, many, sentence_case
 from echelon.reporting.report.summary import Summary
@@ -76,7 +77,7 @@ def _outcome(s: Summary) -> str:
         after = f"a search of {many(min(s.steps, STEPS), 'step')}"
     known = {
         "completed": f"Completed {after} in {_took(s)}",
-        "stopped": f"Stopped {after} and {_took(s)}; `echelon resume` continues it",
+        "stopped": f"Stopped {after} and {_took(s)}; `{continuing('RUN', s.objects)}` continues it",
         "failed": f"Failed {after} and {_took(s)}",
         "refused": f"Refused {after}" if s.steps else "Refused before the first step",
         "unfinished": f"Not ended {after}" if s.steps else "No step was recorded",

@@ -71,6 +71,23 @@ def test_a_killed_run_that_was_resumed_counts_both_commands_once(tmp_path: Path)
     assert "count twice" not in words
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_resume_that_was_refused_takes_none_of_the_run(tmp_path: Path, killed: bool) -> None:
+    lines = tell(STORY)
+    if killed:
+        lines = [line for line in lines if line["kind"] != "end"]
+    ended, refused_t = max(line["t"] for line in lines), T0 + 5000.0
+    refusal = {"t": refused_t - 0.1, "kind": "event", "name": "refused", "message": "other data"}
+    refused = {"t": refused_t, "kind": "command_refused", "seconds": 4.0, "message": "other data"}
+    summary, words = report(tmp_path, [*lines, refusal, refused])
+    assert summary.commands == 1 and summary.wall_s == pytest.approx(ended - T0, abs=0.5)
+    assert summary.status == ("unfinished" if killed else "completed") and "efused" not in words
+    later = resumed_at(tell(STORY), 9000.0, 100)
+    summary, _ = report(tmp_path, [*lines, refusal, refused, *later])
+    assert summary.commands == 2
+    assert summary.wall_s == pytest.approx(ended - T0 + later[-1]["t"] - T0 - 9000.0, abs=0.5)
+
+
 def test_a_restart_by_the_same_command_is_no_command_of_its_own(tmp_path: Path) -> None:
     lines = tell(LiveState(epochs=4, death_at=150, jitter=0.0))
     for line in lines:
