@@ -75,6 +75,8 @@ class Classification(Task):
         if len(kind) != 1 or kind[0].shape or kind[0].dtype not in _INTEGERS:
             one_hot = data.target_values is not None and data.target_values.one_hot
             which = "they are one-hot: give targets.argmax(1)" if one_hot else "give int64 class numbers from 0"
+            if len(kind) == 1 and kind[0].shape == (1,) and kind[0].dtype in _INTEGERS:
+                which = "give targets.squeeze(1)"
             raise UserError(
                 f"data {data.name}: targets are {nest.describe(data.targets)}, and --task {_flag(self.name)} needs "
                 f"one whole number, the class, for each sample: {which}, or name another --task"

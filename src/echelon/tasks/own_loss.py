@@ -41,6 +41,9 @@ class OwnLoss:
     - a scalar: their sum, or their mean, which is multiplied by the units. Which it is, the first batch shows: the sum
       of two parts' values, or their mean weighted by units.
 
+    Where its units are other ones than the task's, as words that count, it has `units(targets)`, their number, and may
+    have `unit`, their name.
+
     Some samples of the first batch are also cut in two, without gradients: where the parts' losses do not add up to
     the whole's, the loss depends on which samples are together, and a layout would change it.
     """
@@ -102,7 +105,10 @@ class OwnLoss:
     def _value(self, outputs: Any, targets: Nest) -> Tensor:
         value = self._function(beside(outputs, targets) if self._is_of_torch else outputs, targets)
         if not isinstance(value, Tensor):
-            raise UserError(f"{FLAG}: it returned a {type(value).__name__}: return a tensor")
+            hint = ""
+            if isinstance(value, tuple):
+                hint = ", the sum; where it is over units of your own, give the loss units(targets), their number"
+            raise UserError(f"{FLAG}: it returned a {type(value).__name__}: return a tensor{hint}")
         return value
 
     def _check(self, outputs: Any, targets: Nest) -> bool:
@@ -158,6 +164,12 @@ class OwnLoss:
             )
         self._reduction = _SUM if sums else _MEAN
         return True
+
+
+def units_of(function: LossFunction | None) -> Callable[[Nest], int] | None:
+    """Return what counts the units that a loss of the user's own is over; None: they are the task's."""
+    units = getattr(function, "units", None)
+    return units if callable(units) else None
 
 
 def takes_whole_outputs(function: LossFunction) -> bool:

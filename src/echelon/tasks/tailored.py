@@ -24,7 +24,7 @@ from echelon.tasks.base import (
     Writing,
 )
 from echelon.tasks.nest import Nest, logits_in
-from echelon.tasks.own_loss import LossFunction, OwnLoss, takes_whole_outputs
+from echelon.tasks.own_loss import LossFunction, OwnLoss, takes_whole_outputs, units_of
 from echelon.tasks.own_metrics import OwnMetrics, facts_of
 
 if TYPE_CHECKING:
@@ -43,11 +43,13 @@ class TailoredTask(Task):
             UserError: the loss has parameters.
         """
         self._task, self._own = task, dict(metrics)
-        self._loss = task.loss_sum if loss is None else OwnLoss(loss, task)
+        self._units = units_of(loss) or task.units
         self.primary = primary
         before = [metric for metric in (task.primary, *task.headlines) if metric.name != primary.name]
         known = [facts for name, metric in metrics.items() if (facts := facts_of(name, metric)) is not None]
-        self.name, self.unit, self.score_label = task.name, task.unit, task.score_label  # type: ignore[misc]
+        self.name, self.score_label = task.name, task.score_label  # type: ignore[misc]
+        self.unit = task.unit if units_of(loss) is None else str(getattr(loss, "unit", "unit"))  # type: ignore[misc]
+        self._loss = task.loss_sum if loss is None else OwnLoss(loss, self)
         self.headlines = tuple(m for m in (*known, *before) if m.name != primary.name)  # type: ignore[misc]
         self.curves = task.curves  # type: ignore[misc]
         self.generates = task.generates  # type: ignore[misc]
@@ -62,12 +64,15 @@ class TailoredTask(Task):
 
     def facts(self) -> TaskFacts:
         """Return what a record says of the task."""
+        known = self._task.facts()
         return replace(
-            self._task.facts(),
+            known,
             primary=self.primary,
             headlines=self.headlines,
             curves=self.curves,
             score_label=self.score_label,
+            unit=self.unit,
+            units_per_sample=known.units_per_sample if self.unit == known.unit else 0,
         )
 
     @property
@@ -81,7 +86,7 @@ class TailoredTask(Task):
 
     def units(self, targets: Nest) -> int:
         """Return the units of B samples."""
-        return self._task.units(targets)
+        return int(self._units(targets))
 
     def training_score(self, outputs: Any, targets: Nest) -> Tensor | None:
         """Return what the task counts in training."""

@@ -8,15 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from echelon.core.errors import UserError
+from echelon.data import from_datasets
 from echelon.data.base import DataInfo
 from echelon.tasks.base import TaskSettings
 from echelon.tasks.image_classification import ImageClassification
 from echelon.tasks.nest import TensorSpec
 from echelon.tasks.own_loss import OwnLoss, read_loss
-from echelon.tasks.registry import TaskChoice
+from echelon.tasks.registry import TaskChoice, build_task
 from echelon.tasks.supervised import Supervised
+from echelon.tasks.tailored import TailoredTask
 
 LOGITS = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.tensor([0, 1, 2, 0, 1, 2])
@@ -171,3 +174,27 @@ def test_numbers_of_a_table_are_learnt_in_units_of_their_deviation_and_measured_
 def test_a_loss_of_torch_takes_one_number_a_sample_as_targets_have_it() -> None:
     outputs, targets = torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([1.0, 2.0, 3.0])
     assert float(OwnLoss(nn.L1Loss(), Supervised())(outputs, targets)) == pytest.approx(3.0)
+
+
+class PerWord:
+    """The sum over the words of some sentences, padded with -1, and how many these are."""
+
+    unit = "word"
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return ((outputs - targets).abs() * (targets >= 0)).sum()
+
+    def units(self, targets: torch.Tensor) -> torch.Tensor:
+        return (targets >= 0).sum()
+
+
+def test_a_sum_is_over_units_of_its_own_where_the_loss_counts_them() -> None:
+    data = TensorDataset(torch.randn(6, 3), torch.tensor([[1.0, 2, -1], [4, -1, -1]] * 3))
+    fitted = build_task("supervised").fitted(from_datasets(data, data).info, TaskSettings())
+    task = TailoredTask(fitted, PerWord(), {}, fitted.primary)
+    targets = data.tensors[1]
+    assert (task.unit, task.units(targets), task.facts().unit, task.facts().units_per_sample) == ("word", 9, "word", 0)
+    outputs = torch.zeros(6, 3)
+    assert float(task.loss_sum(outputs, targets)) == 21
+    pair = TailoredTask(fitted, lambda o, t: (o.sum(), 9), {}, fitted.primary)  # type: ignore[arg-type, return-value]
+    assert "return a tensor, the sum; where it is over units" in pair.wrong_loss(outputs, targets)
