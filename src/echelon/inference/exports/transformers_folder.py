@@ -11,6 +11,7 @@ from echelon.core.errors import UserError
 from echelon.data.tokenisers import RUN_FILE
 from echelon.inference.exports.base import ExportFormat, Predictor
 from echelon.inference.exports.torch_program import quiet
+from echelon.models import fill_padding
 from echelon.run.trained import TrainedModel
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
@@ -39,6 +40,7 @@ class TransformersFolder(ExportFormat):
         kind: Any = type(_of_transformers(trained, path))
         with quiet():
             model = kind.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
+        fill_padding(model)
 
         def outputs(inputs: Nest) -> Any:
             """Return the logits."""
