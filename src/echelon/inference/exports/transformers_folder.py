@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from echelon.core.errors import UserError
-from echelon.data.tokenisers import RUN_FILE
+from echelon.data.tokenisers import LibraryTokeniser
 from echelon.inference.exports.base import ExportFormat, Predictor
 from echelon.inference.exports.torch_program import quiet
 from echelon.models import fill_padding
@@ -29,11 +29,10 @@ class TransformersFolder(ExportFormat):
         model.config.architectures = [type(model).__name__]
         with quiet():
             model.save_pretrained(path)
-        tokeniser = trained.folder / RUN_FILE
-        if tokeniser.is_file() and '"model"' in tokeniser.read_text(encoding="utf-8"):  # others are our own
+        if isinstance(tokeniser := trained.info.tokeniser, LibraryTokeniser):  # others are our own
             from transformers import PreTrainedTokenizerFast
 
-            PreTrainedTokenizerFast(tokenizer_file=str(tokeniser)).save_pretrained(path)
+            PreTrainedTokenizerFast(tokenizer_object=tokeniser.library).save_pretrained(path)
 
     def read(self, trained: TrainedModel, path: Path) -> Predictor:
         """Return the model that `from_pretrained` makes of the folder."""
