@@ -2,7 +2,15 @@
 
 from echelon.data.base import Batch, DataInfo, Shard, Source
 from echelon.data.loader import EvalLoader, LoaderConfig, TrainLoader
-from echelon.data.own import OwnData, example_samples, from_datasets, name_of_data, samples_digest, source_of
+from echelon.data.own import (
+    OwnData,
+    example_samples,
+    from_datasets,
+    name_of_data,
+    samples_digest,
+    source_of,
+    stream_digests,
+)
 from echelon.data.sources import SourceChoice, check_source, open_data
 
 __all__ = [
@@ -22,4 +30,5 @@ __all__ = [
     "open_data",
     "samples_digest",
     "source_of",
+    "stream_digests",
 ]

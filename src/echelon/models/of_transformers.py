@@ -92,8 +92,8 @@ def fill_padding(model: nn.Module) -> None:
 
 
 def _with_own_padding(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    model: Any, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     ids, mask = kwargs.get(IDS), kwargs.get(MASK)
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     if isinstance(padding, int) and isinstance(ids, Tensor) and isinstance(mask, Tensor) and ids.shape == mask.shape:
