@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.models import give_logits
-from echelon.models.external import end_texts, prepare_encoder_decoder
+from echelon.models.of_transformers import end_texts, prepare_encoder_decoder
 
 CLASSES = 8
 TOKENS = 12

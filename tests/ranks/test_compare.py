@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import echelon
 from echelon.study.folder import read_ends
 from tests.ranks.run_many import python_path
 from tests.ranks.runs import Run, Runs, read_lines
+from tests.ranks.task_data import MAKERS
 
 SMALL = ("--workers", "1", "--threads", "1", "--device", "cpu", "--loaders", "0")
 ONCE, TWICE = "model=tests.ranks.slow_parts:once", "model=tests.ranks.slow_parts:twice"
@@ -102,3 +104,60 @@ def test_a_study_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert outcome.words and "study/report.html" in outcome._repr_html_()
     again = echelon.compare(run="study")  # nothing is missing
     assert again.status == "completed" and len(again.report.runs) == 2
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a study of a task says of a rate of learning that is far too small, beside one that is not.
+
+    Attributes:
+        metric: column of the runs' table with the primary metric, which is better on the side of `direction`.
+    """
+
+    task: str
+    metric: str
+    direction: str
+    seeds: int
+    verdict: str
+    words: str
+    target: str
+
+
+JUDGED = [
+    Judged(
+        "text_classification", "top1", "max", 1, "did not converge", r"its accuracy of [\d.]+% is that of guessing",
+        r"The target is [\d.]+%: 0.5 points below the worst final accuracy of lr=0.01",
+    ),
+    Judged(
+        "speech_classification", "top1", "max", 1, "did not converge", r"its accuracy of [\d.]+% is that of guessing",
+        r"The target is [\d.]+%: 0.5 points below the worst final accuracy of lr=0.01",
+    ),
+    Judged(
+        "regression", "rmse", "min", 3, "no benefit here", r"final error better by -\d[\d.]* % \(-",
+        r"The target is [\d.]+: 0.5 % above the worst final error of lr=0.01",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("judged", JUDGED, ids=lambda judged: judged.task)
+def test_candidates_are_judged_by_the_primary_metric_of_their_task_in_its_direction(
+    judged: Judged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = MAKERS[judged.task](tmp_path)
+    settings = {name.removeprefix("data."): value for name, value in found.items() if name != "data.source"}
+    small = {"epochs": 4, "batch_size": 16, "workers": 1, "device": "cpu", "threads": 1, "loaders": 0}
+    tries = ["lr=0.01", "lr=0.00001"]
+    outcome = echelon.compare(
+        tries, "auto", str(found["data.source"]), run="study", seeds=judged.seeds, **settings, **small
+    )
+    first, second = (outcome.runs[outcome.runs["candidate"] == name][judged.metric].mean() for name in tries)
+    assert (first > second) == (judged.direction == "max"), "the second is the worse one"
+    _, verdict = json.loads(Path("study/summary.json").read_text())["comparisons"]
+    assert verdict["candidate"] == tries[1] and verdict["verdict"] == judged.verdict, verdict
+    assert verdict["points"]["value"] < 0, "worse is negative in either direction"
+    assert re.search(judged.words, verdict["sentence"]), verdict["sentence"]
+    assert any(re.match(judged.target, each) for each in outcome.words), outcome.words
+    assert set(parquet.read_table("study/runs.parquet")["direction"].to_pylist()) == {judged.direction}

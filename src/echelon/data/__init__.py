@@ -10,6 +10,7 @@ from echelon.data.own import (
     name_of_data,
     samples_digest,
     source_of,
+    stream_digests,
 )
 from echelon.data.sources import SourceChoice, check_source, open_data
 
@@ -31,4 +32,5 @@ __all__ = [
     "open_data",
     "samples_digest",
     "source_of",
+    "stream_digests",
 ]

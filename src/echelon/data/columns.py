@@ -506,7 +506,7 @@ class TextColumn:
 
 
 def encode_texts(request: DataRequest, texts: Sequence[str], train: int, begun: int | None = None) -> TextColumn:
-    """Return texts as ids, by the tokeniser of `tokeniser_for`; of each at most the first 512.
+    """Return texts as ids, by the tokeniser of `tokeniser_for`, with marks where a folder's adds them; at most 512.
 
     Training texts that came after the run began are cut to the longest of the others, for which the model was built.
 
@@ -520,11 +520,12 @@ def encode_texts(request: DataRequest, texts: Sequence[str], train: int, begun: 
     """
     if not any(text.strip() for text in texts[:train]):
         raise UserError(f"data {request.config.source}: column {request.config.input} holds no text")
-    tokeniser = tokeniser_for(request, texts[:train])
-    rows = [row[:MOST_TOKENS] for row in tokeniser.encode(texts)]
+    tokeniser = tokeniser_for(request, texts[:train], adds_marks=True)
+    rows = tokeniser.encode(texts, MOST_TOKENS)
     first = train if begun is None else begun
     most = max(map(len, (*rows[:first], *rows[train:])), default=MOST_TOKENS)
-    inputs = with_mask([row[:most] if first <= i < train else row for i, row in enumerate(rows)])
+    rows[first:train] = tokeniser.encode(texts[first:train], most)
+    inputs = with_mask(rows)
     longest = inputs[IDS].shape[1:2]
     specs = {
         IDS: TensorSpec(longest, "int64", tokeniser.count, ragged=True),

@@ -211,6 +211,24 @@ def _digest(data: Dataset[Any], size: int, beside: bytes = b"") -> str:
     return digest.hexdigest()[:16]
 
 
+def stream_digests(source: Source) -> dict[str, str]:
+    """Return, by part, a digest of the first items of data that can only be iterated, and of their number.
+
+    Such data may see which of several processes reads it, and give each a share of its own.
+    """
+    parts = {"training": source.train, "evaluation": source.evaluation, "test": source.test}
+    streams = {n: p.items for n, p in parts.items() if isinstance(p, TensorItems) and isinstance(p.items, Stream)}
+    digests = {}
+    for name, stream in streams.items():
+        digest = hashlib.sha256(f"{len(stream)} ".encode())
+        for i in range(min(_DIGESTED, len(stream))):
+            for leaf in nest.leaves(as_sample(stream[i])):
+                digest.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode())
+                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digests[name] = digest.hexdigest()[:16]
+    return digests
+
+
 def example_samples(source: Source) -> tuple[Nest, Nest]:
     """Return two samples' inputs and targets, the same in every process.
 

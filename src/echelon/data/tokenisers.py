@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
-from echelon.core.tokeniser import AUTO, BPE, CHARACTERS, RUN_FILE, TokeniserChoice, read_tokeniser
+from echelon.core.tokeniser import AUTO, BPE, CHARACTERS, FOLDER_FILE, RUN_FILE, TokeniserChoice, read_tokeniser
 from echelon.data.base import DataRequest
 from echelon.data.cache import locked
 
@@ -31,6 +31,7 @@ FEW_CHARACTERS = 256  # an alphabet that is used as it is
 _SHORT_TEXT = 10_000_000  # characters; of longer texts pieces are worth their training
 _TRAINING_S = 1800.0
 _FORMAT = 1  # of what is cached
+_MARKED = "with_marks"  # holds, in a file, a tokeniser that adds its own marks
 
 
 class Tokeniser(Protocol):
@@ -40,8 +41,8 @@ class Tokeniser(Protocol):
     def count(self) -> int:
         """Size of the vocabulary."""
 
-    def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text."""
+    def encode(self, texts: Sequence[str], most: int | None = None) -> list[Ids]:
+        """Return the ids of each text, at most `most`, with the marks around it where it adds some."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of some ids."""
@@ -69,10 +70,10 @@ class Characters:
         """The characters, and one for others."""
         return len(self.alphabet) + 1
 
-    def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text."""
+    def encode(self, texts: Sequence[str], most: int | None = None) -> list[Ids]:
+        """Return the ids of each text, at most `most`."""
         known = np.array([ord(each) for each in self.alphabet], np.int64)
-        return [self._ids(text, known) for text in texts]
+        return [self._ids(text, known)[:most] for text in texts]
 
     def _ids(self, text: str, known: Ids) -> Ids:
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.int64)
@@ -96,12 +97,18 @@ class Characters:
 
 
 class LibraryTokeniser:
-    """A tokeniser of the library `tokenizers`, also one that transformers wrote."""
+    """A tokeniser of the library `tokenizers`, also one that transformers wrote.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        adds_marks: whether it puts its own marks around each text, such as `[CLS]` and `[SEP]`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, adds_marks: bool = False) -> None:
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self._tokenizer = tokenizer
+        self.library = tokenizer
+        self.adds_marks = adds_marks
+        self._marks = int(tokenizer.num_special_tokens_to_add(is_pair=False)) if adds_marks else 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LibraryTokeniser) and self.to_json() == other.to_json()
@@ -112,28 +119,38 @@ class LibraryTokeniser:
     @property
     def count(self) -> int:
         """Size of the vocabulary, special tokens among them."""
-        return int(self._tokenizer.get_vocab_size())
+        return int(self.library.get_vocab_size())
 
-    def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, np.int64) for each in encodings]
+    def with_marks(self, adds_marks: bool) -> LibraryTokeniser:
+        """Return the same tokeniser, which puts its own marks around each text, or does not."""
+        return LibraryTokeniser(self.library, adds_marks)
+
+    def encode(self, texts: Sequence[str], most: int | None = None) -> list[Ids]:
+        """Return the ids of each text, at most `most`: marks around a text that is cut stay."""
+        encodings = self.library.encode_batch(list(texts), add_special_tokens=False)
+        if most is not None:
+            for each in encodings:
+                each.truncate(max(0, most - self._marks))
+        if self._marks:
+            encodings = [self.library.post_process(each, add_special_tokens=True) for each in encodings]
+        return [np.array(each.ids[:most], np.int64) for each in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of some ids."""
-        return str(self._tokenizer.decode(list(ids)))
+        return str(self.library.decode(list(ids)))
 
     def special(self, name: str) -> int | None:
         """Return the id of a special token such as `[EOS]`; None: it has none of this name."""
-        found = self._tokenizer.token_to_id(name)
+        found = self.library.token_to_id(name)
         return None if found is None else int(found)
 
     def to_json(self) -> str:
-        """Return it as the library writes it."""
-        return str(self._tokenizer.to_str())
+        """Return it as the library writes it, within a record where it adds marks."""
+        written = str(self.library.to_str())
+        return json.dumps({_MARKED: json.loads(written)}, ensure_ascii=False) if self.adds_marks else written
 
 
-def tokeniser_for(request: DataRequest, texts: Sequence[str]) -> Tokeniser:
+def tokeniser_for(request: DataRequest, texts: Sequence[str], adds_marks: bool = False) -> Tokeniser:
     """Return the tokeniser of a run: the one kept with it; else as its settings say, trained on texts.
 
     What is trained is kept below the data's root, by a hash of texts and settings: one process of a machine trains it,
@@ -141,6 +158,7 @@ def tokeniser_for(request: DataRequest, texts: Sequence[str]) -> Tokeniser:
 
     Args:
         texts: of the training part.
+        adds_marks: one of a folder puts its own marks around each text; one that a run kept does as it did there.
 
     Raises:
         UserError: `--tokeniser` names none, or a file holds none.
@@ -151,6 +169,9 @@ def tokeniser_for(request: DataRequest, texts: Sequence[str]) -> Tokeniser:
     choice = resolved(read_tokeniser(request.config.tokeniser), texts)
     if choice.file is not None:
         tokeniser = read_json(choice.file)
+        if isinstance(tokeniser, LibraryTokeniser):
+            of_folder = choice.file.name == FOLDER_FILE  # another run's texts had marks, or had none
+            tokeniser = tokeniser.with_marks(adds_marks and (of_folder or tokeniser.adds_marks))
     elif choice.name == CHARACTERS:
         tokeniser = Characters.of(texts)
     else:
@@ -181,7 +202,8 @@ def read_json(file: Path) -> Tokeniser:
         values = json.loads(text)
         if isinstance(alphabet := values.get(CHARACTERS), str):
             return Characters(alphabet)
-        return LibraryTokeniser(Tokenizer.from_str(text))
+        marked = values.get(_MARKED)
+        return LibraryTokeniser(Tokenizer.from_str(json.dumps(marked) if marked else text), adds_marks=bool(marked))
     except OSError as error:
         raise UserError(f"tokeniser {file}: cannot be read ({error.strerror})") from error
     except Exception as error:

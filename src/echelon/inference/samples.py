@@ -380,7 +380,7 @@ def _encoder(trained: TrainedModel, tokeniser: Tokeniser) -> Callable[[Sequence[
     if encoding is Encoding.MASKED_TOKENS:
         return masked
     most = MOST_TOKENS if encoding is Encoding.TEXT else None
-    return lambda texts: [row[:most] for row in tokeniser.encode(texts)]
+    return lambda texts: tokeniser.encode(texts, most)
 
 
 def _joined(texts: Sequence[Ids], between: Ids) -> Ids:

@@ -4,6 +4,7 @@ from echelon.core.hints import Hints
 from echelon.models.base import ModelInput
 from echelon.models.families import hints_for
 from echelon.models.logits import give_logits, keep_no_cache
+from echelon.models.of_transformers import fill_padding
 from echelon.models.pretrained import locate_weights
 from echelon.models.registry import (
     auto_name,
@@ -23,6 +24,7 @@ __all__ = [
     "build_model",
     "build_untried",
     "builtin_names",
+    "fill_padding",
     "give_logits",
     "hints_for",
     "keep_no_cache",

@@ -14,8 +14,9 @@ from echelon.core.model_names import OF_COLUMNS, OF_PIXELS, OF_SEQUENCES, of_ima
 from echelon.core.own import TRANSFORMERS
 from echelon.models import builtin
 from echelon.models.base import ModelInput
-from echelon.models.external import build_own, build_timm, build_torchvision, build_transformers, library_names
+from echelon.models.external import build_own, build_timm, build_torchvision, library_names
 from echelon.models.logits import give_logits
+from echelon.models.of_transformers import build_transformers, fill_padding
 from echelon.models.trial import try_out
 
 
@@ -69,6 +70,7 @@ def _build(name: str, data: ModelInput) -> nn.Module:
         of_library = name.startswith(TRANSFORMERS)
         model = build_transformers(name.removeprefix(TRANSFORMERS), data) if of_library else build_own(name, data)
         give_logits(model)
+        fill_padding(model)
         return model
     if name in builtin_names() or name in OF_SEQUENCES + OF_COLUMNS + OF_PIXELS:
         return importlib.import_module(f"{builtin.__name__}.{name}").build(data)

@@ -23,7 +23,15 @@ from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.own import is_nameless, of_object
 from echelon.core.terms import TERMINAL_VARIABLE
-from echelon.data import LoaderConfig, Shard, Source, evaluation_digest, example_samples, samples_digest
+from echelon.data import (
+    LoaderConfig,
+    Shard,
+    Source,
+    evaluation_digest,
+    example_samples,
+    samples_digest,
+    stream_digests,
+)
 from echelon.data.base import DataInfo
 from echelon.data.kept_info import keep_info
 from echelon.data.loader import EvalLoader, TrainLoader, size_note
@@ -75,7 +83,7 @@ from echelon.trainer.tables import table_notes
 from echelon.trainer.unused import unread_notes
 from echelon.trainer.window import Traffic
 from echelon.trainer.work import Work
-from echelon.trainer.world import World, roll_call
+from echelon.trainer.world import World, first_that_differs, roll_call
 
 
 @dataclass(frozen=True)
@@ -293,6 +301,7 @@ def _groundwork(
     if source.sample_index is not None:
         source.sample_index.check(path)
     check_enough(source.info, data_ranks)
+    check_whole_streams(source, world)
     if rank == 0:
         keep_info(path, source.info)
     task = resolved.task.fitted(source.info, user_objects.of_task)
@@ -653,6 +662,21 @@ def check_mixing(config: RunConfig, task: Task) -> None:
     """
     if (config.data.mixup or config.data.cutmix) and not task.takes_shares:
         raise UserError(f"--mixup and --cutmix blend classes: the task {task.name} has none to blend")
+
+
+def check_whole_streams(source: Source, world: World) -> None:
+    """Check that data which can only be iterated gives every rank the same; all ranks call it.
+
+    Raises:
+        UserError: it gives a rank a share, or another order: of what the rank then keeps, a part would be all.
+    """
+    for part, digest in stream_digests(source).items():
+        if (other := first_that_differs(digest, world)) is not None:
+            raise UserError(
+                f"data {source.info.name}: the {part} data gives worker {other} other items than worker 0: each "
+                "keeps its part of all items, so let the data give all workers the same, and leave out what divides it "
+                "by rank (split_dataset_by_node, RANK) or shuffles it without a seed"
+            )
 
 
 def check_enough(info: DataInfo, workers: int) -> None:

@@ -16,7 +16,7 @@ from echelon.compression.rungs import Switch
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
-from echelon.models import build_model, give_logits, hints_for, keep_no_cache
+from echelon.models import build_model, fill_padding, give_logits, hints_for, keep_no_cache
 from echelon.models.keras_model import KerasModule, loss_name
 from echelon.models.tables import make_sparse, sparse_tables
 from echelon.models.trial import evaluating, try_out
@@ -165,6 +165,7 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
         work.loaded.append(loaded)
     if work.user_model is not None:
         (keep_no_cache if work.task.takes_records else give_logits)(work.user_model)
+        fill_padding(work.user_model)
         make_whole(work.user_model, work)
     elif isinstance(model, KerasModule) and not config.optimizer.loss:
         _check_compiled_loss(model, config.model.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -228,6 +229,16 @@ def roll_call(world: World) -> RollCall:
         for a, b in ((0, _HOST_BYTES), (_HOST_BYTES, _HOST_BYTES + _CORES_BYTES))
     )
     return RollCall(hosts, [each[-1] for each in table], cores)
+
+
+def first_that_differs(text: str, world: World) -> int | None:
+    """Return the first rank that gives another text than rank 0; None: all give the same. All ranks call it."""
+    if world.group is None:
+        return None
+    row = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(world.device)
+    rows = [torch.empty_like(row) for _ in range(world.size)]
+    dist.all_gather(rows, row, group=world.group)
+    return next((rank for rank, each in enumerate(rows) if not torch.equal(each, rows[0])), None)
 
 
 def text_from_rank_0(text: str, world: World) -> str:

@@ -7,12 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.core.tokeniser import TokeniserChoice, read_tokeniser
+from echelon.core.tokeniser import FOLDER_FILE, TokeniserChoice, read_tokeniser
 from echelon.data import tokenisers
 from echelon.data.base import DataRequest
+from echelon.data.columns import IDS, encode_texts
 from echelon.data.tokenisers import (
     PAD,
     RUN_FILE,
@@ -109,3 +111,45 @@ def test_a_file_that_holds_no_tokeniser_is_refused(tmp_path: Path, content: str 
     with pytest.raises(UserError) as refused:
         tokeniser_for(request(tmp_path, str(tmp_path)), TEXTS)
     assert said in str(refused.value) and str(tmp_path) in str(refused.value)
+
+
+@pytest.fixture
+def marking(tmp_path: Path) -> Path:
+    """A folder with a tokeniser of words that puts [CLS] before each text and [SEP] behind it."""
+    tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "a": 3, "b": 4}, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    (tmp_path / "bert").mkdir()
+    tokenizer.save(str(tmp_path / "bert" / FOLDER_FILE))
+    return tmp_path / "bert"
+
+
+def test_texts_to_be_classified_get_the_marks_of_a_folders_tokeniser_and_a_cut_one_keeps_them(marking: Path) -> None:
+    column = encode_texts(request(marking.parent, str(marking)), ["a b", "", "a " * 600], 3)
+    assert [column.inputs[IDS][i].tolist() for i in range(2)] == [[1, 3, 4, 2], [1, 2]]
+    assert column.inputs[IDS][2].tolist() == [1, *[3] * 510, 2]
+
+
+def test_texts_that_are_written_on_get_no_marks(marking: Path) -> None:
+    tokeniser = tokeniser_for(request(marking.parent, str(marking)), TEXTS)
+    assert [row.tolist() for row in tokeniser.encode(["a b", ""])] == [[3, 4], []]
+
+
+@pytest.mark.parametrize("adds_marks", [True, False])
+def test_a_run_marks_texts_as_it_did_when_it_began_and_so_does_one_tuned_from_it(
+    adds_marks: bool, marking: Path
+) -> None:
+    run, tuned = marking.parent / "run", marking.parent / "tuned"
+    run.mkdir()
+    tuned.mkdir()
+    if adds_marks:
+        tokeniser_for(request(marking.parent, str(marking), run), TEXTS, adds_marks=True)
+    else:  # as runs kept it that added none
+        shutil.copy(marking / FOLDER_FILE, run / RUN_FILE)
+    expected = [1, 3, 4, 2] if adds_marks else [3, 4]
+    for asked in (request(marking.parent, str(marking), run), request(marking.parent, str(run), tuned)):
+        made = encode_texts(asked, ["a b"], 1)
+        assert made.inputs[IDS][0].tolist() == expected and made.tokeniser == read_json(run / RUN_FILE)
+    assert tokeniser_for(request(marking.parent, str(run)), TEXTS).encode(["a b"])[0].tolist() == [3, 4]

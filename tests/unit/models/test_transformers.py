@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
-from echelon.models import ModelInput, build_model
+from echelon.models import ModelInput, build_model, fill_padding
 from echelon.tasks.nest import TensorSpec
 
 transformers = pytest.importorskip(
@@ -42,6 +43,44 @@ def test_texts_are_classified_and_padding_is_not_seen(bert: str, gpt2: str) -> N
         logits = model(input_ids=ids, attention_mask=mask)
         assert isinstance(logits, torch.Tensor) and logits.shape == (2, 3)
         torch.testing.assert_close(logits, model(input_ids=ids[:, :8], attention_mask=mask[:, :8]))
+
+
+def _config(kind: str, pad: int) -> Any:
+    shape = {"vocab_size": 50, "pad_token_id": pad}
+    if kind == "GPT2":
+        return transformers.GPT2Config(**shape, n_layer=1, n_embd=16, n_head=2, n_positions=16)
+    if kind == "Roberta":  # its positions begin behind the number of its padding
+        return transformers.RobertaConfig(**shape, **SMALL, max_position_embeddings=12 + pad + 1)
+    if kind == "DistilBert":
+        return transformers.DistilBertConfig(**shape, n_layers=1, dim=16, n_heads=2, hidden_dim=16)
+    if kind == "T5":
+        return transformers.T5Config(**shape, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    return getattr(transformers, f"{kind}Config")(**shape, **SMALL)
+
+
+@pytest.mark.parametrize("pad", [0, 5])
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Bert", "Roberta", "DistilBert", "T5"])
+def test_a_text_is_classified_the_same_alone_and_padded_whatever_the_models_padding_is(
+    kind: str, pad: int, tmp_path: Path
+) -> None:
+    _config(kind, pad).save_pretrained(tmp_path)
+    model = build_model(ModelConfig(name=f"transformers/{tmp_path}"), ModelInput(3, 1, 1, several=TEXTS)).eval()
+    short, long = torch.tensor([7, 8, 9]), torch.arange(10, 22)
+    both = torch.nn.utils.rnn.pad_sequence([short, long], batch_first=True)  # padded with 0, as batches are
+    logits = model(input_ids=both, attention_mask=(both != 0).long())
+    for text, expected in zip((short, long), logits, strict=True):
+        alone = model(input_ids=text[None], attention_mask=torch.ones_like(text)[None])
+        torch.testing.assert_close(alone[0], expected)
+
+
+def test_a_classifier_of_ones_own_does_not_see_the_padding() -> None:
+    config = _config("GPT2", 5)
+    config.num_labels = 3
+    model = transformers.GPT2ForSequenceClassification(config).eval()
+    fill_padding(model)
+    ids, mask = torch.tensor([[7, 8, 9, 0, 0]]), torch.tensor([[1, 1, 1, 0, 0]])
+    alone = model(input_ids=ids[:, :3], attention_mask=mask[:, :3]).logits
+    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits, alone)
 
 
 def test_encoder_decoders_read_the_class_from_an_end_token_that_every_text_gets(tmp_path: Path) -> None:

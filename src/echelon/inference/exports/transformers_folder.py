@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from echelon.core.errors import UserError
-from echelon.data.tokenisers import RUN_FILE
+from echelon.data.tokenisers import LibraryTokeniser
 from echelon.inference.exports.base import ExportFormat, Predictor
 from echelon.inference.exports.torch_program import quiet
+from echelon.models import fill_padding
 from echelon.run.trained import TrainedModel
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
@@ -28,17 +29,17 @@ class TransformersFolder(ExportFormat):
         model.config.architectures = [type(model).__name__]
         with quiet():
             model.save_pretrained(path)
-        tokeniser = trained.folder / RUN_FILE
-        if tokeniser.is_file() and '"model"' in tokeniser.read_text(encoding="utf-8"):  # others are our own
+        if isinstance(tokeniser := trained.info.tokeniser, LibraryTokeniser):  # others are our own
             from transformers import PreTrainedTokenizerFast
 
-            PreTrainedTokenizerFast(tokenizer_file=str(tokeniser)).save_pretrained(path)
+            PreTrainedTokenizerFast(tokenizer_object=tokeniser.library).save_pretrained(path)
 
     def read(self, trained: TrainedModel, path: Path) -> Predictor:
         """Return the model that `from_pretrained` makes of the folder."""
         kind: Any = type(_of_transformers(trained, path))
         with quiet():
             model = kind.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
+        fill_padding(model)
 
         def outputs(inputs: Nest) -> Any:
             """Return the logits."""
