@@ -300,7 +300,7 @@ class WorstMasks:
     def _section(self, scores: Tensor, pictures: Tensor) -> ReportSection:
         shown = []
         for (loss, _, number, right, iou), image in zip(scores.tolist(), pictures, strict=True):
-            which = f", sample {int(number)}" if number >= 0 else ""
+            which = f", sample {int(number)} of the evaluation data" if number >= 0 else ""
             lines = (f"mIoU {iou:.2f}, {right:.1%} of its pixels right", f"loss {loss:.3g} a pixel{which}")
             shown.append(ReportPicture(data_uri(image.numpy()), lines, wide=True))
         note = (

@@ -254,7 +254,7 @@ class WorstTranscripts:
     def update(self, inputs: Nest, outputs: Tensor, targets: Tensor, first: int, numbered: bool) -> None:
         """Look at a batch, logits `(B, F, S)` and labels `(B, L)`; B may be 0."""
         for i, pair in enumerate(transcripts(self._decoder, outputs, targets)):
-            number = f", sample {first + i}" if numbered else ""
+            number = f", sample {first + i} of the evaluation data" if numbered else ""
             title = f"WER {pair.wer:.0%}, CER {pair.cer:.0%}{number}"
             both = f"reference   {pair.reference[:_MOST_CHARACTERS]}\nrecognised  {pair.recognised[:_MOST_CHARACTERS]}"
             self._worst.append((-pair.cer, first + i, title, both))

@@ -225,7 +225,7 @@ class WorstSamples:
     def _picture(self, row: list[float], image: NDArray[np.uint8]) -> ReportPicture:
         loss, _, number, wanted, predicted, highest, chance = row
         true, said = self._classes[int(wanted)], self._classes[int(predicted)]
-        which = f", sample {int(number)}" if number >= 0 else ""
+        which = f", sample {int(number)} of the evaluation data" if number >= 0 else ""
         chances = f"{said}: {highest:.1%}" + (f", {true}: {chance:.1%}" if said != true else "")
         lines = (f"true {true}, predicted {said}", chances, f"loss {loss:.3g}{which}")
         return ReportPicture(data_uri(image), lines)

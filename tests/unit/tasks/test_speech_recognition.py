@@ -94,8 +94,8 @@ def test_the_worst_transcripts_come_first() -> None:
     section = chosen.section().result()
     assert section is not None
     assert [(each.title, each.text) for each in section.texts] == [
-        ("WER 100%, CER 100%, sample 1", "reference   a\nrecognised  "),
-        ("WER 100%, CER 50%, sample 2", "reference   ca\nrecognised  cb"),
+        ("WER 100%, CER 100%, sample 1 of the evaluation data", "reference   a\nrecognised  "),
+        ("WER 100%, CER 50%, sample 2 of the evaluation data", "reference   ca\nrecognised  cb"),
     ]
 
 

@@ -44,7 +44,8 @@ def test_the_worst_are_those_of_the_highest_loss_and_the_earlier_of_equal_ones()
         logits = torch.tensor([[0.0, value, -50.0] for value in part])
         worst.update(torch.zeros(len(part), 3, 8, 8), logits, torch.zeros(len(part), dtype=torch.int64), first, True)
     lines = [picture.lines for picture in section(worst).pictures]
-    assert [line[-1] for line in lines] == ["loss 9, sample 4", "loss 5.01, sample 1", "loss 5.01, sample 2"]
+    told = ["loss 9, sample 4", "loss 5.01, sample 1", "loss 5.01, sample 2"]
+    assert [line[-1] for line in lines] == [f"{words} of the evaluation data" for words in told]
     assert lines[0][:2] == ("true cat, predicted dog", "dog: 100.0%, cat: 0.0%")
 
 

@@ -125,4 +125,4 @@ def checkpoint_text(saved: Checkpoint) -> str:
 def _evaluation_words(record: RunRecord) -> list[str]:
     primary = record.task.primary
     values = [(e.epoch, e.metrics.get(primary.name)) for e in record.of(Evaluation)]
-    return [f"epoch {epoch}, {primary.title} {math.nan if v is None else v:.4f}" for epoch, v in values]
+    return [f"epoch {epoch + 1}, {primary.title} {math.nan if v is None else v:.4f}" for epoch, v in values]

@@ -130,7 +130,7 @@ def evaluation_table(record: RunRecord) -> Table | None:
     tested = list(dict.fromkeys(name for e in evaluations for name in e.test_metrics))
     title = record.task.title_of
     columns = [
-        Column("epoch", [str(e.epoch) for e in evaluations]), Column("step", [f"{e.step:,}" for e in evaluations]),
+        Column("epoch", [str(e.epoch + 1) for e in evaluations]), Column("step", [f"{e.step:,}" for e in evaluations]),
         Column("loss", [_four(e.loss) for e in evaluations]),
         *(Column(title(n), [_four(e.metrics.get(n)) for e in evaluations]) for n in names),
         *(Column(f"test {title(n)}", [_four(e.test_metrics.get(n)) for e in evaluations]) for n in tested),

@@ -10,14 +10,14 @@ import pytest
 
 from echelon.core.figure import Chart, color
 from echelon.records.events import Event, RankFailed
-from echelon.records.kinds import Checkpoint, End, Pause, Start, Steps
+from echelon.records.kinds import Checkpoint, End, Evaluation, Pause, Start, Steps
 from echelon.reporting import report
 from echelon.reporting.report.charts_cost import time_charts
 from echelon.reporting.report.charts_events import timeline_chart
 from echelon.reporting.report.charts_learning import learning_charts
 from echelon.reporting.report.charts_waterfall import waterfall_chart
 from echelon.reporting.report.records import RunRecord
-from echelon.reporting.report.tables import events
+from echelon.reporting.report.tables import evaluation_table, events
 from echelon.reporting.report.timing import measure
 from echelon.reporting.report.waterfall import waterfall_of
 from echelon.reporting.report.whole_run import whole_run_of
@@ -36,6 +36,14 @@ def of(*windows: Steps) -> RunRecord:
 
 def charts_of(record: RunRecord) -> dict[str, Chart]:
     return {chart.id: chart for chart in (*learning_charts(record), *time_charts(record, measure(record)))}
+
+
+def test_epochs_are_counted_from_1_as_the_terminal_does() -> None:
+    evaluations = [Evaluation(11 * (epoch + 1), epoch, 0.4, {"top1": 0.9}, 0.1, 100, t=11.5) for epoch in range(2)]
+    record = RunRecord("run", [Start(t=0.0), window(11, 11), *evaluations, End("completed", t=12.0)])
+    table, chart = evaluation_table(record), timeline_chart(record)
+    assert table is not None and [row[0] for row in table.rows] == ["1", "2"]
+    assert chart is not None and "epoch 1, " in str(chart.traces) and "epoch 0" not in str(chart.traces)
 
 
 def test_a_learning_rate_is_told_with_its_steps() -> None:
