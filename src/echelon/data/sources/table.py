@@ -74,7 +74,7 @@ class TableFile(SourceKind):
     """The path of a table, or of a folder of its parts."""
 
     form: ClassVar[str] = "a table (.csv, .jsonl, .parquet)"
-    reads: ClassVar[tuple[str, ...]] = ("input", "target", "columns", "follow_links")
+    reads: ClassVar[tuple[str, ...]] = ("input", "target", "columns", "split", "follow_links")
     is_read_by_url: ClassVar[bool] = True
     suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv", ".jsonl", ".parquet")  # TABLES: read without an import
     tasks: ClassVar[tuple[str, ...]] = (
@@ -180,7 +180,13 @@ def _interactions(request: DataRequest) -> Source:
     Raises:
         UserError: there are several parts, or the columns are no ids.
     """
-    first, *others = TableParts.of(request).files
+    parts = TableParts.of(request)
+    first, *others = parts.files
+    if request.config.split and parts.split:
+        raise UserError(
+            f"data {request.config.source}: --split {parts.split}: without --target, the last of each user are held "
+            "out: leave out --split"
+        )
     if others:
         raise UserError(
             f"data {request.config.source}: without --target, the last of each user are held out of one table; here "
@@ -188,7 +194,8 @@ def _interactions(request: DataRequest) -> Source:
         )
     named = listed(request.config.input)
     time = request.config.time or time_among(first.names, named)
-    inputs = named or tuple(name for name in first.names if name != time)
+    inputs = named or tuple(name for name in first.names if name not in (time, parts.split))
+    ignored = [f"column {parts.split} does not divide the rows: the last of each user are held out"] * bool(parts.split)
     check_known(first.names, (*inputs, *([time] if time else [])), first.path)
     measured = MeasuredColumns(request.folder, request.config.measures)
     table = first.read(tuple(dict.fromkeys((*inputs, *([time] if time else [])))))
@@ -197,7 +204,7 @@ def _interactions(request: DataRequest) -> Source:
     except UserError as error:
         raise UserError(f"data {request.config.source}: {error}") from error
     measured.keep()
-    return replace(source, notes=(*source.notes, *measured.notes))
+    return replace(source, notes=(*ignored, *source.notes, *measured.notes))
 
 
 @dataclass(frozen=True)
@@ -243,7 +250,7 @@ class _Rows:
         table = files.joined(tables)
         measured = MeasuredColumns(request.folder, request.config.measures)
         held = len(tables[1]) if files.has_validation else 0
-        origin = np.concatenate([np.arange(len(part)) for part in tables])
+        origin = np.concatenate([files.places(part, np.arange(len(rows))) for part, rows in enumerate(tables)])
         rows = cls(table, sample_index.count, held, inputs, targets, measured, files, origin, sample_index)
         return rows if held else rows._divided(request, files.has_test)
 
@@ -294,10 +301,10 @@ class _Rows:
 
     def _places(self, name: str) -> NDArray[np.int64]:
         """Return where values are missing in the file of the training part, else in the evaluation part."""
-        for table in self.files.each((name,)):
+        for part, table in enumerate(self.files.each((name,))):
             absent = table[name].is_null(nan_is_null=True).to_numpy()
             if absent.any():
-                return np.flatnonzero(absent)
+                return self.files.places(part, np.flatnonzero(absent))
         return np.zeros(1, np.int64)
 
     def encoded(self, request: DataRequest, encoding: Encoding) -> Source:
