@@ -126,6 +126,30 @@ def test_ids_are_numbered_by_the_training_rows(tmp_path: Path) -> None:
     assert fitted.primary.name == "roc_auc"
 
 
+def test_floats_of_0_and_1_are_clicks_and_what_never_varies_is_refused(tmp_path: Path) -> None:
+    table = {"user": [7, 7, 900, 900] * 5, "item": list("abcd") * 5, "bought": [0.0, 1.0, 1.0, 0.0] * 5}
+    source = opened(write(tmp_path / "floats.parquet", table), "bought", "user,item", "recommendation")
+    assert source.info.targets == TensorSpec(count=2) and not source.info.target_mean
+    assert source.notes[-1] == "bought is 0 or 1 in each row: it is learnt as clicks"
+    for value in (1, 1.0, 5):
+        name = write(tmp_path / "same.csv", table | {"bought": [value] * 20})
+        with pytest.raises(UserError, match=rf"bought is {value:g} in each row, .* leave out --target"):
+            opened(name, "bought", "user,item", "recommendation")
+
+
+def test_other_rows_of_a_run_with_clicks_are_clicks_though_all_were_taken(tmp_path: Path) -> None:
+    table = {"user": [7, 7, 900, 900] * 5, "item": list("abcd") * 5, "bought": [0.0, 1.0, 1.0, 0.0] * 5}
+    for name, values, is_click in (("clicks", [0, 1], True), ("stars", [0.0, 4.0], False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        counts = []
+        for bought in (values * 10, [1] * 20):
+            path = write(folder / "rows.csv", table | {"bought": bought})
+            config = DataConfig(path, target="bought", input="user,item")
+            counts.append(open_data(config, 0, "recommendation", folder).info.targets.count)
+        assert counts == [2 * is_click] * 2
+
+
 def test_floats_beside_ids_are_numbers_for_a_network(tmp_path: Path) -> None:
     table = {"user": [7, 7, 900, 900] * 5, "cost": [0.5, 1.5] * 10, "item": list("abcd") * 5, "click": [0, 1, 1, 0] * 5}
     name = write(tmp_path / "clicks.csv", table)

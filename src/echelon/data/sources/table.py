@@ -376,9 +376,9 @@ class _Rows:
             )
         inputs, specs, notes = self._ids_and_numbers(columns, forms)
         targets, facts = self._targets(Encoding.NUMBERS)
-        values = self.table[self.targets[0]]
-        if is_whole(values) and set(np.unique(as_numbers(values))) == {0.0, 1.0}:
+        if self._are_clicks(targets, facts):
             facts = replace(facts, targets=TensorSpec(count=2), target_mean=(), target_std=())
+            notes = [*notes, f"{self.targets[0]} is 0 or 1 in each row: it is learnt as clicks"]
         info = replace(
             facts,
             name=request.config.source,
@@ -395,6 +395,23 @@ class _Rows:
             if (column.ids[self.train :] == UNSEEN).any()
         ]
         return self._cut(inputs, targets, info, [*notes, *unseen])
+
+    def _are_clicks(self, targets: NDArray[np.generic], facts: DataInfo) -> bool:
+        """Whether a target is 0 or 1 in each row, and both in the run's own rows.
+
+        Raises:
+            UserError: it is the same in each row.
+        """
+        name, there = self.targets[0], set(np.unique(targets).tolist())
+        if self.measured.has(name):  # other rows of a run may have one of both alone; 0 and 1 alone have this deviation
+            mean, std = facts.target_mean[0], facts.target_std[0]
+            return there <= {0.0, 1.0} and abs(std**2 - mean * (1 - mean)) < _MOST_ROUNDED
+        if len(there) == 1:
+            raise UserError(
+                f"the target {name} is {next(iter(there)):g} in each row, so that there is nothing to learn: leave out "
+                "--target, which draws items that a user did not take"
+            )
+        return there == {0.0, 1.0}
 
     def _ids_and_numbers(self, columns: Mapping[str, Numbered], forms: InputForms) -> tuple[Nest, Nest, list[str]]:
         """Return inputs, their specs, and notes, of columns of ids and of others, which hold numbers."""
