@@ -204,7 +204,7 @@ def test_a_new_file_is_a_kind_of_data(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "setting, values",
     [
-        *((name, ("nonsense",)) for name in ("input", "target", "time")),
+        *((name, ("nonsense",)) for name in ("input", "target", "split", "time")),
         *(("columns", ("nonsense=number",)), ("negatives", (3,)), ("context", (7,))),
         ("tokeniser", ("characters", "bpe(300)")),  # one may be what is taken by itself
     ],

@@ -85,6 +85,11 @@ class DataConfig:
         "correct what Echelon takes columns of whole numbers for, number or category, such as "
         "visits=number,shop=category",
     )
+    split: str = setting(
+        "",
+        "tables: the column that names the part of each row, train, val or test; none: no column does; empty: split, "
+        "set, part, subset or fold if its values are such names",
+    )
     time: str = setting(
         "",
         "recommendation without a target: the column with the time, to hold out the last items of each user; empty: "

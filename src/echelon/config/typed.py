@@ -102,6 +102,8 @@ class TrainSettings(ResumeSettings, total=False):
     """column to predict, or several joined by commas"""
     columns: str
     """correct what Echelon takes columns of whole numbers for, number or category, such as visits=number,shop=category"""
+    split: str
+    """tables: the column that names the part of each row, train, val or test; none: no column does; empty: split, set, part, subset or fold if its values are such names"""
     time: str
     """recommendation without a target: the column with the time, to hold out the last items of each user; empty: timestamp, time or date if there is one, else the order of the rows"""
     negatives: int

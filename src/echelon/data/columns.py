@@ -437,7 +437,10 @@ def classes_of(name: str, values: pa.ChunkedArray, measured: MeasuredColumns) ->
         raise UserError(f"column {name} holds {kind} ({values.type}): use --task regression, or whole numbers")
     known = measured.of(name, known_values, values, are_classes=True).known
     if len(known) < 2 or (2 * len(known) > len(values) + 2 and not measured.has(name)):
-        raise UserError(f"column {name} has {len(known)} different values in {len(values)} rows: are these classes?")
+        numbers = " Numbers are for --task regression" if is_whole(values) else ""
+        raise UserError(
+            f"column {name} has {len(known)} different values in {len(values)} rows: are these classes?{numbers}"
+        )
     places = pc.index_in(values, value_set=_value_set(name, values, known))
     if places.null_count:
         other = values.filter(pc.is_null(places))[0].as_py()
@@ -461,7 +464,10 @@ def labels_of_rows(
         UserError: it holds no labels, one alone, or one that the run's data does not have.
     """
     if not (form_of(values) is Form.LISTS or is_string(values)):
-        raise UserError(f"column {name} holds {values.type}: labels are strings joined by | or ;, or lists")
+        raise UserError(
+            f"column {name} holds {values.type}: labels are strings joined by | or ;, lists, or several columns of 0 "
+            f"and 1 (--target {name},OTHER)"
+        )
     separator = "" if form_of(values) is Form.LISTS else _separator(values)
     rows = [_labels_of(row, separator) for row in values.to_pylist()]
     there = sorted({label for row in rows for label in row})
@@ -475,6 +481,29 @@ def labels_of_rows(
     for i, row in enumerate(rows):
         marked[i, [index[label] for label in row]] = 1
     return marked, names
+
+
+def are_marks(values: pa.ChunkedArray) -> bool:
+    """Whether a column holds 0 and 1 alone, as numbers or booleans, in each row."""
+    kind = values.type
+    if not (is_whole(values) or pa.types.is_floating(kind)) or values.null_count:
+        return False
+    return set(pc.unique(values).to_pylist()) <= {0, 1}
+
+
+def marks_of_columns(table: pa.Table, names: Sequence[str]) -> NDArray[np.float32]:
+    """Return columns of 0 and 1 as labels that rows have, `(N, L)`.
+
+    Raises:
+        UserError: one holds other values.
+    """
+    for name in names:
+        if not are_marks(table[name]):
+            others = [value for value in pc.unique(table[name]).to_pylist() if value not in (0, 1)]
+            raise UserError(
+                f"column {name} holds {others[0]!r}: several targets of --task multi-label are a label each, 0 or 1"
+            )
+    return np.stack([as_numbers(table[name]) for name in names], axis=1).astype(np.float32)
 
 
 def _labels_of(row: Any, separator: str) -> list[str]:

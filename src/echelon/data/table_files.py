@@ -8,24 +8,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 from pyarrow import json as arrow_json
 from pyarrow import parquet
 
+from echelon.config import DataConfig
 from echelon.core.errors import UserError, nearest
 from echelon.data.base import DataRequest
 from echelon.data.class_folders import FolderLinks
 from echelon.data.column_numbers import is_string
 from echelon.data.columns import Form, form_of
 from echelon.data.file_names import TABLES
-from echelon.data.parts import TEST, TRAIN, VALIDATION, by_part, part_of_file
+from echelon.data.order import Indices
+from echelon.data.parts import TEST, TRAIN, VALIDATION, by_part, part_of, part_of_file
 
 _PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # says where a row stood, nothing of what it is
+_SPLIT_NAMES = ("split", "set", "part", "subset", "fold")
+NO_SPLIT = "none"
+"""As `--split`: no column divides the rows."""
+_LISTED_VALUES = 5
 _NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 
 
@@ -46,7 +53,9 @@ class TableParts:
 
     Attributes:
         source: as the user wrote it, for messages.
-        notes: what a user has to know of links that lead elsewhere.
+        notes: what a user has to know of links that lead elsewhere, and of the column that divides the rows.
+        split: name of that column, which is no input; empty: there is none.
+        rows: of one file that a column divides, the places of each part's rows; empty: each file is a part.
     """
 
     source: str
@@ -54,13 +63,15 @@ class TableParts:
     has_validation: bool
     has_test: bool
     notes: tuple[str, ...] = ()
+    split: str = ""
+    rows: tuple[Indices, ...] = ()
 
     @classmethod
     def of(cls, request: DataRequest) -> TableParts:
         """Open the files that a description names.
 
         Raises:
-            UserError: one cannot be read, or a link leads out of the folder.
+            UserError: one cannot be read, a link leads out of the folder, or `--split` names no column of parts.
         """
         path = request.path
         names = by_part(request.config.source, _tables_in(path), part_of_file) or {TRAIN: ""}
@@ -69,7 +80,8 @@ class TableParts:
         links.count(paths)
         links.check()
         files = tuple(map(TablePart.of, paths))
-        return cls(request.config.source, files, VALIDATION in names, TEST in names, links.notes)
+        parts = cls(request.config.source, files, VALIDATION in names, TEST in names, links.notes)
+        return parts._divided(request.config)
 
     @classmethod
     def of_tables(cls, request: DataRequest, tables: Mapping[str, pa.Table]) -> TableParts:
@@ -80,7 +92,82 @@ class TableParts:
             for name in (TRAIN, VALIDATION, TEST)
             if name in tables
         ]
-        return cls(source, tuple(files), VALIDATION in tables, TEST in tables)
+        return cls(source, tuple(files), VALIDATION in tables, TEST in tables)._divided(request.config)
+
+    def _divided(self, config: DataConfig) -> TableParts:
+        """Return the parts into which a column divides one table's rows, where it has one; several files are parts.
+
+        Raises:
+            UserError: `--split` names none, or beside files that are parts; or two columns could be meant.
+        """
+        if config.split == NO_SPLIT:
+            return self
+        if config.split:
+            self._check_split(config)
+            return self._divided_by(config.split, config.split)
+        names = [name for name in self.files[0].names if name.lower() in _SPLIT_NAMES]
+        used = {*listed(config.input), *listed(config.target)}
+        columns, notes = [], list(self.notes)
+        for name in names:
+            if name in used or any(name not in file.names for file in self.files):
+                continue
+            others = _no_parts(self.read((name,))[name])
+            if others is not None and not others:
+                columns.append(name)
+            elif others:
+                notes.append(f"column {name} is an input: it names parts, but also {', '.join(others)}")
+        if len(columns) > 1:
+            raise UserError(
+                f"data {self.source}: the columns {' and '.join(columns)} both name parts: choose one with --split, "
+                f"and leave out the other with --input, or use --split {NO_SPLIT}"
+            )
+        parts = replace(self, notes=tuple(notes))
+        return parts._divided_by(columns[0]) if columns else parts
+
+    def _check_split(self, config: DataConfig) -> None:
+        where = f"data {self.source}: --split {config.split}"
+        if config.split in (*listed(config.input), *listed(config.target)):
+            raise UserError(f"{where}: it is an input or the target too: name it once")
+        if len(self.files) > 1:
+            files = ", ".join(file.path.name for file in self.files)
+            raise UserError(f"{where}: {files} are its parts already: leave out --split")
+        check_known(self.files[0].names, (config.split,), self.files[0].path)
+        others = _no_parts(self.files[0].read((config.split,))[config.split])
+        if others is None or others:
+            shown = ", ".join(others) if others else "no strings"
+            raise UserError(f"{where}: it holds {shown}; values are names of parts: train, val, test")
+
+    def _divided_by(self, column: str, wanted: str = "") -> TableParts:
+        """Return the parts by a column of their names.
+
+        Args:
+            wanted: the column, where the user named it.
+
+        Raises:
+            UserError: the user did, and no row is for training.
+        """
+        take = f"--split {NO_SPLIT} makes it one"
+        if len(self.files) > 1:
+            note = f"column {column} is no input, as it names the parts that the files are ({take})"
+            return replace(self, split=column, notes=(*self.notes, note))
+        part_of_row = np.array([part_of(value) for value in self.files[0].read((column,))[column].to_pylist()])
+        rows = {part: np.flatnonzero(part_of_row == part) for part in (TRAIN, VALIDATION, TEST)}
+        there = {part: each for part, each in rows.items() if len(each)}
+        told = ", ".join(f"{len(each):,} {part}" for part, each in there.items())
+        if TRAIN not in there:
+            if wanted:
+                raise UserError(f"data {self.source}: --split {column}: no row is for training, but {told}")
+            note = f"column {column} is no input, as it names parts ({take}); it divides nothing: {told}"
+            return replace(self, split=column, notes=(*self.notes, note))
+        note = f"column {column} divides the rows, {told}, and is no input ({take})"
+        return replace(
+            self,
+            has_validation=VALIDATION in there,
+            has_test=TEST in there,
+            notes=(*self.notes, note),
+            split=column,
+            rows=tuple(there.values()),
+        )
 
     def columns(self, request: DataRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of inputs and targets; all files have them.
@@ -88,14 +175,20 @@ class TableParts:
         Raises:
             UserError: one lacks a column, or no target is named.
         """
-        inputs, targets = _columns(request, self.files[0].names, self.files[0].path)
+        names = [name for name in self.files[0].names if name != self.split]
+        inputs, targets = _columns(request, names, self.files[0].path)
         for file in self.files:
             check_known(file.names, (*inputs, *targets), file.path)
         return inputs, targets
 
     def each(self, columns: Sequence[str]) -> list[pa.Table]:
-        """Read columns of each file."""
-        return [file.read(columns) for file in self.files]
+        """Read columns of each part."""
+        tables = [file.read(columns) for file in self.files]
+        return [tables[0].take(pa.array(rows)) for rows in self.rows] if self.rows else tables
+
+    def places(self, part: int, rows: Indices) -> Indices:
+        """Return where rows of a part stand in its file."""
+        return self.rows[part][rows] if self.rows else rows
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Read columns of all files as one table."""
@@ -212,6 +305,15 @@ def _difference(tables: Sequence[pa.Table]) -> str:
         if strings and any(form_of(values) is Form.NUMBERS for values in columns):
             return f"column {name} holds numbers in one of its files, and strings in another{stray(strings[0])}"
     return ""
+
+
+def _no_parts(values: pa.ChunkedArray) -> list[str] | None:
+    """Return some values of a column that are no names of parts; None: it holds no strings, or no such name at all."""
+    if not is_string(values):
+        return None
+    different = pc.unique(values).to_pylist()
+    others = ["an empty value" if value is None else repr(value) for value in different if not part_of(value or "")]
+    return others[:_LISTED_VALUES] if len(others) < len(different) else None
 
 
 def _columns(request: DataRequest, names: Sequence[str], file: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:

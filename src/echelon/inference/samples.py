@@ -116,10 +116,10 @@ def _samples_of(trained: TrainedModel, raw: Any) -> Samples:
             return _sounds(trained, _files(raw, SOUND_FILES, "sounds", follow))
         case SampleKind.ROWS:
             return _rows(trained, _table(raw, columns))
-        case SampleKind.TEXTS if trained.task.encoding is Encoding.TEXT and not columns:
+        case SampleKind.TEXTS if trained.task.encoding.judges_text and not columns:
             return _documents(trained, raw)
         case SampleKind.TEXTS:
-            return _texts(trained, _lines(raw, columns, trained.task.encoding is Encoding.TEXT))
+            return _texts(trained, _lines(raw, columns, trained.task.encoding.judges_text))
         case SampleKind.IMAGES if _are_strings(raw):
             return _images(trained, _files(raw, IMAGE_FILES, "images", follow))
     return _arrays(trained, raw)
@@ -379,7 +379,7 @@ def _encoder(trained: TrainedModel, tokeniser: Tokeniser) -> Callable[[Sequence[
         return sentences
     if encoding is Encoding.MASKED_TOKENS:
         return masked
-    most = MOST_TOKENS if encoding is Encoding.TEXT else None
+    most = MOST_TOKENS if encoding.judges_text else None
     return lambda texts: tokeniser.encode(texts, most)
 
 

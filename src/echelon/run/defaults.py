@@ -90,7 +90,7 @@ def _with_task_defaults(resolved: Resolved, task: Task | None, opens_data: bool)
         if opens_data and (model := _auto_model(task, config, outline)):
             config = replace(config, model=replace(config.model, name=model))
             origins["model.name"] = f"task {task.name.replace('_', '-')}"
-    if origins["data.tokeniser"] == DEFAULT and (folder := _folder_of_tokeniser(config.model.name, task)):
+    if origins["data.tokeniser"] == DEFAULT and (folder := _folder_of_tokeniser(config.model.name, task, outline)):
         config = replace(config, data=replace(config.data, tokeniser=folder))
         origins["data.tokeniser"] = f"model {config.model.name}"
     for name, value in _settings(task.defaults_for(config.data, outline), origins["optimizer.name"] == DEFAULT):
@@ -136,11 +136,15 @@ def _auto_model(task: Task, config: RunConfig, outline: DataOutline | None) -> s
     return task.auto_model(outline) if outline else ""
 
 
-def _folder_of_tokeniser(model: str, task: Task) -> str:
+def _folder_of_tokeniser(model: str, task: Task, outline: DataOutline | None) -> str:
     """Return the folder of a model of transformers with a tokeniser beside it, where the task reads texts; else ''."""
     folder = model.removeprefix(TRANSFORMERS)
     has_one = folder != model and (Path(folder).expanduser() / FOLDER_FILE).is_file()
-    return folder if has_one and task.encoding.reads_text else ""
+    if not has_one:
+        return ""
+    from echelon.tasks.base import are_tokens
+
+    return folder if task.encoding.reads_text or (outline and are_tokens(outline.inputs)) else ""
 
 
 def _outline(config: RunConfig, task: Task | None = None) -> DataOutline | None:

@@ -34,7 +34,7 @@ class Encoding(StrEnum):
     """
 
     AUTO = auto()  # as the data itself suggests
-    NUMBERS = auto()  # numbers as they are, text as ids of categories; the target is a number, or several
+    NUMBERS = auto()  # numbers as they are, strings as ids of categories, or texts; the target is a number, or several
     CLASSES = auto()  # likewise; the target is one of some classes
     LABELS = auto()  # likewise; the target is any number of labels
     IDS = auto()  # inputs are ids, such as users and items; the target is a number
@@ -51,9 +51,17 @@ class Encoding(StrEnum):
         """Whether what the model is given is cut from text."""
         return self in (Encoding.TEXT, Encoding.NEXT_TOKEN, Encoding.MASKED_TOKENS, Encoding.TEXT_PAIRS)
 
+    @property
+    def judges_text(self) -> bool:
+        """Whether, of data that is texts, each is judged as a whole: by a class, by labels or by numbers."""
+        return self in (Encoding.TEXT, Encoding.LABELS, Encoding.NUMBERS)
+
 
 NO_TARGET = -100
 """What stands in place of a target that counts nothing, as in torch's cross-entropy: padding, for instance."""
+
+OF_TEXTS = TaskDefaults("adamw", 5e-3, 0.05, epochs=6, batch_size=64)
+"""What tasks suggest for texts, whose model is the small classifier of texts with as many outputs as they have."""
 
 SAMPLE = "sample"
 """The unit of a loss that is counted without being asked."""
@@ -118,6 +126,11 @@ class SentenceMarks:
 
     begin: int
     end: int
+
+
+def are_tokens(inputs: Nest) -> bool:
+    """Whether inputs are the tokens of texts: ids below a count, as many of each sample as it has."""
+    return any(spec.ragged and spec.dtype == "int64" and spec.count for spec in nest.leaves(inputs))
 
 
 class InputFacts(Protocol):

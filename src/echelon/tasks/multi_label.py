@@ -3,7 +3,8 @@
 Shapes: B samples, L labels.
 
 Helps: Tags: a sample can have several labels, or none.
-Needs: targets `(B, L)` of 0 and 1; for a table, a `--target` of lists, or of labels joined by `|` or `;`.
+Needs: targets `(B, L)` of 0 and 1; for a table, a `--target` of lists, of labels joined by `|` or `;`, or several of 0
+and 1.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
 from echelon.core.task import Metric, TaskDefaults
 from echelon.tasks import nest
 from echelon.tasks.base import (
+    OF_TEXTS,
     DataFacts,
     Encoding,
     EvaluationResult,
@@ -29,6 +32,7 @@ from echelon.tasks.base import (
     Prediction,
     Task,
     TaskSettings,
+    are_tokens,
 )
 from echelon.tasks.classification_report import class_sections
 from echelon.tasks.gathering import Gathered, RowMessages
@@ -45,6 +49,7 @@ class MultiLabel(Task):
     headlines = (Metric("macro_f1", "max", "macro F1"), Metric("roc_auc", "max", "ROC AUC"))
     encoding = Encoding.LABELS
     table_model: ClassVar[str] = "table_mlp"
+    text_model: ClassVar[str] = "text_classifier"
     defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 2e-3, 1e-2, epochs=20)
 
     def __init__(self) -> None:
@@ -102,8 +107,14 @@ class MultiLabel(Task):
         return class_sections({**result.detail, "metrics": result.metrics})
 
     def auto_model(self, data: InputFacts) -> str:
-        """Return the one for columns of a table; others as by the size of images."""
-        return self.table_model if data.task == self.name else ""
+        """Return the one for texts, or for other columns of a table; others as by the size of images."""
+        if data.task != self.name:
+            return ""
+        return self.text_model if are_tokens(data.inputs) else self.table_model
+
+    def defaults_for(self, data: DataConfig, inputs: InputFacts | None = None) -> TaskDefaults:
+        """Return those of texts where the inputs are, else those of other columns."""
+        return OF_TEXTS if inputs is not None and are_tokens(inputs.inputs) else self.defaults
 
 
 TASK = MultiLabel

@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.config import DataConfig
 from echelon.core.columns import Column, measure_column, rows_of
 from echelon.core.errors import UserError
 from echelon.core.figure import Chart, ReportSection, ReportTable, axis, color, line
 from echelon.core.task import Metric, TaskDefaults
 from echelon.tasks import nest
 from echelon.tasks.base import (
+    OF_TEXTS,
     DataFacts,
     Encoding,
     EvaluationResult,
@@ -30,6 +32,7 @@ from echelon.tasks.base import (
     Prediction,
     Task,
     TaskSettings,
+    are_tokens,
 )
 from echelon.tasks.gathering import Gathered, RowMessages
 from echelon.tasks.nest import Nest, TensorSpec
@@ -63,6 +66,7 @@ class Regression(Task):
     headlines = (Metric("mae", "min", "MAE"), Metric("r2", "max", "R2"))
     encoding = Encoding.NUMBERS
     table_model: ClassVar[str] = "table_mlp"
+    text_model: ClassVar[str] = "text_classifier"
     defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 2e-3, 1e-2, epochs=30)
 
     def __init__(self) -> None:
@@ -128,9 +132,15 @@ class Regression(Task):
         return regression_sections(result)
 
     def auto_model(self, data: InputFacts) -> str:
-        """Return the one for columns of a table; others as by the size of images."""
+        """Return the one for texts, or for other columns of a table; others as by the size of images."""
         columns = all(len(spec.shape) < 2 for spec in nest.leaves(data.inputs))
-        return self.table_model if data.task == self.name and columns else ""
+        if data.task != self.name or not columns:
+            return ""
+        return self.text_model if are_tokens(data.inputs) else self.table_model
+
+    def defaults_for(self, data: DataConfig, inputs: InputFacts | None = None) -> TaskDefaults:
+        """Return those of texts where the inputs are, else those of other columns."""
+        return OF_TEXTS if inputs is not None and are_tokens(inputs.inputs) else self.defaults
 
 
 TASK = Regression

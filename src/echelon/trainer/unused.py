@@ -55,7 +55,7 @@ def unread_notes(config: DataConfig, source: Source) -> list[str]:
     images, sounds = info.shape is None and info.several is None, info.rate > 0
     draws = info.task == "recommendation" and not config.target  # it ranks the items that a user has not taken
     read = {
-        **{name: name in source.reads for name in ("input", "target", "context", "follow_links")},
+        **{name: name in source.reads for name in ("input", "target", "split", "context", "follow_links")},
         "columns": "columns" in source.reads and bool(info.columns),
         "tokeniser": info.tokeniser is not None,
         "time": draws,

@@ -10,18 +10,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from pyarrow import parquet
 
 from echelon.config import DataConfig, build
 from echelon.core.errors import UserError
-from echelon.data import open_data
+from echelon.data import LoaderConfig, Shard, TrainLoader, open_data
 from echelon.data.base import Source
 from echelon.data.file_names import TABLES
 from echelon.data.sources.table import TableFile
+from echelon.models import build_model
 from echelon.run.defaults import with_task_defaults
 from echelon.tasks.base import TaskSettings
 from echelon.tasks.nest import TensorSpec
 from echelon.tasks.registry import build_task
+from echelon.trainer.inputs import model_input
 
 ROWS = 40
 
@@ -126,6 +129,30 @@ def test_ids_are_numbered_by_the_training_rows(tmp_path: Path) -> None:
     assert fitted.primary.name == "roc_auc"
 
 
+def test_floats_of_0_and_1_are_clicks_and_what_never_varies_is_refused(tmp_path: Path) -> None:
+    table = {"user": [7, 7, 900, 900] * 5, "item": list("abcd") * 5, "bought": [0.0, 1.0, 1.0, 0.0] * 5}
+    source = opened(write(tmp_path / "floats.parquet", table), "bought", "user,item", "recommendation")
+    assert source.info.targets == TensorSpec(count=2) and not source.info.target_mean
+    assert source.notes[-1] == "bought is 0 or 1 in each row: it is learnt as clicks"
+    for value in (1, 1.0, 5):
+        name = write(tmp_path / "same.csv", table | {"bought": [value] * 20})
+        with pytest.raises(UserError, match=rf"bought is {value:g} in each row, .* leave out --target"):
+            opened(name, "bought", "user,item", "recommendation")
+
+
+def test_other_rows_of_a_run_with_clicks_are_clicks_though_all_were_taken(tmp_path: Path) -> None:
+    table = {"user": [7, 7, 900, 900] * 5, "item": list("abcd") * 5, "bought": [0.0, 1.0, 1.0, 0.0] * 5}
+    for name, values, is_click in (("clicks", [0, 1], True), ("stars", [0.0, 4.0], False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        counts = []
+        for bought in (values * 10, [1] * 20):
+            path = write(folder / "rows.csv", table | {"bought": bought})
+            config = DataConfig(path, target="bought", input="user,item")
+            counts.append(open_data(config, 0, "recommendation", folder).info.targets.count)
+        assert counts == [2 * is_click] * 2
+
+
 def test_floats_beside_ids_are_numbers_for_a_network(tmp_path: Path) -> None:
     table = {"user": [7, 7, 900, 900] * 5, "cost": [0.5, 1.5] * 10, "item": list("abcd") * 5, "click": [0, 1, 1, 0] * 5}
     name = write(tmp_path / "clicks.csv", table)
@@ -153,7 +180,7 @@ def test_floats_beside_ids_are_numbers_for_a_network(tmp_path: Path) -> None:
         ("price", "price", "auto", "price is both input and target"),
         ("price", "", "classification", r"column price holds numbers that are no class numbers \(double\)"),
         ("town", "", "regression", "the target town holds no numbers, but such as 'Ulm': is another --task meant"),
-        ("price", "", "multi-label", r"column price holds double: labels are strings joined by \| or ;, or lists"),
+        ("price", "", "multi-label", r"column price holds double: labels are strings joined by \| or ;, lists, or sev"),
         ("price", "size,rooms", "recommendation", "needs two columns of ids, whole numbers or strings"),
         ("price", "rooms", "recommendation", "needs two columns of ids, .*: --input USER,ITEM"),
         ("price,rooms", "size", "classification", "2 targets are for --task regression"),
@@ -185,10 +212,6 @@ def test_what_does_not_fit_is_refused_in_one_line(
         ("a,a,b\n1,2,3\n", "two columns have the same name"),
         ("a,b\n1,2\n", "one row cannot be split"),
         ("a,b\n,2.5\n,3.5\n", "column a holds nothing, neither numbers nor categories"),
-        (
-            "a,b\n" + "".join(f"a sentence of its own number {i:06},{i}.5\n" for i in range(9)),
-            "holds numbers that are no class numbers",
-        ),
     ],
 )
 def test_files_that_cannot_be_used_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -217,6 +240,86 @@ def test_short_texts_that_hardly_repeat_are_texts(tmp_path: Path) -> None:
         UserError, match=r"column text has another value in nearly each row, .*, such as '1/1/2000': conv"
     ):
         opened(write(tmp_path / "b.csv", dates), "label", "text")
+
+
+def texts_table() -> dict[str, list[Any]]:
+    return {
+        "review": [f"one long enough review of the house number {i}" for i in range(ROWS)],
+        "other": [f"{i} words that are another text for it" for i in range(ROWS)],
+        "tags": ["new|low", "low", "high", "new"] * (ROWS // 4),
+        "price": [0.5 * i for i in range(ROWS)],
+        "stars": [i % 5 for i in range(ROWS)],
+        "rank": [*range(ROWS - 2), 0, 1],
+        "p": [i % 2 for i in range(ROWS)],
+        "q": [float(i % 3 == 0) for i in range(ROWS)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("target", "asked", "task", "model", "outputs"),
+    [
+        ("tags", "auto", "multi_label", "text_classifier", 3),
+        ("tags", "multi-label", "multi_label", "text_classifier", 3),
+        ("price", "auto", "regression", "text_classifier", 1),
+        ("price,q", "auto", "regression", "text_classifier", 2),
+        ("stars", "regression", "regression", "text_classifier", 1),
+        ("stars", "auto", "text_classification", "text_classifier", 5),
+        ("p,q", "multi-label", "multi_label", "text_classifier", 2),
+        ("tags", "text-classification", "text_classification", "text_classifier", 4),
+    ],
+)
+def test_one_column_of_texts_is_for_classes_labels_and_numbers(
+    tmp_path: Path, target: str, asked: str, task: str, model: str, outputs: int
+) -> None:
+    settings = {"data.source": write(tmp_path / "t.csv", texts_table()), "data.input": "review", "data.target": target}
+    settings |= {"data.root": str(tmp_path)}
+    config = with_task_defaults(build(None, settings if asked == "auto" else {**settings, "task": asked})).config
+    assert (config.model.name, config.training.epochs, config.optimizer.lr) == (model, 6, 5e-3)
+    source = open_data(config.data, 0, config.task)
+    assert source.info.task == task and set(source.info.several) == {"input_ids", "attention_mask"}
+    fitted = build_task(task).fitted(source.info, TaskSettings())
+    assert fitted.outputs == outputs and fitted.auto_model(source.info) == model
+    loader = TrainLoader(source, LoaderConfig(config.data, 0, torch.device("cpu")), Shard(0, 1))
+    try:
+        batch = next(iter(loader.epoch(0)))
+    finally:
+        loader.close()
+    model_of_it = build_model(config.model, model_input(source.info, fitted))
+    assert fitted.loss_sum(model_of_it(**batch.inputs), batch.targets).isfinite()
+
+
+def test_a_run_of_texts_takes_other_rows_as_texts_however_short(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    config = DataConfig(write(tmp_path / "t.csv", texts_table()), input="review", target="price", root=str(tmp_path))
+    first = open_data(config, 0, "regression", run)
+    short = texts_table() | {"review": ["good", "bad"] * (ROWS // 2)}
+    again = open_data(replace(config, source=write(tmp_path / "u.csv", short)), 0, "regression", run)
+    assert again.info.several["input_ids"].count == first.info.several["input_ids"].count
+    assert again.info.target_mean == first.info.target_mean
+
+
+def test_columns_of_0_and_1_are_labels_where_these_are_asked_for(tmp_path: Path) -> None:
+    name = write(tmp_path / "t.csv", texts_table())
+    source = opened(name, "p,q", "price,stars", "multi-label")
+    assert (source.info.classes, source.info.task, source.info.targets) == (("p", "q"), "multi_label", TensorSpec((2,)))
+    assert source.info.class_counts == tuple(source.train.targets.sum(0).tolist())
+    plain = opened(name, "p,q", "price,stars")
+    assert plain.info.task == "regression"
+    assert plain.notes[-1] == "p, q are 0 or 1 in each row: --task multi-label learns them as labels"
+    assert not opened(name, "p,q", "price,stars", "regression").notes[1:]
+    for target, words in (("p,stars", "column stars holds 2: several targets"), ("p", r"\(--target p,OTHER\)")):
+        with pytest.raises(UserError, match=words):
+            opened(name, target, "price", "multi-label")
+
+
+def test_what_is_recommended_for_a_column_of_texts_is_taken(tmp_path: Path) -> None:
+    name = write(tmp_path / "t.csv", texts_table())
+    for given, task in (("review", "classification"), ("review,price", "classification"), ("review,price", "auto")):
+        with pytest.raises(UserError, match="--input review with --task text-classification, multi-label or regr"):
+            opened(name, "stars", given, task)
+    with pytest.raises(UserError, match="use --task regression"):
+        opened(name, "price", "review", "text-classification")
 
 
 def test_paths_of_sounds_are_told_their_task(tmp_path: Path) -> None:
@@ -295,6 +398,8 @@ def test_other_rows_are_encoded_as_the_run_s_own_were(tmp_path: Path) -> None:
         ({"data.target": "price"}, "table_mlp"),
         ({"data.target": "price", "task": "regression"}, "table_mlp"),
         ({"data.target": "rooms", "data.input": "review"}, "text_classifier"),
+        ({"data.target": "tags", "data.input": "review"}, "text_classifier"),
+        ({"data.target": "price", "data.input": "review", "task": "regression"}, "text_classifier"),
         ({"data.target": "price", "data.input": "town,rooms", "task": "recommendation"}, "matrix_factorisation"),
         ({"data.target": "price", "data.input": "town,rooms,review", "task": "recommendation"}, "two_tower"),
         ({"data.target": "price", "data.input": "town,rooms,size", "task": "recommendation"}, "dlrm"),

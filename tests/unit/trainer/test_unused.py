@@ -36,7 +36,7 @@ def test_what_acts_beside_another_setting_alone(settings: dict[str, Any], said: 
 
 
 _OF_SOME = {
-    "input": "a", "target": "b", "columns": "a=number", "tokeniser": "characters", "context": 7,
+    "input": "a", "target": "b", "split": "c", "columns": "a=number", "tokeniser": "characters", "context": 7,
     "time": "when", "negatives": 3, "decode": "gpu", "follow_links": True,
 }  # fmt: skip
 

@@ -35,6 +35,7 @@ from echelon.data.images import ImageCells
 from echelon.data.parts import by_part, part_of
 from echelon.data.sources.base import SourceKind, held_out, image_source
 from echelon.data.sources.table import open_tables, outline_of_tables
+from echelon.data.table_files import NO_SPLIT
 from echelon.tasks.base import Encoding
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class HuggingFace(SourceKind):
     """The name of a data set, or the path of one that was saved."""
 
     form: ClassVar[str] = "hf:NAME"
-    reads: ClassVar[tuple[str, ...]] = ("input", "target", "columns", "follow_links")
+    reads: ClassVar[tuple[str, ...]] = ("input", "target", "columns", "split", "follow_links")
 
     def takes(self, name: str) -> bool:
         """Whether the name begins with `hf:`, or a saved data set lies there."""
@@ -123,6 +124,8 @@ class _Splits:
         used = given if given in images else ""
         if used and not target:
             raise UserError(f"data {config.source}: name the column of classes with --target: {', '.join(features)}")
+        if used and config.split not in ("", NO_SPLIT):
+            raise UserError(f"data {config.source}: --split {config.split} is for tables, and not for images")
         if not used and images and not config.input:
             raise UserError(f"data {config.source}: several columns hold images ({', '.join(images)}): use --input")
         request = replace(request, config=replace(config, input=given, target=target))

@@ -2,7 +2,7 @@
 
 Columns of numbers are standardised by the training rows, strings are numbered as categories. What is learnt follows
 from the target: a column of floats is regression, few whole numbers or strings are classes, strings such as `red|blue`
-or lists are labels.
+or lists are labels. Inputs of one column of texts are cut into tokens, whichever of these is learnt.
 
 Needs: `--target`, the column that is to be predicted; `--input` names the others, where not all are used.
 """
@@ -29,6 +29,7 @@ from echelon.data.columns import (
     InputForms,
     MeasuredColumns,
     Numbered,
+    are_marks,
     classes_of,
     count_different,
     encode_texts,
@@ -39,6 +40,7 @@ from echelon.data.columns import (
     is_whole,
     known_values,
     labels_of_rows,
+    marks_of_columns,
     mean_and_std,
     number_facts,
     numbered,
@@ -65,6 +67,7 @@ _TASKS = {
     Encoding.TRANSCRIPTS: "speech_recognition",
 }
 _MOST_ROUNDED = 1e-3  # of a target's deviation, that it may lose in single precision
+_ANY_TEXT = TensorSpec((1,), "int64", count=1, ragged=True)  # of which no token is known yet
 _NAMED = 5  # classes in a note
 _MOST_WHOLE_CLASSES = 30  # whole numbers with more values are numbers
 _SPOKEN = "; paths of sounds beside what is said in them are for --task speech-recognition"
@@ -74,7 +77,7 @@ class TableFile(SourceKind):
     """The path of a table, or of a folder of its parts."""
 
     form: ClassVar[str] = "a table (.csv, .jsonl, .parquet)"
-    reads: ClassVar[tuple[str, ...]] = ("input", "target", "columns", "follow_links")
+    reads: ClassVar[tuple[str, ...]] = ("input", "target", "columns", "split", "follow_links")
     is_read_by_url: ClassVar[bool] = True
     suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv", ".jsonl", ".parquet")  # TABLES: read without an import
     tasks: ClassVar[tuple[str, ...]] = (
@@ -140,12 +143,14 @@ def _outline(request: DataRequest, files: TableParts) -> DataOutline:
                 request, files.read(inputs), inputs, MeasuredColumns(request.folder, request.config.measures)
             ).forms
             specs = tuple(ids if forms[name] is Form.CATEGORIES else TensorSpec() for name in inputs)
-    if request.encoding is not Encoding.AUTO:
+    is_one = len(inputs) == 1
+    if request.encoding is not Encoding.AUTO and not (is_one and request.encoding.judges_text):
         return DataOutline(_TASKS[request.encoding], specs)
-    table = files.read((*(inputs if len(inputs) == 1 else ()), *targets))
+    table = files.read((*(inputs if is_one else ()), *targets))
     sample_index = RowSampleIndex.of(None, request.config.source, len(table), lambda _: "")
     rows = _Rows(table, 0, 0, inputs, targets, MeasuredColumns(None), files, np.arange(len(table)), sample_index)
-    return DataOutline(_TASKS[rows.encoding(request)], specs)
+    encoding = rows.encoding(request)
+    return DataOutline(_TASKS[encoding], (_ANY_TEXT,) if rows.reads_texts(encoding) else specs)
 
 
 def _forms(request: DataRequest, table: pa.Table, inputs: Sequence[str], measured: MeasuredColumns) -> InputForms:
@@ -180,7 +185,13 @@ def _interactions(request: DataRequest) -> Source:
     Raises:
         UserError: there are several parts, or the columns are no ids.
     """
-    first, *others = TableParts.of(request).files
+    parts = TableParts.of(request)
+    first, *others = parts.files
+    if request.config.split and parts.split:
+        raise UserError(
+            f"data {request.config.source}: --split {parts.split}: without --target, the last of each user are held "
+            "out: leave out --split"
+        )
     if others:
         raise UserError(
             f"data {request.config.source}: without --target, the last of each user are held out of one table; here "
@@ -188,7 +199,8 @@ def _interactions(request: DataRequest) -> Source:
         )
     named = listed(request.config.input)
     time = request.config.time or time_among(first.names, named)
-    inputs = named or tuple(name for name in first.names if name != time)
+    inputs = named or tuple(name for name in first.names if name not in (time, parts.split))
+    ignored = [f"column {parts.split} does not divide the rows: the last of each user are held out"] * bool(parts.split)
     check_known(first.names, (*inputs, *([time] if time else [])), first.path)
     measured = MeasuredColumns(request.folder, request.config.measures)
     table = first.read(tuple(dict.fromkeys((*inputs, *([time] if time else [])))))
@@ -197,7 +209,7 @@ def _interactions(request: DataRequest) -> Source:
     except UserError as error:
         raise UserError(f"data {request.config.source}: {error}") from error
     measured.keep()
-    return replace(source, notes=(*source.notes, *measured.notes))
+    return replace(source, notes=(*ignored, *source.notes, *measured.notes))
 
 
 @dataclass(frozen=True)
@@ -243,7 +255,7 @@ class _Rows:
         table = files.joined(tables)
         measured = MeasuredColumns(request.folder, request.config.measures)
         held = len(tables[1]) if files.has_validation else 0
-        origin = np.concatenate([np.arange(len(part)) for part in tables])
+        origin = np.concatenate([files.places(part, np.arange(len(rows))) for part, rows in enumerate(tables)])
         rows = cls(table, sample_index.count, held, inputs, targets, measured, files, origin, sample_index)
         return rows if held else rows._divided(request, files.has_test)
 
@@ -267,18 +279,30 @@ class _Rows:
         if request.encoding is not Encoding.AUTO:
             return request.encoding
         columns = [self.table[name] for name in self.targets]
-        if len(self.inputs) == 1 and _are_texts(self.table[self.inputs[0]]):
-            return Encoding.TEXT
         if len(columns) > 1:
             return Encoding.NUMBERS
         if holds_labels(columns[0]):
             return Encoding.LABELS
-        if is_string(columns[0]) or pa.types.is_boolean(columns[0].type):
-            return Encoding.CLASSES
+        of_texts = self._has_texts()
+        if is_string(columns[0]) or pa.types.is_boolean(columns[0].type) or (of_texts and is_whole(columns[0])):
+            return Encoding.TEXT if of_texts else Encoding.CLASSES
         few = is_whole(columns[0]) and pc.count_distinct(columns[0]).as_py() <= min(
             _MOST_WHOLE_CLASSES, len(self.table) // 3
         )
         return Encoding.CLASSES if few else Encoding.NUMBERS
+
+    def reads_texts(self, encoding: Encoding) -> bool:
+        """Whether the inputs are one column that is cut into tokens."""
+        return encoding is Encoding.TEXT or (encoding.judges_text and self._has_texts())
+
+    def _has_texts(self) -> bool:
+        """Whether the only input holds texts; a run that goes on has it as it began."""
+        if len(self.inputs) > 1:
+            return False
+        name = self.inputs[0]
+        if self.measured.has(name):
+            return is_string(self.table[name]) and self.measured.form(name) is None
+        return _are_texts(self.table[name])
 
     def _refuse_missing(self, request: DataRequest, name: str) -> None:
         values = self.table[name]
@@ -294,10 +318,10 @@ class _Rows:
 
     def _places(self, name: str) -> NDArray[np.int64]:
         """Return where values are missing in the file of the training part, else in the evaluation part."""
-        for table in self.files.each((name,)):
+        for part, table in enumerate(self.files.each((name,))):
             absent = table[name].is_null(nan_is_null=True).to_numpy()
             if absent.any():
-                return np.flatnonzero(absent)
+                return self.files.places(part, np.flatnonzero(absent))
         return np.zeros(1, np.int64)
 
     def encoded(self, request: DataRequest, encoding: Encoding) -> Source:
@@ -306,8 +330,8 @@ class _Rows:
         Raises:
             UserError: a column holds what the task cannot use.
         """
-        if encoding is Encoding.TEXT:
-            return self.texts_source(request)
+        if self.reads_texts(encoding):
+            return self.texts_source(request, encoding)
         if encoding is Encoding.TRANSCRIPTS:
             return self.sounds_source(request)
         return self.ids_source(request) if encoding is Encoding.IDS else self.source(request, encoding)
@@ -334,7 +358,8 @@ class _Rows:
             columns=self.inputs,
         )
         values = inputs["numbers"] if numbers else inputs
-        return self._cut(values, targets, info, [*notes, *self._unseen(encoding, targets, info)])
+        notes += [*self._unseen(encoding, targets, info), *self._marks_note(request, encoding)]
+        return self._cut(values, targets, info, notes)
 
     def _unseen(self, encoding: Encoding, targets: NDArray[np.generic], info: DataInfo) -> list[str]:
         """Say which classes no training row has, and so cannot be learnt."""
@@ -347,6 +372,13 @@ class _Rows:
             f"no training row has the class{'es' if len(lacking) > 1 else ''} {names}"
             f"{' and others' if len(lacking) > _NAMED else ''}: the {rows} other rows of it count as wrong"
         ]
+
+    def _marks_note(self, request: DataRequest, encoding: Encoding) -> list[str]:
+        """Say of several targets that are learnt as numbers by themselves that they could be labels."""
+        is_chosen = request.encoding is not Encoding.AUTO or encoding is not Encoding.NUMBERS
+        if is_chosen or len(self.targets) < 2 or not all(are_marks(self.table[name]) for name in self.targets):
+            return []
+        return [f"{', '.join(self.targets)} are 0 or 1 in each row: --task multi-label learns them as labels"]
 
     def ids_source(self, request: DataRequest) -> Source:
         """Return ids, such as of users and items, with a number each: a rating, or whether it was clicked (0 or 1).
@@ -369,9 +401,9 @@ class _Rows:
             )
         inputs, specs, notes = self._ids_and_numbers(columns, forms)
         targets, facts = self._targets(Encoding.NUMBERS)
-        values = self.table[self.targets[0]]
-        if is_whole(values) and set(np.unique(as_numbers(values))) == {0.0, 1.0}:
+        if self._are_clicks(targets, facts):
             facts = replace(facts, targets=TensorSpec(count=2), target_mean=(), target_std=())
+            notes = [*notes, f"{self.targets[0]} is 0 or 1 in each row: it is learnt as clicks"]
         info = replace(
             facts,
             name=request.config.source,
@@ -389,6 +421,23 @@ class _Rows:
         ]
         return self._cut(inputs, targets, info, [*notes, *unseen])
 
+    def _are_clicks(self, targets: NDArray[np.generic], facts: DataInfo) -> bool:
+        """Whether a target is 0 or 1 in each row, and both in the run's own rows.
+
+        Raises:
+            UserError: it is the same in each row.
+        """
+        name, there = self.targets[0], set(np.unique(targets).tolist())
+        if self.measured.has(name):  # other rows of a run may have one of both alone; 0 and 1 alone have this deviation
+            mean, std = facts.target_mean[0], facts.target_std[0]
+            return there <= {0.0, 1.0} and abs(std**2 - mean * (1 - mean)) < _MOST_ROUNDED
+        if len(there) == 1:
+            raise UserError(
+                f"the target {name} is {next(iter(there)):g} in each row, so that there is nothing to learn: leave out "
+                "--target, which draws items that a user did not take"
+            )
+        return there == {0.0, 1.0}
+
     def _ids_and_numbers(self, columns: Mapping[str, Numbered], forms: InputForms) -> tuple[Nest, Nest, list[str]]:
         """Return inputs, their specs, and notes, of columns of ids and of others, which hold numbers."""
         if len(columns) == len(self.inputs):
@@ -402,11 +451,11 @@ class _Rows:
         specs["categories"] = TensorSpec((len(ids),), "int64", int(first[-1]))
         return inputs, specs, notes
 
-    def texts_source(self, request: DataRequest) -> Source:
-        """Return texts as token ids, with a class each.
+    def texts_source(self, request: DataRequest, encoding: Encoding) -> Source:
+        """Return texts as token ids, with targets of a form: a class each, labels, or numbers.
 
         Raises:
-            UserError: it is not one column of strings, or the target is no class.
+            UserError: it is not one column of strings, or the target is of another form.
         """
         if len(self.inputs) > 1 or not is_string(self.table[self.inputs[0]]):
             raise UserError("--task text-classification reads one column of strings: name it with --input")
@@ -414,19 +463,19 @@ class _Rows:
         column = encode_texts(
             request, texts, self.train, self.train - (self.sample_index.count - self.sample_index.begun)
         )
-        targets, facts = self._targets(Encoding.CLASSES)
+        targets, facts = self._targets(Encoding.CLASSES if encoding is Encoding.TEXT else encoding)
         info = replace(
             facts,
             name=request.config.source,
             train_size=self.train,
             eval_size=self.evaluation,
             several=column.specs,
-            task=_TASKS[Encoding.TEXT],
+            task=_TASKS[encoding],
             tokeniser=column.tokeniser,
             columns=self.inputs,
         )
         note = f"texts of {self.inputs[0]} are cut into tokens, of a vocabulary of {column.tokeniser.count:,}"
-        return self._cut(column.inputs, targets, info, [note])
+        return self._cut(column.inputs, targets, info, [note, *self._marks_note(request, encoding)])
 
     def sounds_source(self, request: DataRequest) -> Source:
         """Return the sound files that a column names, with the transcripts of another.
@@ -503,10 +552,11 @@ class _Rows:
                 count += known.count
             else:
                 what = "nothing" if form is Form.NOTHING else f"{form.value if form is not Form.OTHER else values.type}"
-                raise UserError(
-                    f"column {name} holds {what}, neither numbers nor categories: leave it out, "
-                    f"with --input naming the others"
-                )
+                others = "leave it out, with --input naming the others"
+                if form is Form.TEXTS:
+                    alone = f"--input {name} with --task text-classification, multi-label or regression reads it alone"
+                    others = alone if len(self.inputs) == 1 else f"{others}; {alone}"
+                raise UserError(f"column {name} holds {what}, neither numbers nor categories: {others}")
         inputs: dict[str, NDArray[np.generic]] = {}
         specs: dict[str, TensorSpec] = {}
         if numbers:
@@ -521,8 +571,14 @@ class _Rows:
         facts = DataInfo("", (), 1, 1, 0, 0, ())
         if encoding is Encoding.NUMBERS:
             return self._number_targets(facts)
+        if encoding is Encoding.LABELS and len(self.targets) > 1:
+            marked = marks_of_columns(self.table, self.targets)
+            return marked, self._with_labels(facts, marked, self.targets)
         if len(self.targets) > 1:
-            raise UserError(f"{len(self.targets)} targets are for --task regression; name one --target")
+            raise UserError(
+                f"{len(self.targets)} targets are for --task regression, or multi-label if they are 0 and 1; name one "
+                "--target"
+            )
         name = self.targets[0]
         if encoding is Encoding.CLASSES:
             known = classes_of(name, self.table[name], self.measured)
@@ -531,10 +587,12 @@ class _Rows:
                 facts, classes=known.names, class_counts=tuple(counts.tolist()), targets=CLASS_NUMBER
             )
         marked, names = labels_of_rows(name, self.table[name], self.measured)
+        return marked, self._with_labels(facts, marked, names)
+
+    def _with_labels(self, facts: DataInfo, marked: NDArray[np.float32], names: tuple[str, ...]) -> DataInfo:
+        """Return what is known of the data with the names of labels, and the counts of those that rows have."""
         counts = marked[: self.train].sum(0).astype(int)
-        return marked, replace(
-            facts, classes=names, class_counts=tuple(counts.tolist()), targets=TensorSpec((len(names),))
-        )
+        return replace(facts, classes=names, class_counts=tuple(counts.tolist()), targets=TensorSpec((len(names),)))
 
     def _number_targets(self, facts: DataInfo) -> tuple[NDArray[np.generic], DataInfo]:
         columns = []
