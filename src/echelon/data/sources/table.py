@@ -41,7 +41,9 @@ from echelon.data.columns import (
     known_values,
     labels_of_rows,
     marks_of_columns,
+    marks_of_lists,
     mean_and_std,
+    names_of_marks,
     number_facts,
     numbered,
     standardised,
@@ -358,7 +360,7 @@ class _Rows:
             columns=self.inputs,
         )
         values = inputs["numbers"] if numbers else inputs
-        notes += [*self._unseen(encoding, targets, info), *self._marks_note(request, encoding)]
+        notes += [*self._unseen(encoding, targets, info), *self._marks_note(request, encoding, info)]
         return self._cut(values, targets, info, notes, unknown)
 
     def _unseen(self, encoding: Encoding, targets: NDArray[np.generic], info: DataInfo) -> list[str]:
@@ -373,8 +375,14 @@ class _Rows:
             f"{' and others' if len(lacking) > _NAMED else ''}: the {rows} other rows of it count as wrong"
         ]
 
-    def _marks_note(self, request: DataRequest, encoding: Encoding) -> list[str]:
-        """Say of several targets that are learnt as numbers by themselves that they could be labels."""
+    def _marks_note(self, request: DataRequest, encoding: Encoding, info: DataInfo) -> list[str]:
+        """Say that lists hold a mark for each label, and of several targets learnt as numbers that they could be."""
+        name = self.targets[0]
+        if encoding is Encoding.LABELS and len(self.targets) == 1:
+            marks = marks_of_lists(self.table[name])
+            if marks is None or info.classes != names_of_marks(name, marks):
+                return []
+            return [f"{name} holds lists of 0 and 1: a mark for each of {len(info.classes)} labels"]
         is_chosen = request.encoding is not Encoding.AUTO or encoding is not Encoding.NUMBERS
         if is_chosen or len(self.targets) < 2 or not all(are_marks(self.table[name]) for name in self.targets):
             return []
@@ -472,7 +480,7 @@ class _Rows:
             columns=self.inputs,
         )
         note = f"texts of {self.inputs[0]} are cut into tokens, of a vocabulary of {column.tokeniser.count:,}"
-        return self._cut(column.inputs, targets, info, [note, *self._marks_note(request, encoding)])
+        return self._cut(column.inputs, targets, info, [note, *self._marks_note(request, encoding, info)])
 
     def sounds_source(self, request: DataRequest) -> Source:
         """Return the sound files that a column names, with the transcripts of another.
