@@ -135,6 +135,7 @@ class Source:
         test: that no choice is made by: it is evaluated whenever a checkpoint is the best so far; None: there is none.
         sample_index: the training samples by name, where the source can tell new ones from those that a run knows.
         reads: settings that only some kinds of data have, which its kind reads.
+        of_new: what a user has to know of samples that came after the run began; in `notes` too.
     """
 
     train: Dataset[Any]
@@ -144,6 +145,7 @@ class Source:
     test: Dataset[Any] | None = None
     sample_index: SampleIndex | None = None
     reads: tuple[str, ...] = ()
+    of_new: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

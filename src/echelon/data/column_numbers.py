@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +43,20 @@ def as_numbers(values: pa.ChunkedArray, unit: str = "") -> NDArray[np.float64]:
     return numbers * (_SECONDS[own] / _SECONDS[unit]) if own and unit and own != unit else numbers
 
 
+def in_order(values: pa.ChunkedArray) -> NDArray[Any]:
+    """Return a column of numbers or times, of which none is missing, by what it is ordered: `(N,)`, of no common unit.
+
+    Times are whole numbers of the column's own unit, so that none of its fractions of a second is lost.
+    """
+    kind = values.type
+    if pa.types.is_temporal(kind):
+        values = values.cast("int32" if kind.bit_width == 32 else "int64")
+    elif pa.types.is_decimal(kind):
+        values = values.cast(pa.float64())
+    ordered: NDArray[Any] = values.to_numpy()
+    return ordered
+
+
 @dataclass(frozen=True)
 class _Kind:
     """What strings are read as, and what they have to look like."""
@@ -52,7 +67,8 @@ class _Kind:
 
 _NUMBERS = _Kind((pa.float64(),), "no number")
 _TIMES = _Kind(
-    (pa.timestamp("us"), pa.timestamp("us", "UTC")), "no time such as 2021-03-01 07:00, and no date such as 2021-03-01"
+    tuple(pa.timestamp(unit, zone) for unit in ("us", "ns") for zone in (None, "UTC")),
+    "no time such as 2021-03-01 07:00, and no date such as 2021-03-01",
 )
 
 

@@ -60,7 +60,7 @@ def form_of(values: pa.ChunkedArray) -> Form:
         return Form.NUMBERS
     if pa.types.is_decimal(kind) or pa.types.is_temporal(kind):
         return Form.NUMBERS
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return Form.LISTS
     if not is_string(values):
         return Form.OTHER
@@ -449,9 +449,9 @@ def classes_of(name: str, values: pa.ChunkedArray, measured: MeasuredColumns) ->
 
 
 def holds_labels(values: pa.ChunkedArray) -> bool:
-    """Whether a column holds any number of labels a row: lists but of floats, or strings joined by `|` or `;`."""
+    """Whether a column holds any number of labels: lists, of floats only marks, or strings joined by `|` or `;`."""
     if form_of(values) is Form.LISTS:
-        return not pa.types.is_floating(values.type.value_type)
+        return not pa.types.is_floating(values.type.value_type) or marks_of_lists(values) is not None
     return is_string(values) and bool(_separator(values))
 
 
@@ -468,6 +468,10 @@ def labels_of_rows(
             f"column {name} holds {values.type}: labels are strings joined by | or ;, lists, or several columns of 0 "
             f"and 1 (--target {name},OTHER)"
         )
+    if (marks := marks_of_lists(values)) is not None:
+        of_marks = names_of_marks(name, marks)
+        if measured.of(name, _as_known, of_marks, are_classes=True).known == of_marks:
+            return marks, of_marks
     separator = "" if form_of(values) is Form.LISTS else _separator(values)
     rows = [_labels_of(row, separator) for row in values.to_pylist()]
     there = sorted({label for row in rows for label in row})
@@ -489,6 +493,27 @@ def are_marks(values: pa.ChunkedArray) -> bool:
     if not (is_whole(values) or pa.types.is_floating(kind)) or values.null_count:
         return False
     return set(pc.unique(values).to_pylist()) <= {0, 1}
+
+
+def marks_of_lists(values: pa.ChunkedArray) -> NDArray[np.float32] | None:
+    """Return lists as a mark for each label, `(N, L)`; None unless all are of one length above 1, of 0 and 1 alone.
+
+    A row without a list has no label.
+    """
+    if form_of(values) is not Form.LISTS:
+        return None
+    lengths = pc.unique(pc.drop_null(pc.list_value_length(values))).to_pylist()
+    marks = pc.list_flatten(values.filter(values.is_valid()))
+    if len(lengths) != 1 or lengths[0] < 2 or not are_marks(marks):
+        return None
+    marked = np.zeros((len(values), lengths[0]), np.float32)
+    marked[values.is_valid().to_numpy()] = as_numbers(marks).reshape(-1, lengths[0])
+    return marked
+
+
+def names_of_marks(name: str, marks: NDArray[np.float32]) -> tuple[str, ...]:
+    """Return the names of the labels of lists of marks `(N, L)`, by their column's."""
+    return tuple(f"{name}_{i}" for i in range(marks.shape[1]))
 
 
 def marks_of_columns(table: pa.Table, names: Sequence[str]) -> NDArray[np.float32]:

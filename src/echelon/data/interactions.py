@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataRequest, Source
-from echelon.data.column_numbers import as_numbers
+from echelon.data.column_numbers import in_order, is_string, read_strings
 from echelon.data.columns import (
     UNSEEN,
     Form,
@@ -170,7 +171,7 @@ class _Ordered:
     repeated: int
 
     @classmethod
-    def of(cls, pairs: pa.Table, times: NDArray[np.float64]) -> _Ordered:
+    def of(cls, pairs: pa.Table, times: NDArray[Any]) -> _Ordered:
         """Sort the rows; rows of one time stay in their order."""
         users, items = (column.combine_chunks().dictionary_encode().indices.to_numpy() for column in pairs.columns)
         order = np.lexsort((np.arange(len(users)), times, users))
@@ -255,14 +256,17 @@ def _check_ids(request: DataRequest, table: pa.Table, inputs: Sequence[str]) -> 
         _refuse_missing(name, values)
 
 
-def _times(table: pa.Table, name: str) -> NDArray[np.float64]:
-    """Return what rows are ordered by."""
+def _times(table: pa.Table, name: str) -> NDArray[Any]:
+    """Return what rows are ordered by, `(N,)`."""
     if not name:
-        return np.arange(len(table), dtype=np.float64)
-    if form_of(table[name]) is not Form.NUMBERS:
-        raise UserError(f"column {name} holds {table[name].type}: --time is a column of numbers, dates or times")
-    _refuse_missing(name, table[name])
-    return as_numbers(table[name])
+        return np.arange(len(table))
+    values = table[name]
+    _refuse_missing(name, values)
+    if is_string(values):
+        values = read_strings(name, values, "s")
+    if form_of(values) is not Form.NUMBERS:
+        raise UserError(f"column {name} holds {values.type}: --time is a column of numbers, dates or times")
+    return in_order(values)
 
 
 def _refuse_missing(name: str, values: pa.ChunkedArray) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
 from echelon.records.events import DataGrew
 from echelon.records.file import Recorder
 from echelon.run.machine import say
 
 if TYPE_CHECKING:
+    from echelon.data.sample_index import SampleIndex
     from echelon.trainer.resolved import ResolvedRun
 
 
@@ -45,13 +47,31 @@ def take_new_samples(path: Path, run: ResolvedRun, from_python: bool) -> None:
         return
     epoch = _next_epoch(path)
     grown = sample_index.grown(epoch)
-    grown.keep(path)
+    of_new = _keep_grown(path, run, grown)
     said = f"{sample_index.added} samples are new, such as {sample_index.example}: trained on from epoch {epoch + 1} on"
     if epoch >= config.training.epochs:
         said += f", which --epochs {config.training.epochs} does not reach"
+    said = "; ".join([said, *of_new])
     with closing(Recorder(path, patience_s=run.io_patience_s)) as record:
         record.write(DataGrew(said, epoch, sample_index.added, grown.count))
     say(said)
+
+
+def _keep_grown(path: Path, run: ResolvedRun, grown: SampleIndex) -> tuple[str, ...]:
+    """Write the grown samples to a run's folder; returns what a user has to know of the new ones.
+
+    Raises:
+        UserError: the run cannot use new ones, such as rows of a class that it does not have: its folder is as it was.
+    """
+    from echelon.data.sample_index import RUN_FILE
+
+    as_begun = (path / RUN_FILE).read_text(encoding="utf-8")
+    grown.keep(path)
+    try:
+        return run.source.open().of_new
+    except UserError:
+        write_atomic(path / RUN_FILE, as_begun)
+        raise
 
 
 def _next_epoch(path: Path) -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
@@ -102,13 +107,46 @@ def test_negatives_are_all_items_that_were_not_taken_with_equal_chances() -> Non
     assert set(np.unique(everything.others(np.array([0]), uniform[:1], count))) == set(range(1, 10))
 
 
+DAY = "2021-03-01 07:00:0"
+FRACTIONS: dict[str, list[Any]] = {
+    "csv": [f"{DAY}{i}" for i in ("0.9", "0.25", "0")],
+    "csv with a zone": [f"{DAY}{i}Z" for i in ("0.9", "0.25", "0")],
+    "jsonl": [f"{DAY}{i}" for i in ("0.9", "0.25", "0")],
+    "parquet ns": [datetime.fromisoformat(f"{DAY}{i}") for i in ("0.900000", "0.250000", "0.000000")],
+    "parquet whole": [1_616_161_616_000_000_000 + i for i in (2, 1, 0)],  # as floats these are one number
+}
+
+
+@pytest.mark.parametrize("form", FRACTIONS)
+def test_fractions_of_a_second_tell_which_item_was_the_last(tmp_path: Path, form: str) -> None:
+    """The rows stand in the order of falling times, so that the first item of each user is the last one taken."""
+    rows = [(user, item, FRACTIONS[form][item]) for user in range(4) for item in range(3)]
+    head = ("user", "item", "time")
+    if form.startswith("csv"):
+        source = write(tmp_path, rows, ",".join(head))
+    elif form == "jsonl":
+        source = str(tmp_path / "taken.jsonl")
+        Path(source).write_text("\n".join(json.dumps(dict(zip(head, row, strict=True))) for row in rows))
+    else:
+        source = str(tmp_path / "taken.parquet")
+        table = pa.table({name: [row[i] for row in rows] for i, name in enumerate(head)})
+        if form == "parquet ns":
+            table = table.set_column(2, "time", table["time"].cast(pa.timestamp("ns")))
+        parquet.write_table(table, source)
+    run = tmp_path / "run"
+    run.mkdir()
+    data = open_data(DataConfig(source=source, input="user,item"), 0, "recommendation", run)
+    known = json.loads((run / "columns.json").read_text())
+    assert "by time" in data.notes[0] and known["item"]["known"] == [2], "the item that is trained on was the first"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"input": "user"}, "name two columns, --input USER,ITEM"),
         ({"input": "user,itm"}, "did you mean 'item'|no column 'itm'"),
         ({"time": "when"}, "no column 'when'"),
-        ({"time": "label"}, "--time is a column of numbers, dates or times"),
+        ({"time": "label"}, "column label: 'l0' in row 1 is no time such as 2021-03-01"),
         ({"input": "user,share"}, "ids are whole numbers or strings"),
         ({"input": "label,item"}, "no label has 3 different item"),
     ],

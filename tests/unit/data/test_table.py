@@ -232,6 +232,42 @@ def test_lists_of_numbers_are_no_labels(tmp_path: Path) -> None:
         opened(write(tmp_path / "a.parquet", table), "y")
 
 
+@pytest.mark.parametrize("kind", [int, float, bool])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_lists_of_0_and_1_are_a_mark_for_each_label(tmp_path: Path, suffix: str, kind: type) -> None:
+    marks = [[kind(i % 2), kind(0), kind(i % 3 == 0)] for i in range(ROWS)]
+    table = {"x": list(range(ROWS)), "y": marks}
+    source = opened(write(tmp_path / f"a{suffix}", table), "y")
+    assert (source.info.task, source.info.classes) == ("multi_label", ("y_0", "y_1", "y_2"))
+    assert source.train.targets.tolist() == [[float(mark) for mark in marks[i]] for i in source.train.origin]  # type: ignore[union-attr]
+    assert source.notes[-1] == "y holds lists of 0 and 1: a mark for each of 3 labels"
+
+
+@pytest.mark.parametrize(
+    "labels", [[[0, 1], [1]], [[0, 1], []], [[0, 1], [1, 2]], [["0", "1"], ["1", "0"]], [[0], [1]]], ids=str
+)
+def test_lists_of_other_lengths_or_values_are_labels(tmp_path: Path, labels: list[list[Any]]) -> None:
+    table = {"x": list(range(ROWS)), "y": labels * (ROWS // 2)}
+    source = opened(write(tmp_path / "a.parquet", table), "y")
+    assert source.info.classes == tuple(sorted({str(label) for row in labels for label in row}))
+    assert not any("mark" in note for note in source.notes)
+
+
+def test_other_rows_of_a_run_have_labels_as_its_own_have(tmp_path: Path) -> None:
+    marks, labels = [[0, 1, 1], [1, 0, 0]], [[0, 1, 2], [1]]
+    for name, own, others in (("marks", marks, [[1, 1, 1], [1, 1, 0]]), ("labels", labels, [[0, 1, 1], [1, 0, 0]])):
+        run = tmp_path / name
+        run.mkdir()
+        first, second = (
+            open_data(
+                DataConfig(write(tmp_path / f"{i}.jsonl", {"x": [0.5] * 20, "y": rows * 10}), target="y"), 0, folder=run
+            )
+            for i, rows in enumerate((own, others))
+        )
+        assert first.info.classes == second.info.classes
+    assert second.train.targets.max(0).tolist() == [1, 1, 0], "labels 0 and 1 by their names"  # type: ignore[union-attr]
+
+
 def test_short_texts_that_hardly_repeat_are_texts(tmp_path: Path) -> None:
     table = {"text": [f"good film {i}" for i in range(ROWS)], "label": ["yes", "no"] * (ROWS // 2)}
     assert opened(write(tmp_path / "a.csv", table), "label", "text").info.task == "text_classification"

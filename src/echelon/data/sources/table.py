@@ -9,7 +9,7 @@ Needs: `--target`, the column that is to be predicted; `--input` names the other
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -41,7 +41,9 @@ from echelon.data.columns import (
     known_values,
     labels_of_rows,
     marks_of_columns,
+    marks_of_lists,
     mean_and_std,
+    names_of_marks,
     number_facts,
     numbered,
     standardised,
@@ -343,7 +345,7 @@ class _Rows:
             UserError: a column holds what the task cannot use.
         """
         forms = _forms(request, self.table, self.inputs, self.measured)
-        inputs, specs, notes = self._numbers_and_categories(forms)
+        inputs, specs, notes, unknown = self._numbers_and_categories(forms)
         numbers = specs["numbers"] if set(specs) == {"numbers"} else None
         targets, facts = self._targets(encoding)
         info = replace(
@@ -358,8 +360,8 @@ class _Rows:
             columns=self.inputs,
         )
         values = inputs["numbers"] if numbers else inputs
-        notes += [*self._unseen(encoding, targets, info), *self._marks_note(request, encoding)]
-        return self._cut(values, targets, info, notes)
+        notes += [*self._unseen(encoding, targets, info), *self._marks_note(request, encoding, info)]
+        return self._cut(values, targets, info, notes, unknown)
 
     def _unseen(self, encoding: Encoding, targets: NDArray[np.generic], info: DataInfo) -> list[str]:
         """Say which classes no training row has, and so cannot be learnt."""
@@ -373,8 +375,14 @@ class _Rows:
             f"{' and others' if len(lacking) > _NAMED else ''}: the {rows} other rows of it count as wrong"
         ]
 
-    def _marks_note(self, request: DataRequest, encoding: Encoding) -> list[str]:
-        """Say of several targets that are learnt as numbers by themselves that they could be labels."""
+    def _marks_note(self, request: DataRequest, encoding: Encoding, info: DataInfo) -> list[str]:
+        """Say that lists hold a mark for each label, and of several targets learnt as numbers that they could be."""
+        name = self.targets[0]
+        if encoding is Encoding.LABELS and len(self.targets) == 1:
+            marks = marks_of_lists(self.table[name])
+            if marks is None or info.classes != names_of_marks(name, marks):
+                return []
+            return [f"{name} holds lists of 0 and 1: a mark for each of {len(info.classes)} labels"]
         is_chosen = request.encoding is not Encoding.AUTO or encoding is not Encoding.NUMBERS
         if is_chosen or len(self.targets) < 2 or not all(are_marks(self.table[name]) for name in self.targets):
             return []
@@ -419,7 +427,7 @@ class _Rows:
             for name, column in columns.items()
             if (column.ids[self.train :] == UNSEEN).any()
         ]
-        return self._cut(inputs, targets, info, [*notes, *unseen])
+        return self._cut(inputs, targets, info, [*notes, *unseen], self._unknown_of_new(columns))
 
     def _are_clicks(self, targets: NDArray[np.generic], facts: DataInfo) -> bool:
         """Whether a target is 0 or 1 in each row, and both in the run's own rows.
@@ -444,11 +452,8 @@ class _Rows:
             alone = tuple(TensorSpec((), "int64", column.count) for column in columns.values())
             return tuple(column.ids for column in columns.values()), alone, []
         others = replace(self, inputs=tuple(name for name in self.inputs if name not in columns))
-        inputs, specs, notes = others._numbers_and_categories(forms)
-        first = np.cumsum([0, *(column.count for column in columns.values())])
-        ids = [column.ids + start for column, start in zip(columns.values(), first, strict=False)]
-        inputs["categories"] = np.stack(ids, axis=1)
-        specs["categories"] = TensorSpec((len(ids),), "int64", int(first[-1]))
+        inputs, specs, notes, _ = others._numbers_and_categories(forms)
+        inputs["categories"], specs["categories"] = _on_one_count(columns.values())
         return inputs, specs, notes
 
     def texts_source(self, request: DataRequest, encoding: Encoding) -> Source:
@@ -475,7 +480,7 @@ class _Rows:
             columns=self.inputs,
         )
         note = f"texts of {self.inputs[0]} are cut into tokens, of a vocabulary of {column.tokeniser.count:,}"
-        return self._cut(column.inputs, targets, info, [note, *self._marks_note(request, encoding)])
+        return self._cut(column.inputs, targets, info, [note, *self._marks_note(request, encoding, info)])
 
     def sounds_source(self, request: DataRequest) -> Source:
         """Return the sound files that a column names, with the transcripts of another.
@@ -508,7 +513,27 @@ class _Rows:
         source = transcribed(request, train, held, test if test.names else None)
         return replace(source, notes=(*links.notes, *self.notes, *source.notes))
 
-    def _cut(self, inputs: Nest, targets: NDArray[np.generic], info: DataInfo, notes: Sequence[str]) -> Source:
+    def _unknown_of_new(self, columns: Mapping[str, Numbered]) -> list[str]:
+        """Say how many rows that came after the run began have values that it does not know, which share an id."""
+        later = self.sample_index.count - self.sample_index.begun
+        new = slice(self.train - later, self.train)
+        told = []
+        for name, column in columns.items():
+            there = self.table[name].is_valid().to_numpy()[new]
+            if unknown := int((there & (column.ids[new] == UNSEEN)).sum()):
+                what = f"have a value of {name} that was not there when the run began"
+                told.append(f"{unknown} of {later} new rows {what}: all such values are one to its model")
+        return told
+
+    def _cut(
+        self,
+        inputs: Nest,
+        targets: NDArray[np.generic],
+        info: DataInfo,
+        notes: Sequence[str],
+        of_new: Sequence[str] = (),
+    ) -> Source:
+        """Return the parts of the rows; `of_new` is what a user has to know of those that came later."""
         end = self.train + self.evaluation
         rows = np.arange(len(self.table))
         info = replace(info, stages=self.sample_index.trained_stages(self.train))
@@ -519,13 +544,15 @@ class _Rows:
             return TensorArray(values, wanted, self.origin[part])
 
         train, held, test = (samples(part) for part in (rows[: self.train], rows[self.train : end], rows[end:]))
-        return Source(train, held, info, (*self.notes, *notes), test if len(test) else None, self.sample_index)
+        told, index = (*self.notes, *notes, *of_new), self.sample_index
+        return Source(train, held, info, told, test if len(test) else None, index, of_new=tuple(of_new))
 
     def _numbers_and_categories(
         self, forms: InputForms
-    ) -> tuple[dict[str, NDArray[np.generic]], dict[str, TensorSpec], list[str]]:
-        """Return the inputs, their specs, and notes; the ids of all columns of categories count on."""
-        numbers, categories, notes, count = [], [], [forms.note()] if forms.note() else [], 0
+    ) -> tuple[dict[str, NDArray[np.generic]], dict[str, TensorSpec], list[str], list[str]]:
+        """Return the inputs, their specs, notes, and those of new rows; the ids of all categories count on."""
+        categories: dict[str, Numbered] = {}
+        numbers, notes = [], [forms.note()] if forms.note() else []
         for name in self.inputs:
             values, form = self.table[name], forms.forms[name]
             if form is Form.NUMBERS:
@@ -548,8 +575,7 @@ class _Rows:
                         f"{stray(values)}: convert it (numbers as 1234.5, dates as 2020-12-31), or leave it out of "
                         f"--input{_SPOKEN if _are_sounds(values) else ''}"
                     )
-                categories.append(known.ids + count)
-                count += known.count
+                categories[name] = known
             else:
                 what = "nothing" if form is Form.NOTHING else f"{form.value if form is not Form.OTHER else values.type}"
                 others = "leave it out, with --input naming the others"
@@ -562,9 +588,8 @@ class _Rows:
         if numbers:
             inputs["numbers"], specs["numbers"] = np.stack(numbers, axis=1), TensorSpec((len(numbers),))
         if categories:
-            inputs["categories"] = np.stack(categories, axis=1)
-            specs["categories"] = TensorSpec((len(categories),), "int64", count)
-        return inputs, specs, notes
+            inputs["categories"], specs["categories"] = _on_one_count(categories.values())
+        return inputs, specs, notes, self._unknown_of_new(categories)
 
     def _targets(self, encoding: Encoding) -> tuple[NDArray[np.generic], DataInfo]:
         """Return the targets, and what is known of the data by them alone."""
@@ -630,6 +655,14 @@ class _Rows:
             target_std=tuple(facts_of.std for facts_of in measured),
         )
         return values.astype(np.float32).reshape(len(values), *shape), facts
+
+
+def _on_one_count(columns: Iterable[Numbered]) -> tuple[NDArray[np.int64], TensorSpec]:
+    """Return the ids of columns side by side, those of each beginning where those of the one before end."""
+    several = list(columns)
+    first = np.cumsum([0, *(column.count for column in several)])
+    ids = np.stack([column.ids + start for column, start in zip(several, first, strict=False)], axis=1)
+    return ids, TensorSpec((len(several),), "int64", int(first[-1]))
 
 
 def _hardly_repeat(different: int, rows: int) -> bool:
