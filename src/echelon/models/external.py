@@ -15,6 +15,9 @@ from echelon.core.own import find_own
 from echelon.models.base import ModelInput
 from echelon.models.keras_model import is_keras_model, keras_module
 
+WITHOUT_AUXILIARY_HEADS = ("googlenet", "inception_v3")
+"""Models of torchvision whose auxiliary heads are left out."""
+
 
 def build_timm(name: str, data: ModelInput) -> nn.Module:
     """Build `timm/NAME` without pretrained weights, its classifier, first layer and, where fixed, image size from data.
@@ -59,7 +62,7 @@ def build_torchvision(name: str, data: ModelInput) -> nn.Module:
         options |= {"weights_backbone": None} | ({} if name.startswith("lraspp_") else {"aux_loss": True})
     if name.startswith("vit_"):
         options["image_size"] = data.image_size
-    if name in {"googlenet", "inception_v3"}:
+    if name in WITHOUT_AUXILIARY_HEADS:
         # Their auxiliary classifiers return a tuple while training, which no other model does.
         options |= {"aux_logits": False, "init_weights": True}
     try:

@@ -61,16 +61,23 @@ def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             parameter.grad = laid_out_as(parameter, parameter.grad)
 
 
-def _give_velocities(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Give parameters that a step reaches for the first time a momentum of zeros, which moves them as none does.
+def give_velocities(optimizer: torch.optim.Optimizer, reached_alone: bool = False) -> None:
+    """Give parameters of torch's fused SGD without a momentum one of zeros, which moves them as none does.
 
-    torch's fused SGD takes all parameters of a call to have one, or none: a layer that only some steps use ends it.
+    It takes all parameters of a call to have one, or none: a layer that only some steps use ends it.
+
+    Args:
+        reached_alone: only those that have a gradient.
     """
     states = optimizer.state
     for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else ():
-            if parameter.grad is not None and states[parameter].get(_VELOCITY) is None:
+        for parameter in group["params"] if group.get("momentum") and group.get("fused") else ():
+            if (parameter.grad is not None or not reached_alone) and states[parameter].get(_VELOCITY) is None:
                 states[parameter][_VELOCITY] = torch.zeros_like(parameter, requires_grad=False)
+
+
+def _give_velocities(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    give_velocities(optimizer, reached_alone=True)
 
 
 def _lay_out_state(optimizer: torch.optim.Optimizer) -> None:

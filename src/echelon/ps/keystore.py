@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from echelon.coordinator.shares import MAX_SHARES
 from echelon.core.state_tree import StateTree
+from echelon.optim.kernels import give_velocities
 from echelon.optim.own import ParamGroup
 from echelon.ps.made_rows import OPTIMIZER, ROWS, UPDATES, VALUE, RowSlots, grow_state, grown, is_by_row, with_first
 from echelon.ps.rows import RowVersions, row_gradient
@@ -304,6 +305,8 @@ class KeyStore:
         else:
             for i, (part, view) in enumerate(zip(self.key.parts, self._views, strict=True)):
                 view.grad = None if i in absent else gradient[part.start : part.stop].view(part.shape)
+            if absent and isinstance(self.optimizer, torch.optim.SGD):  # its hooks for this are left out
+                give_velocities(self.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self._step(self.optimizer)

@@ -13,6 +13,7 @@ from echelon.config import OptimizerConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
 from echelon.core.own import TRANSFORMERS
+from echelon.models.external import WITHOUT_AUXILIARY_HEADS
 from echelon.models.keras_model import KerasModule
 from echelon.optim.traits import Reach, is_sgd, moves_by_rate
 from echelon.torch_compat import BatchNormBase, DropoutNd
@@ -232,7 +233,7 @@ def interplay_notes(run: ResolvedRun, ranks: int, on_gpu: bool = False) -> list[
     Args:
         on_gpu: whether this rank is known to train on a GPU.
     """
-    notes = [*run.optimizer.notes(run.config.optimizer.weight_decay), *_rate_notes(run), *_tokeniser_notes(run)]
+    notes = [*run.optimizer.notes(run.config.optimizer.weight_decay), *_rate_notes(run), *_model_notes(run)]
     notes += unused_notes(run)
     if run.sync.uses_servers and run.config.launch.balance == "auto":
         given = run.described.strategy.sync
@@ -267,8 +268,14 @@ def _device_notes(run: ResolvedRun, ranks: int) -> list[str]:
     ]
 
 
-def _tokeniser_notes(run: ResolvedRun) -> list[str]:
+def _model_notes(run: ResolvedRun) -> list[str]:
+    """Say what is done with a model of a library that its name does not say."""
     name, folder = run.config.model.name, run.config.model.name.removeprefix(TRANSFORMERS)
+    if name.removeprefix("torchvision/") in WITHOUT_AUXILIARY_HEADS:
+        return [
+            f"--model {name} is built without its auxiliary heads: to train these, give echelon.train the module, "
+            "and a loss that adds theirs"
+        ]
     if folder == name or folder != run.config.data.tokeniser:
         return []
     return [f"texts are cut by the tokeniser in {folder}, the model's own; --tokeniser names another"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from echelon.optim.kernels import fuse
 from echelon.ps.keystore import KeyStore, Push
 from echelon.ps.momentum import SgdTerms, WorkerMomentum
 from echelon.ps.table import KeyPart, KeyRange
@@ -34,6 +35,26 @@ def test_a_worker_alone_is_sgd(terms: SgdTerms) -> None:
         pushed = momentum.apply(KEY, gradient.clone(), lambda: one.value.clone(), absent)
         one.take(pushed_as(step, pushed, frozenset(absent)))
         torch.testing.assert_close(one.value, torch.cat([weight.detach(), bias.detach()]), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("unused", [{0, 1}, {2}, {0, 3}])
+def test_a_part_that_some_steps_do_not_use_is_moved_by_fused_sgd_as_by_the_plain_one(unused: set[int]) -> None:
+    def fused(tensors: list[Tensor], decay: object) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(tensors, lr=LR, momentum=0.9, weight_decay=0.1)
+        fuse(made)
+        return made
+
+    torch.manual_seed(0)
+    weight, bias = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(2))
+    sgd = torch.optim.SGD([weight, bias], lr=LR, momentum=0.9, weight_decay=0.1)
+    one = KeyStore(KEY, torch.cat([weight.detach(), bias.detach()]), ServerSettings(), fused)
+    for step in range(5):
+        gradient, absent = torch.randn(6), step in unused
+        gradient[4:] *= not absent
+        weight.grad, bias.grad = gradient[:4].clone(), None if absent else gradient[4:].clone()
+        sgd.step()
+        one.take(pushed_as(step, gradient, frozenset({1} if absent else ())))
+        torch.testing.assert_close(one.value, torch.cat([weight.detach(), bias.detach()]))
 
 
 def test_many_workers_converge_as_one() -> None:

@@ -115,6 +115,8 @@ def test_a_codecs_own_momentum_is_the_optimizers_in_a_single_worker() -> None:
         ({"strategy.compression": "topk(0.01)"}, 1, []),
         ({"strategy.collective": "ring"}, 2, ["--collective ring changes nothing"]),
         ({"strategy.collective": "ring"}, 3, []),
+        ({"model.name": "torchvision/googlenet"}, 1, ["built without its auxiliary heads"]),
+        ({"model.name": "torchvision/resnet18"}, 1, []),
         ({"strategy.collective": "ring", "strategy.parallel": "fsdp=2"}, 4, ["--collective ring changes nothing"]),
     ],
 )
