@@ -92,6 +92,8 @@ def stop_on_signals(raises: bool = False) -> Iterator[StopFlag]:
         return
     handlers = {s: signal.getsignal(s) for s in STOP_SIGNALS}
     before = {s: handler for s, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    for handler in before.values():
+        _take_over(flag, getattr(handler, "__self__", None))
     for signum in before:
         signal.signal(signum, flag._set)
     try:
@@ -101,18 +103,44 @@ def stop_on_signals(raises: bool = False) -> Iterator[StopFlag]:
             signal.signal(signum, handler)
 
 
-def stop_at_once() -> None:
-    """Let the signals that ask to stop raise `Stopped` in the main thread from now on, also in a container's first
-    process, for which the kernel ignores what has no handler. Ctrl-C and ignored signals stay as they are.
-    """
+class _AtOnce:
+    """Raises `Stopped` for each signal, KeyboardInterrupt for Ctrl-C, and knows the first that came."""
 
-    def stop(signum: int, frame: FrameType | None) -> NoReturn:
+    signum = 0
+
+    def stop(self, signum: int, frame: FrameType | None) -> NoReturn:
         """Raise."""
+        self.signum = self.signum or signum
+        if signum == signal.SIGINT:
+            raise KeyboardInterrupt
         raise Stopped(signum)
 
+
+def _take_over(flag: StopFlag, before: object) -> None:
+    """Set a flag where a signal came before it began, and raise as it does then.
+
+    That signal's exception was swallowed on the way: libraries that are imported catch whatever comes, and what is
+    raised in a finalizer goes no further.
+    """
+    if isinstance(before, _AtOnce) and before.signum and not flag:
+        flag._set(before.signum, None)
+
+
+def stop_if_asked() -> None:
+    """Raise `Stopped` where a signal came and its exception was swallowed (`_take_over`)."""
     for signum in STOP_SIGNALS:
-        if signal.getsignal(signum) == signal.SIG_DFL:
-            signal.signal(signum, stop)
+        _take_over(StopFlag(raises=True), getattr(signal.getsignal(signum), "__self__", None))
+
+
+def stop_at_once() -> None:
+    """Let the signals that ask to stop raise `Stopped` in the main thread from now on, also in a container's first
+    process, for which the kernel ignores what has no handler. Ctrl-C raises what it does without; ignored signals stay
+    as they are.
+    """
+    at_once = _AtOnce()
+    for signum in STOP_SIGNALS:
+        if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(signum, at_once.stop)
 
 
 def leave_first_process() -> None:

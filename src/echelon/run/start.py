@@ -15,7 +15,7 @@ from echelon.coordinator.config import CONTINUES
 from echelon.core.errors import LEFT, UserError, naming
 from echelon.core.files import allow_open_files, full_disk_in_words
 from echelon.core.model_names import check_model_name
-from echelon.core.stop import StopFlag, Stopped, stop_on_signals
+from echelon.core.stop import StopFlag, Stopped, stop_if_asked, stop_on_signals
 from echelon.core.system import IMPORTED_BY_OPTIMIZERS
 from echelon.core.tuning import packages_of
 from echelon.launch.fork_server import is_running, start_import_server
@@ -110,6 +110,7 @@ def start(
         run = check(request, user_objects)  # before anything is in the folder: what is refused leaves nothing behind
         config = replace(settled(run, plan, user_objects), run=named.run)
         parcel = _parcel(user_objects)
+        stop_if_asked()  # from here on there is a folder
         with folders.claimed(config, given_t, leads=_is_first(plan)) as config:
             path, request = Path(config.run), replace(request, config=config)
             opening.runs_in(path)

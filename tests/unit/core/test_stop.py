@@ -100,3 +100,36 @@ def test_output_outlives_a_terminal() -> None:
     os.close(ours)
     process.communicate(b"go\n", timeout=30)
     assert process.returncode == 0
+
+
+SWALLOWS = """
+import os, signal
+from echelon.core.stop import Stopped, stop_at_once, stop_on_signals
+stop_at_once()
+for signum in {signals}:
+    try:
+        os.kill(os.getpid(), signum)
+    except BaseException as error:
+        print(type(error).__name__)
+try:
+    with stop_on_signals(raises=True):
+        print("began")
+except Stopped as stop:
+    print(stop.signum)
+with stop_on_signals() as flag:
+    print(flag.signum)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "printed"),
+    [
+        ("[]", ["began", "0"]),
+        ("[2]", ["KeyboardInterrupt", "2", "2"]),
+        ("[15, 2]", ["Stopped", "KeyboardInterrupt", "15", "15"]),
+    ],
+)
+def test_a_signal_whose_exception_was_swallowed_stops_what_begins_after_it(signals: str, printed: list[str]) -> None:
+    command = [sys.executable, "-c", SWALLOWS.format(signals=signals)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    assert done.stdout.split() == printed
