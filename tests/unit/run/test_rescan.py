@@ -79,7 +79,7 @@ def test_data_that_cannot_grow_is_refused(tmp_path: Path) -> None:
     source = resolved.source.open()
     assert source.sample_index is not None
     source.sample_index.keep(run)
-    with pytest.raises(UserError, match="--rescan is for folders of images, .*: not for"):
+    with pytest.raises(UserError, match=r"--rescan is for folders of images, .*: not for"):
         take_new_samples(run, resolved, from_python=False)
     text.write_text(text.read_text() + "and on")
     with pytest.raises(UserError, match=r"is not what it was when the run began, and cannot grow under a run"):
