@@ -133,7 +133,7 @@ class Source:
         evaluation: by which checkpoints are compared.
         notes: what a user has to know of where the data comes from.
         test: that no choice is made by: it is evaluated whenever a checkpoint is the best so far; None: there is none.
-        sample_index: the training samples by name, where the source can tell new ones from those that a run knows.
+        sample_index: the training samples as a run knows them, where the source can tell whether they are these.
         reads: settings that only some kinds of data have, which its kind reads.
         of_new: what a user has to know of samples that came after the run began; in `notes` too.
     """

@@ -26,9 +26,11 @@ from echelon.data.columns import (
     is_id,
     known_values,
     numbered,
+    table_digest,
 )
 from echelon.data.drawn import DrawnSamples
 from echelon.data.order import Indices, uniforms
+from echelon.data.sample_index import FixedSampleIndex
 from echelon.tasks.base import NO_TARGET
 from echelon.tasks.nest import Nest, TensorSpec
 
@@ -241,7 +243,8 @@ def interactions_source(
         notes.append(f"rows that repeat a pair of {inputs[0]} and {inputs[1]}: {rows.repeated}; the first one counts")
     if unknown := int((items.ids[before_last | last] == UNSEEN).sum()):
         notes.append(f"{unknown} of {2 * len(test)} {inputs[1]} held out are in no training row: they count as missed")
-    return Source(train, validation, info, tuple(notes), test)
+    sample_index = FixedSampleIndex.of(request.folder, request.config.source, len(train), table_digest(table))
+    return Source(train, validation, info, tuple(notes), test, sample_index)
 
 
 def _check_ids(request: DataRequest, table: pa.Table, inputs: Sequence[str]) -> None:

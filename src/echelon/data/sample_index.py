@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +40,10 @@ class SampleIndex(ABC):
         begun: how many there were when the run began; of these some may be held out.
         stages: in the order of their epochs; the first one begins with the run.
         is_kept: whether the run's folder has it.
+        can_grow: whether new ones can be taken while the run goes on.
     """
 
+    can_grow: ClassVar[bool] = True
     source: str
     begun: int
     stages: tuple[Growth, ...]
@@ -211,6 +214,47 @@ class RowSampleIndex(SampleIndex):
     def grown(self, epoch: int) -> RowSampleIndex:
         """Return the samples with the new ones from an epoch on."""
         return replace(self, stages=self._stages_with(epoch, self.there), digests=(*self.digests, self.digest))
+
+
+@dataclass(frozen=True)
+class FixedSampleIndex(SampleIndex):
+    """Samples to which none can be added: by a digest it is seen that all are what they were.
+
+    Attributes:
+        digests: one, of all.
+    """
+
+    can_grow: ClassVar[bool] = False
+    digests: tuple[str, ...]
+
+    @classmethod
+    def of(cls, folder: Path | None, source: str, count: int, digest: str) -> FixedSampleIndex:
+        """Return the samples, which a run's folder may know.
+
+        Raises:
+            UserError: the folder knows others, or its file cannot be read.
+        """
+        file = _read(folder, source)
+        if file is not None and file.digests and file.digests[-1] != digest:
+            raise UserError(
+                f"data {source}: it is not what it was when the run began, and cannot grow under a run: put it back as "
+                "it was, or start a new run with --weights"
+            )
+        return cls(source, count, (Growth(0, count),), file is not None, (digest,))
+
+    @property
+    def added(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def example(self) -> str:
+        """Nothing."""
+        return ""
+
+    def grown(self, epoch: int) -> FixedSampleIndex:
+        """Return it as it is: there is nothing new."""
+        return self
 
 
 @dataclass(frozen=True)

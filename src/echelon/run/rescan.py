@@ -34,7 +34,7 @@ def take_new_samples(path: Path, run: ResolvedRun, from_python: bool) -> None:
     if config.data.sample_weights != UNWEIGHTED:
         raise UserError("--rescan: --sample-weights are of the samples that the run began with: use none")
     source = None if from_python else run.source.open()
-    if source is None or source.sample_index is None:
+    if source is None or source.sample_index is None or not source.sample_index.can_grow:
         raise UserError(
             "--rescan is for folders of images, sounds or texts with classes, tar shards, tables and parallel text, of "
             f"which new samples can be told from those that the run began with: not for {config.data.source}"

@@ -106,6 +106,20 @@ def test_numbers_alone_are_one_plain_tensor_and_missing_ones_are_said(tmp_path: 
     assert np.isfinite(source.train.values).all()
 
 
+@pytest.mark.parametrize("missing", ["", "NA", "null"])
+def test_missing_categories_are_said(tmp_path: Path, missing: str) -> None:
+    table = columns()
+    table["town"][3] = table["town"][4] = missing
+    told = (
+        "town: 2 of 40 values are missing (empty, or such as NA or null): they are one category, with those that no "
+        "training row has"
+    )
+    assert opened(write(tmp_path / "a.csv", table), "price", "size,town").notes[-1] == told
+    source = opened(write(tmp_path / "b.csv", table), "price", "rooms,town", "recommendation")
+    assert told in source.notes and not any("held out have a value" in note for note in source.notes)
+    assert not opened(write(tmp_path / "c.csv", columns()), "price", "size,town").notes
+
+
 def test_parts_by_file_and_a_test_set_that_nothing_is_chosen_by(tmp_path: Path) -> None:
     write(tmp_path / "train.csv", columns())
     write(tmp_path / "test.csv", columns() | {"town": ["Rome"] * ROWS})

@@ -69,3 +69,18 @@ def test_rows_of_a_new_class_leave_the_run_as_it_was(tmp_path: Path) -> None:
     assert (tmp_path / "run" / RUN_FILE).read_text() == kept and not list(read_records(tmp_path / "run", DataGrew))
     write(table)
     assert run.source.open().sample_index.count == 30  # type: ignore[union-attr]
+
+
+def test_data_that_cannot_grow_is_refused(tmp_path: Path) -> None:
+    text, run = tmp_path / "t.txt", tmp_path / "run"
+    text.write_text("and so it goes on, " * 100)
+    run.mkdir()
+    resolved = resolve(RunConfig(run=str(run), data=DataConfig(str(text), root=str(tmp_path))))
+    source = resolved.source.open()
+    assert source.sample_index is not None
+    source.sample_index.keep(run)
+    with pytest.raises(UserError, match=r"--rescan is for folders of images, .*: not for"):
+        take_new_samples(run, resolved, from_python=False)
+    text.write_text(text.read_text() + "and on")
+    with pytest.raises(UserError, match=r"is not what it was when the run began, and cannot grow under a run"):
+        take_new_samples(run, resolved, from_python=False)

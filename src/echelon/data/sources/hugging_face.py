@@ -9,6 +9,7 @@ Needs: `pip install 'echelon[hf]'`.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -33,6 +34,7 @@ from echelon.data.column_numbers import is_string
 from echelon.data.columns import is_whole
 from echelon.data.images import ImageCells
 from echelon.data.parts import by_part, part_of
+from echelon.data.sample_index import FixedSampleIndex
 from echelon.data.sources.base import SourceKind, held_out, image_source
 from echelon.data.sources.table import open_tables, outline_of_tables
 from echelon.data.table_files import NO_SPLIT
@@ -41,6 +43,7 @@ from echelon.tasks.base import Encoding
 if TYPE_CHECKING:
     from datasets import Dataset
 
+_HASHED_FILES = 64
 _HUB_S = 2.0  # in which the hub answers, or there is no network
 _SAVED = (("dataset_dict.json",), ("dataset_info.json", "state.json"))
 
@@ -307,10 +310,27 @@ def _image_source(splits: _Splits) -> Source:
     parts = {part: _images(splits, part, table, names) for part, table in splits.tables.items()}
     train, validation, test = parts["train"], parts.get("val"), parts.get("test")
     notes: tuple[str, ...] = ()
+    sample_index = FixedSampleIndex.of(request.folder, source, len(train), _digest(train, names))
     if validation is None:
         divided = held_out(request, len(train), test is not None, "image")
         train, validation, notes = train.subset(divided.train), train.subset(divided.evaluation), divided.notes
-    return replace(image_source(request.config, train, validation, tuple(map(str, names))), test=test, notes=notes)
+    images = image_source(request.config, train, validation, tuple(map(str, names)))
+    return replace(images, test=test, notes=notes, sample_index=sample_index)
+
+
+def _digest(images: ImageCells, names: tuple[Any, ...]) -> str:
+    """Return a hash of labels, of the length of each image's file in the column, and of some of these files.
+
+    Of files that lie elsewhere it has the names.
+    """
+    hashed = hashlib.sha256(repr(names).encode() + images.labels.tobytes())
+    lengths = pc.fill_null(pc.binary_length(images.files), -1).to_numpy().astype(np.int64)
+    hashed.update(lengths.tobytes())
+    for i in np.unique(np.linspace(0, len(images) - 1, _HASHED_FILES).astype(int)).tolist():
+        hashed.update(images.files[i].as_py() or b"")
+    for i in np.flatnonzero(lengths < 0).tolist():
+        hashed.update(f"{os.path.basename(images.paths[i].as_py() or '')}\0".encode())  # noqa: PTH119 - many files
+    return hashed.hexdigest()
 
 
 def _names(source: str, target: str, table: pa.Table) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ classes; without it they are 0 up to the largest number of the training masks.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import ClassVar
@@ -21,6 +22,7 @@ from echelon.data.images import ImageFiles
 from echelon.data.labelled_files import FileNames, LabelledFiles
 from echelon.data.masks import IGNORED, MaskedImages, pixel_counts
 from echelon.data.parts import PartFolders, train_folder
+from echelon.data.sample_index import FixedSampleIndex
 from echelon.data.sources.base import SourceKind, held_out
 from echelon.data.statistics import measure
 from echelon.tasks.base import Encoding
@@ -86,6 +88,7 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     links.check()
     counts = pixel_counts(pairs, config.root)
     names = _class_names(path, pairs, counts)
+    sample_index = FixedSampleIndex.of(request.folder, config.source, len(pairs), _digest(pairs, counts))
     for part in parts.values():
         _check_classes(part, pixel_counts(part, config.root), len(names), path)
     notes: tuple[str, ...] = ()
@@ -101,7 +104,17 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
         config.source, names, 3, side, len(pairs), len(validation), tuple(of_classes.tolist()), mean, std,
         targets=TensorSpec((side, side), "int64"), task="segmentation",
     )  # fmt: skip
-    return Source(pairs, validation, info, (*links.notes, *notes, *_notes(config.source, names, of_classes)), test=test)
+    told = (*links.notes, *notes, *_notes(config.source, names, of_classes))
+    return Source(pairs, validation, info, told, test, sample_index)
+
+
+def _digest(pairs: MaskedImages, counts: NDArray[np.int64]) -> str:
+    """Return a hash of the names of the files, and of how many pixels of each number each mask has, `(N, 256)`."""
+    hashed = hashlib.sha256(np.ascontiguousarray(counts).tobytes())
+    for files in (pairs.images, pairs.masks):
+        for i in range(len(pairs)):
+            hashed.update(f"{files.names[i]}\0".encode("utf-8", "surrogateescape"))
+    return hashed.hexdigest()
 
 
 def _pairs(folder: Path, links: FolderLinks) -> MaskedImages:

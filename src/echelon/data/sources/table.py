@@ -408,6 +408,7 @@ class _Rows:
                 f"--task {request.task} needs two columns of ids, whole numbers or strings: --input USER,ITEM"
             )
         inputs, specs, notes = self._ids_and_numbers(columns, forms)
+        notes += [note for name in columns for note in self._missing_note(name)]
         targets, facts = self._targets(Encoding.NUMBERS)
         if self._are_clicks(targets, facts):
             facts = replace(facts, targets=TensorSpec(count=2), target_mean=(), target_std=())
@@ -422,10 +423,9 @@ class _Rows:
             columns=self.inputs,
         )
         unseen = [
-            f"{(column.ids[self.train :] == UNSEEN).sum()} of {len(self.table) - self.train} rows held out have a "
-            f"value of {name} that no training row has"
+            f"{count} of {len(self.table) - self.train} rows held out have a value of {name} that no training row has"
             for name, column in columns.items()
-            if (column.ids[self.train :] == UNSEEN).any()
+            if (count := self._count_unknown(name, column, slice(self.train, None)))
         ]
         return self._cut(inputs, targets, info, [*notes, *unseen], self._unknown_of_new(columns))
 
@@ -513,17 +513,28 @@ class _Rows:
         source = transcribed(request, train, held, test if test.names else None)
         return replace(source, notes=(*links.notes, *self.notes, *source.notes))
 
+    def _missing_note(self, name: str) -> list[str]:
+        """Say how many values of a column of categories are missing."""
+        values = self.table[name]
+        if not values.null_count:
+            return []
+        what = "are missing (empty, or such as NA or null): they are one category, with those that no training row has"
+        return [f"{name}: {values.null_count} of {len(values)} values {what}"]
+
     def _unknown_of_new(self, columns: Mapping[str, Numbered]) -> list[str]:
         """Say how many rows that came after the run began have values that it does not know, which share an id."""
         later = self.sample_index.count - self.sample_index.begun
         new = slice(self.train - later, self.train)
         told = []
         for name, column in columns.items():
-            there = self.table[name].is_valid().to_numpy()[new]
-            if unknown := int((there & (column.ids[new] == UNSEEN)).sum()):
+            if unknown := self._count_unknown(name, column, new):
                 what = f"have a value of {name} that was not there when the run began"
                 told.append(f"{unknown} of {later} new rows {what}: all such values are one to its model")
         return told
+
+    def _count_unknown(self, name: str, column: Numbered, rows: slice) -> int:
+        """Return how many of some rows have a value of a column, and one that is not known."""
+        return int((self.table[name].is_valid().to_numpy()[rows] & (column.ids[rows] == UNSEEN)).sum())
 
     def _cut(
         self,
@@ -576,6 +587,7 @@ class _Rows:
                         f"--input{_SPOKEN if _are_sounds(values) else ''}"
                     )
                 categories[name] = known
+                notes += self._missing_note(name)
             else:
                 what = "nothing" if form is Form.NOTHING else f"{form.value if form is not Form.OTHER else values.type}"
                 others = "leave it out, with --input naming the others"

@@ -5,6 +5,7 @@ Its last part is held out.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -16,6 +17,7 @@ from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.drawn import DrawnSamples
 from echelon.data.images import TensorArray
 from echelon.data.order import Indices, uniforms
+from echelon.data.sample_index import FixedSampleIndex
 from echelon.data.sources.base import HELD_OF_TRAIN, SourceKind
 from echelon.data.tokenisers import Ids, tokeniser_for
 from echelon.tasks.base import NO_TARGET, Encoding
@@ -119,7 +121,9 @@ def text_source(request: DataRequest, text: TextParts) -> Source:
     note = f"{len(parts[0]):,} tokens to train on, of a vocabulary of {tokeniser.count:,}"
     if text.is_end:
         note += f"; the last {len(parts[1]):,} of the text are held out"
-    return Source(data, evaluation, info, (note,), tests[0] if tests else None)
+    digest = hashlib.sha256("\0".join((text.train, text.held, text.test)).encode()).hexdigest()
+    sample_index = FixedSampleIndex.of(request.folder, config.source, len(data), digest)
+    return Source(data, evaluation, info, (note,), tests[0] if tests else None, sample_index)
 
 
 def windows(ids: Ids, context: int) -> TensorArray:
