@@ -60,6 +60,23 @@ def test_a_language_model_is_read_by_from_pretrained_and_writes_on(tmp_path: Pat
         assert loaded.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 8)
 
 
+def test_a_model_of_masked_tokens_is_read_by_from_pretrained(tmp_path: Path) -> None:
+    run = _trained("masked_language_modelling", transformers.BertConfig(vocab_size=4000, **SMALL), tmp_path)
+    exported = echelon.export(run, tmp_path / "folder")
+    assert exported.agreement is not None and exported.agreement.difference < 1e-5
+    assert transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "folder").config.vocab_size < 4000
+
+
+def test_a_translator_writes_and_is_read_by_from_pretrained(tmp_path: Path) -> None:
+    shape = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    run = _trained("translation", transformers.T5Config(vocab_size=4000, **shape), tmp_path)
+    assert api.trained_model(run).model.config.vocab_size < 4000
+    assert json.loads((run / "summary.json").read_text())["metrics"]["chrf"] is not None
+    exported = echelon.export(run, tmp_path / "folder")
+    assert exported.agreement is not None and exported.agreement.difference < 1e-5
+    assert transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "folder") is not None
+
+
 def test_a_graph_takes_batches_of_any_size_and_says_what_it_reads(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     outcome = echelon.train("small_cnn", "digits", tmp_path / "run", max_steps=2, workers=1, device="cpu")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from echelon.core.errors import UserError
+from echelon.core.tokeniser import FOLDER_FILE
 from echelon.models.base import ModelInput
-from echelon.tasks.nest import TensorSpec
+from echelon.tasks.nest import TensorSpec, logits_in
+from echelon.tasks.translation import DECODER_IDS, IDS, MASK, longest_written
 
-IDS, MASK = "input_ids", "attention_mask"
 _CLASSIFIER = "ForSequenceClassification"
+
+
+class TextUse(StrEnum):
+    """What a model of transformers is built for, by the class of transformers that builds it."""
+
+    CLASSES = "AutoModelForSequenceClassification"
+    NEXT_TOKENS = "AutoModelForCausalLM"
+    MASKED_TOKENS = "AutoModelForMaskedLM"
+    PAIRS = "AutoModelForSeq2SeqLM"
 
 
 def build_transformers(folder: str, data: ModelInput) -> nn.Module:
     """Build `transformers/FOLDER`: what the `config.json` of a folder describes, without pretrained weights.
 
-    Of texts, `input_ids` with an `attention_mask`, it classifies; of windows of token ids it predicts the next ones,
-    and its vocabulary is the data's. Nothing is downloaded, and no code of the folder is run.
+    Of texts, `input_ids` with an `attention_mask`, it classifies; with `decoder_input_ids` beside these it predicts the
+    next tokens of a text from another one; of windows of token ids it predicts the next ones, or those that are masked.
+    Nothing is downloaded, and no code of the folder is run.
 
     Raises:
         UserError: transformers is not installed, the folder has no such file, or the model is not for such inputs.
@@ -31,34 +44,106 @@ def build_transformers(folder: str, data: ModelInput) -> nn.Module:
         raise UserError(
             f"--model transformers/{folder} needs transformers: pip install 'echelon[transformers]'"
         ) from None
-    path = Path(folder).expanduser()
+    path, name = Path(folder).expanduser(), f"--model transformers/{folder}"
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise UserError(f"--model transformers/{folder}: {file} is not there: name a folder that transformers wrote")
-    specs = data.several if isinstance(data.several, dict) else {"input_ids": data.several}
-    ids = specs.get("input_ids")
-    others = set(specs) - {"input_ids", "attention_mask"}
-    if not isinstance(ids, TensorSpec) or not ids.count or others or (len(specs) == 1 and ids.count != data.classes):
-        raise UserError(
-            f"--model transformers/{folder} reads texts, or token ids whose next ones are the targets, the data has "
-            f"{data.describe()}"
-        )
+        raise UserError(f"{name}: {file} is not there: name a folder that transformers wrote")
+    use, ids = _use_of(data, name)
     try:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
-        kind: Any = transformers.AutoModelForCausalLM
-        if isinstance(data.several, dict):
-            kind, config.num_labels = transformers.AutoModelForSequenceClassification, data.classes
-        _check_vocabulary(config, ids.count, f"--model transformers/{folder}")
-        if not isinstance(data.several, dict):
-            config.vocab_size = ids.count
+        _check_vocabulary(config, data.classes if use is TextUse.MASKED_TOKENS else ids.count, name)
+        if use is TextUse.CLASSES:
+            config.num_labels = data.classes
+        elif use is TextUse.NEXT_TOKENS or not (file.parent / FOLDER_FILE).is_file():
+            _set_vocabulary(config, ids.count)  # else the folder's weights fit, and some rows stay unused
+        mask = _mask_of(file.parent, data.classes) if use is TextUse.MASKED_TOKENS else None
+        if use is TextUse.MASKED_TOKENS and mask is None:
+            _set_vocabulary(config, ids.count)
+        if use is TextUse.PAIRS:
+            _check_positions(config, data, name)
         prepare_encoder_decoder(config)
-        model: nn.Module = kind.from_config(config)
-        if isinstance(data.several, dict):
-            end_texts(model)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+        model: nn.Module = getattr(transformers, use).from_config(config)
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, AssertionError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"--model transformers/{folder} cannot be built ({reason})") from error
+        raise UserError(f"{name} cannot be built ({reason})") from error
+    if use is TextUse.CLASSES:
+        end_texts(model)
+    elif use is not TextUse.NEXT_TOKENS:
+        model.register_forward_hook(partial(_of_vocabulary, data.classes))
+    if mask is not None:
+        model.register_forward_pre_hook(partial(_with_own_mask, data.classes, mask))
     return model
+
+
+def _use_of(data: ModelInput, name: str) -> tuple[TextUse, TensorSpec]:
+    """Return what data of texts asks a model for, and the spec of its ids.
+
+    Raises:
+        UserError: the data is no texts.
+    """
+    specs = data.several
+    if isinstance(specs, TensorSpec) and specs.count and specs.count in (data.classes, data.classes + 1):
+        return (TextUse.NEXT_TOKENS if specs.count == data.classes else TextUse.MASKED_TOKENS), specs
+    ids = specs.get(IDS) if isinstance(specs, dict) else None
+    if isinstance(ids, TensorSpec) and ids.count:
+        if set(specs) <= {IDS, MASK}:
+            return TextUse.CLASSES, ids
+        if set(specs) == {IDS, MASK, DECODER_IDS} and ids.count == data.classes:
+            return TextUse.PAIRS, ids
+    raise UserError(
+        f"{name} reads texts, to classify or to translate them, or token ids whose next or masked ones are targets; "
+        f"the data has {data.describe()}: for sounds, images or tables name a function that builds a model "
+        "(module:function)"
+    )
+
+
+def _set_vocabulary(config: Any, count: int) -> None:
+    """Give a model the vocabulary of the data, and a padding token in it."""
+    config.vocab_size = count
+    if getattr(config, "decoder_vocab_size", None) is not None:  # Marian
+        config.decoder_vocab_size = count
+    if config.pad_token_id >= count:
+        config.pad_token_id = 0
+
+
+def _check_positions(config: Any, data: ModelInput, name: str) -> None:
+    """Check that a model has positions for the longest sentence that it may be asked to write.
+
+    Raises:
+        UserError: it has fewer.
+    """
+    longest = max(longest_written(data.several[IDS].shape[0]) + 1, data.several[DECODER_IDS].shape[0])
+    positions = _positions(config)
+    if positions is not None and positions < longest:
+        raise UserError(
+            f"{name} takes at most {positions} tokens (max_position_embeddings), and translations of these sentences "
+            f"may have {longest}: give its config.json more, or leave out the longest sentences"
+        )
+
+
+def _mask_of(folder: Path, count: int) -> int | None:
+    """Return the mask of the tokeniser in a folder; None: it has none, or is not the one of so many tokens."""
+    file = folder / FOLDER_FILE
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        tokeniser = Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise UserError(f"{file}: it holds no tokeniser ({str(error).splitlines()[0]})") from error
+    known = [each for each in map(tokeniser.token_to_id, ("[MASK]", "<mask>")) if each is not None]
+    return int(known[0]) if known and tokeniser.get_vocab_size() == count else None
+
+
+def _with_own_mask(number: int, mask: int, model: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Put the tokeniser's mask in place of the data's, whose number is the size of the vocabulary."""
+    return (args[0].masked_fill(args[0] == number, mask), *args[1:])
+
+
+def _of_vocabulary(count: int, model: nn.Module, args: object, output: object) -> object:
+    """Return logits of the data's tokens alone."""
+    return logits_in(output)[..., :count]
 
 
 def _check_vocabulary(config: Any, count: int, name: str) -> None:

@@ -159,6 +159,11 @@ def _section(pairs: Sequence[Written], shown: int) -> ReportSection:
     return ReportSection("Translations beside their references", texts=texts, notes=[note])
 
 
+def longest_written(tokens: int) -> int:
+    """Return how many tokens the translation of a source of so many may have."""
+    return math.ceil(_LONGER * tokens) + _MORE
+
+
 class SentenceWriter:
     """Lets a model write the target of some samples, each token the most probable one.
 
@@ -199,7 +204,7 @@ class SentenceWriter:
     ) -> list[list[int]]:
         """Return the ids that the model writes for each source, the mark of the end left out."""
         inputs = _padded(sources)
-        limits = torch.tensor([math.ceil(_LONGER * len(source)) + _MORE for source in sources], dtype=torch.int64)
+        limits = torch.tensor([longest_written(len(source)) for source in sources], dtype=torch.int64)
         written = torch.full((len(sources), 1), self._marks.begin)
         going = torch.arange(len(sources))
         while _most(len(going), group):

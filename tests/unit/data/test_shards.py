@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import os
 import re
+import tarfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ import torch
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, Shard, TrainLoader, check_source, labelled_files, open_data
+from echelon.data.base import DataRequest
 from echelon.data.labelled_files import OpenFiles
+from echelon.data.sources import outline_of
 from tests.unit.data.images import make_folder, make_image, make_shards, write_tar
 
 ALONE = Shard(0, 1)
@@ -60,6 +64,54 @@ def test_a_rank_reads_the_bytes_of_its_samples_alone(tmp_path: Path, monkeypatch
     monkeypatch.setattr(labelled_files, "_MOST_OPEN", 2)  # of four
     seen = sum(len(batch.targets) for batch in loader.epoch(0))
     assert len(read) == seen < source.info.train_size
+
+
+@dataclass
+class Reads:
+    """What was read of shards: archives that were gone through, by path, and ranges of members, by file and offset."""
+
+    archives: list[str]
+    members: list[tuple[str, int]]
+
+
+def reads_of(data: DataConfig, first: int, last: int, monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """Begin as a run does, with batch `first` of the epoch, and stop before `last`."""
+    found, through, pread = Reads([], []), tarfile.open, os.pread
+
+    def opened(name: Path, *args: object, **kwargs: object) -> object:
+        found.archives.append(str(name))
+        return through(name, *args, **kwargs)  # type: ignore[call-overload]
+
+    def ranged(descriptor: int, size: int, offset: int) -> bytes:
+        found.members.append((str(Path(f"/proc/self/fd/{descriptor}").readlink()), offset))
+        return pread(descriptor, size, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tarfile, "open", opened)
+        patch.setattr(os, "pread", ranged)
+        outline_of(DataRequest(data, 1))
+        loader = TrainLoader(open_data(data, 1), LoaderConfig(data, 1, torch.device("cpu")), ALONE)
+        found.members.clear()  # what was looked at before the first batch
+        epoch = loader.epoch(0, first)
+        for _ in range(first, last):
+            next(epoch)
+        epoch.close()
+        loader.close()
+    return found
+
+
+def test_a_resume_goes_through_no_shard_again_and_reads_the_members_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = make_folder(tmp_path / "files", per_class=20)
+    data = config(make_shards(files, tmp_path / "shards"), loaders=0, image_size=40)
+    count = len(list((tmp_path / "shards").rglob("*.tar")))
+    begun = reads_of(data, 0, 3, monkeypatch)
+    assert len(set(begun.archives)) == count > 2, "each is gone through once, for its index"
+    resumed = reads_of(data, 3, 6, monkeypatch)
+    assert len(set(resumed.archives)) <= 1, "the first one alone, for what the shards hold"
+    assert len(begun.members) == len(set(begun.members)) == len(resumed.members) == 15
+    assert not {*begun.members} & {*resumed.members}, "no sample's bytes are read again"
 
 
 def test_parts_by_folder_and_by_name(tmp_path: Path) -> None:

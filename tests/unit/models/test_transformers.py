@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
@@ -110,10 +112,76 @@ def test_windows_of_tokens_get_the_vocabulary_of_the_data(gpt2: str) -> None:
         build(40, context=17)
 
 
+PAIRS = {**TEXTS, "decoder_input_ids": TensorSpec((10,), "int64", 40, ragged=True)}
+ENDS = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+ENDS |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "d_model": 16, "vocab_size": 50, "max_position_embeddings": 32}
+
+
+def _pairs(kind: str) -> Any:
+    if kind == "T5":
+        return _config("T5", 0)
+    if kind == "Bart":
+        return transformers.BartConfig(**ENDS, pad_token_id=1)
+    return transformers.MarianConfig(**ENDS, pad_token_id=49, decoder_start_token_id=49, decoder_vocab_size=50)
+
+
+@pytest.mark.parametrize("kind", ["T5", "Bart", "Marian"])
+@pytest.mark.parametrize("has_tokeniser", [False, True])
+def test_pairs_of_texts_are_translated_and_padding_changes_nothing(
+    kind: str, has_tokeniser: bool, tmp_path: Path
+) -> None:
+    _pairs(kind).save_pretrained(tmp_path)
+    if has_tokeniser:
+        (tmp_path / "tokenizer.json").write_text("{}")
+    data = ModelInput(40, 1, 1, several=PAIRS, wrong_outputs=lambda *_: "")
+    model = build_model(ModelConfig(name=f"transformers/{tmp_path}"), data).eval()
+    assert model.config.vocab_size == (50 if has_tokeniser else 40), "the folder's weights fit its own tokens"
+    ids, mask, given = torch.randint(2, 40, (2, 12)), torch.ones(2, 12, dtype=torch.int64), torch.randint(2, 40, (2, 5))
+    ids[:, 8:], mask[:, 8:] = 0, 0
+    logits = model(input_ids=ids, attention_mask=mask, decoder_input_ids=given)
+    assert isinstance(logits, torch.Tensor) and logits.shape == (2, 5, 40)
+    longer = torch.cat([given, torch.zeros(2, 3, dtype=torch.int64)], 1)
+    for other in (
+        model(input_ids=ids[:, :8], attention_mask=mask[:, :8], decoder_input_ids=given),
+        model(input_ids=ids, attention_mask=mask, decoder_input_ids=longer)[:, :5],
+    ):
+        torch.testing.assert_close(other, logits)
+
+
+def test_translations_that_a_model_has_no_positions_for_are_refused(bert: str, tmp_path: Path) -> None:
+    transformers.BartConfig(**{**ENDS, "max_position_embeddings": 20}).save_pretrained(tmp_path)
+    data = ModelInput(40, 1, 1, several=PAIRS, wrong_outputs=lambda *_: "")
+    with pytest.raises(UserError, match=r"takes at most 20 tokens .* may have 24"):
+        build_model(ModelConfig(name=f"transformers/{tmp_path}"), data)
+    with pytest.raises(UserError, match=r"cannot be built .*AutoModelForSeq2SeqLM"):
+        build_model(ModelConfig(name=bert), data)
+
+
+def test_masked_tokens_are_predicted_of_the_datas_vocabulary(bert: str) -> None:
+    data = ModelInput(40, 1, 1, several=TensorSpec((12,), "int64", 41), wrong_outputs=lambda *_: "")
+    model = build_model(ModelConfig(name=bert), data).eval()
+    assert model.config.vocab_size == 41, "one more for the mask"
+    assert model(torch.full((2, 12), 40)).shape == (2, 12, 40)
+    with pytest.raises(UserError, match="knows 50 tokens, the data has 60"):
+        build_model(
+            ModelConfig(name=bert),
+            ModelInput(60, 1, 1, several=TensorSpec((12,), "int64", 61), wrong_outputs=lambda *_: ""),
+        )
+
+
+def test_masks_are_those_of_the_folders_tokeniser(bert: str) -> None:
+    words = {"[MASK]": 4, **{f"w{i}": i for i in range(50) if i != 4}}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(f"{bert.removeprefix('transformers/')}/tokenizer.json")
+    data = ModelInput(50, 1, 1, several=TensorSpec((12,), "int64", 51), wrong_outputs=lambda *_: "")
+    model = build_model(ModelConfig(name=bert), data).eval()
+    assert model.config.vocab_size == 50, "the folder's weights fit"
+    torch.testing.assert_close(model(torch.full((1, 12), 50)), model(torch.full((1, 12), 4)))
+
+
 def test_what_is_no_folder_or_no_text_is_refused(bert: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere is not there: name a folder that transformers wrote"):
         build_model(ModelConfig(name="transformers/nowhere"), ModelInput(3, 1, 1, several=TEXTS))
-    with pytest.raises(UserError, match="reads texts, or token ids"):
+    with pytest.raises(UserError, match=r"reads texts, to classify .* \(module:function\)"):
         build_model(ModelConfig(name=bert), ModelInput(3, 1, 8))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="cannot be built"):

@@ -42,9 +42,9 @@ class TransformersFolder(ExportFormat):
         fill_padding(model)
 
         def outputs(inputs: Nest) -> Any:
-            """Return the logits."""
-            given = nest.call(model, inputs)
-            return getattr(given, "logits", given)
+            """Return the logits, of the run's own tokens or classes alone: the folder may know more tokens."""
+            given = nest.logits_in(nest.call(model, inputs))
+            return given[..., : trained.task.outputs or None]
 
         return outputs
 
