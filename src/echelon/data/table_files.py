@@ -23,7 +23,7 @@ from echelon.core.errors import UserError, nearest
 from echelon.data.base import DataRequest
 from echelon.data.class_folders import FolderLinks
 from echelon.data.column_numbers import is_string
-from echelon.data.columns import Form, form_of
+from echelon.data.columns import Form, MeasuredColumns, form_of
 from echelon.data.file_names import TABLES
 from echelon.data.order import Indices
 from echelon.data.parts import TEST, TRAIN, VALIDATION, by_part, part_of, part_of_file
@@ -81,7 +81,7 @@ class TableParts:
         links.check()
         files = tuple(map(TablePart.of, paths))
         parts = cls(request.config.source, files, VALIDATION in names, TEST in names, links.notes)
-        return parts._divided(request.config)
+        return parts._divided(request)
 
     @classmethod
     def of_tables(cls, request: DataRequest, tables: Mapping[str, pa.Table]) -> TableParts:
@@ -92,14 +92,17 @@ class TableParts:
             for name in (TRAIN, VALIDATION, TEST)
             if name in tables
         ]
-        return cls(source, tuple(files), VALIDATION in tables, TEST in tables)._divided(request.config)
+        return cls(source, tuple(files), VALIDATION in tables, TEST in tables)._divided(request)
 
-    def _divided(self, config: DataConfig) -> TableParts:
+    def _divided(self, request: DataRequest) -> TableParts:
         """Return the parts into which a column divides one table's rows, where it has one; several files are parts.
+
+        A run that began with such a column as an input goes on so.
 
         Raises:
             UserError: `--split` names none, or beside files that are parts; or two columns could be meant.
         """
+        config, measured = request.config, MeasuredColumns(request.folder)
         if config.split == NO_SPLIT:
             return self
         if config.split:
@@ -109,7 +112,8 @@ class TableParts:
         used = {*listed(config.input), *listed(config.target)}
         columns, notes = [], list(self.notes)
         for name in names:
-            if name in used or any(name not in file.names for file in self.files):
+            is_input = name in used or measured.form(name) is not None
+            if is_input or any(name not in file.names for file in self.files):
                 continue
             others = _no_parts(self.read((name,))[name])
             if others is not None and not others:

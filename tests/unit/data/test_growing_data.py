@@ -28,6 +28,13 @@ def write_csv(folder: Path, count: int) -> dict[str, str]:
     return {"source": str(folder / "train.csv"), "target": "y"}
 
 
+def write_divided(folder: Path, count: int) -> dict[str, str]:
+    rows = [f"{i},{'red' if i % 2 else 'blue'},{'val' if i < 4 else 'train'},{i / 7}" for i in range(count + 4)]
+    folder.mkdir(exist_ok=True)
+    (folder / "t.csv").write_text("\n".join(["a,b,split,y", *rows]) + "\n")
+    return {"source": str(folder / "t.csv"), "target": "y"}
+
+
 def write_jsonl(folder: Path, count: int) -> dict[str, str]:
     lengths = [3 + i % 5 + 9 * (i >= BEGUN) for i in range(count)]  # new texts are longer
     lines = [f'{{"text": "{" ".join(["word" + str(i)] * n)}", "kind": "{"ab"[i % 2]}"}}' for i, n in enumerate(lengths)]
@@ -102,7 +109,8 @@ def write_texts(folder: Path, count: int) -> dict[str, str]:
 
 
 WRITERS = [
-    write_csv, write_jsonl, write_parquet, write_shards, write_sounds, write_transcripts, write_pairs, write_texts,
+    write_csv, write_divided, write_jsonl, write_parquet, write_shards, write_sounds, write_transcripts,
+    write_pairs, write_texts,
 ]  # fmt: skip
 Writer = Callable[[Path, int], dict[str, str]]
 

@@ -52,6 +52,14 @@ def opened(source: str, **more: object) -> object:
     return open_data(DataConfig(source=source, root=f"{source.removeprefix('hf:')}-root", batch_size=8, **more), 1)  # type: ignore[arg-type]
 
 
+def test_a_column_of_parts_divides_a_table_and_no_images(tmp_path: Path) -> None:
+    rows = {"a": [i / 3 for i in range(20)], "y": [float(i) for i in range(20)], "split": ["train", "test"] * 10}
+    data = opened(save(tmp_path / "table", train=datasets.Dataset.from_dict(rows)), target="y")
+    assert (data.info.columns, data.info.train_size, data.info.eval_size, len(data.test)) == (("a",), 9, 1, 10)
+    with pytest.raises(UserError, match="--split a is for tables, and not for images"):
+        opened(save(tmp_path / "images", train=pictures(20)), split="a")
+
+
 def test_texts_with_class_labels(tmp_path: Path) -> None:
     source = save(tmp_path / "a", train=texts(40), test=texts(10), unsupervised=texts(5, known=False))
     data = opened(source, tokeniser="characters")

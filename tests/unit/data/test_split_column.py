@@ -124,6 +124,13 @@ def test_who_took_what_is_divided_by_user(tmp_path: Path) -> None:
         open_data(DataConfig(name, split="split"), 0, "recommendation")
 
 
+def test_a_run_that_began_with_such_an_input_goes_on_with_it(tmp_path: Path) -> None:
+    name, run = write(tmp_path / "t.csv", columns()), tmp_path / "run"
+    run.mkdir()
+    open_data(DataConfig(name, target="y", input="a,split"), 0, folder=run)  # as all columns were once
+    assert open_data(DataConfig(name, target="y"), 0, folder=run).info.columns == ("a", "split")
+
+
 def test_tables_that_are_read_already_are_divided_too() -> None:
     request = DataRequest(DataConfig("hf:x", target="y"))
     tables = {"train": pa.table(columns())}
