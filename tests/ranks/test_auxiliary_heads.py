@@ -67,11 +67,11 @@ def model() -> SmallGoogLeNet:
     return SmallGoogLeNet()
 
 
-def trained(run: Path, **settings: Any) -> dict[str, Tensor]:
+def trained(run: Path, network: nn.Module | str = "", **settings: Any) -> dict[str, Tensor]:
     """Return the values of a model that was trained for some steps, with decay of whatever has a gradient."""
     outcome = echelon.train(
-        model(), data(), run=run, loss=loss, batch_size=BATCH, max_steps=STEPS, device="cpu", threads=1, lr=0.05,
-        optimizer="momentum", weight_decay=0.1, schedule="constant", **settings,
+        network or model(), data(), run=run, loss=loss, batch_size=BATCH, max_steps=STEPS, device="cpu", threads=1,
+        lr=0.05, optimizer="momentum", weight_decay=0.1, schedule="constant", **settings,
     )  # fmt: skip
     assert outcome.status == "completed"
     return outcome.model().state_dict()
@@ -85,6 +85,14 @@ def test_two_workers_train_them_as_one_process_does(tmp_path: Path) -> None:
     for name, value in one.items():
         assert not torch.equal(value, before[name]), name
         torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-6)  # sums of float32 in another order
+
+
+def test_a_model_by_name_gives_its_heads_to_a_loss_of_ones_own_too(tmp_path: Path) -> None:
+    given, named = (
+        trained(tmp_path / f"run{bool(name)}", name, workers=1) for name in ("", f"{model.__module__}:model")
+    )
+    for name, value in given.items():
+        assert torch.equal(named[name], value), name
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ class ModelInput:
         dtype: name of the inputs' type in torch.
         several: specs of inputs that are more than one tensor, or ids, or ragged; None: they are one of `shape`.
         auto: name of the model that the task chooses where none is named; empty: by the size of images.
+        takes_records: whether the loss is given a record with logits in it, as the model returns it; else its logits.
         wrong_outputs: says what is wrong with the outputs for some samples; None: they are logits `(batch, classes)`.
     """
 
@@ -35,6 +36,7 @@ class ModelInput:
     several: Nest = None
     wrong_outputs: Callable[[Any, int], str] | None = None
     auto: str = ""
+    takes_records: bool = False
 
     @property
     def is_image(self) -> bool:

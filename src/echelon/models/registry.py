@@ -15,7 +15,7 @@ from echelon.core.own import TRANSFORMERS
 from echelon.models import builtin
 from echelon.models.base import ModelInput
 from echelon.models.external import build_own, build_timm, build_torchvision, library_names
-from echelon.models.logits import give_logits
+from echelon.models.logits import give_logits, keep_no_cache
 from echelon.models.of_transformers import build_transformers, fill_padding
 from echelon.models.trial import try_out
 
@@ -69,7 +69,7 @@ def _build(name: str, data: ModelInput) -> nn.Module:
     if name.startswith(TRANSFORMERS) or ":" in name:
         of_library = name.startswith(TRANSFORMERS)
         model = build_transformers(name.removeprefix(TRANSFORMERS), data) if of_library else build_own(name, data)
-        give_logits(model)
+        (keep_no_cache if data.takes_records else give_logits)(model)
         fill_padding(model)
         return model
     if name in builtin_names() or name in OF_SEQUENCES + OF_COLUMNS + OF_PIXELS:

@@ -273,8 +273,8 @@ def _model_notes(run: ResolvedRun) -> list[str]:
     name, folder = run.config.model.name, run.config.model.name.removeprefix(TRANSFORMERS)
     if name.removeprefix("torchvision/") in WITHOUT_AUXILIARY_HEADS:
         return [
-            f"--model {name} is built without its auxiliary heads: to train these, give echelon.train the module, "
-            "and a loss that adds theirs"
+            f"--model {name} is built without its auxiliary heads: to train these, name a function that builds it "
+            "(module:function), and a --loss that adds theirs"
         ]
     if folder == name or folder != run.config.data.tokeniser:
         return []

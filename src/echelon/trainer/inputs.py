@@ -30,6 +30,7 @@ def model_input(info: DataInfo, task: Task) -> ModelInput:
         info.several,
         task.wrong_outputs,
         task.auto_model(info),
+        task.takes_records,
     )
 
 
