@@ -42,7 +42,7 @@ def test_a_file_is_one_text_by_its_name_and_a_text_from_elsewhere_names_none(tmp
 def test_lines_of_a_file_are_those_that_parallel_text_has(tmp_path: Path) -> None:
     file = tmp_path / "new.txt"
     file.write_bytes("\ufeffone\u2028and\x0con\r\n\r\ntwo".encode())
-    tokeniser = SimpleNamespace(encode=lambda texts: [[len(text)] for text in texts])
+    tokeniser = SimpleNamespace(encode=lambda texts, most=None: [[len(text)] for text in texts])
     info = SimpleNamespace(rate=0, columns=(), tokeniser=tokeniser, marks=SimpleNamespace(end=0))
     task = SimpleNamespace(encoding=Encoding.TEXT_PAIRS)
     trained: Any = SimpleNamespace(info=info, task=task, folder=tmp_path, config=SimpleNamespace(data=DataConfig()))
@@ -51,7 +51,7 @@ def test_lines_of_a_file_are_those_that_parallel_text_has(tmp_path: Path) -> Non
 
 
 def test_a_column_of_texts_keeps_what_is_zero(tmp_path: Path) -> None:
-    tokeniser = SimpleNamespace(encode=lambda texts: [[len(text)] for text in texts])
+    tokeniser = SimpleNamespace(encode=lambda texts, most=None: [[len(text)] for text in texts])
     info = SimpleNamespace(rate=0, columns=("text",), tokeniser=tokeniser, marks=None)
     task = SimpleNamespace(encoding=Encoding.TEXT)
     trained: Any = SimpleNamespace(info=info, task=task, folder=tmp_path, config=SimpleNamespace(data=DataConfig()))
