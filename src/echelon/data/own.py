@@ -249,13 +249,14 @@ def example_samples(source: Source) -> tuple[Nest, Nest]:
             np.random.seed(0)
             torch.manual_seed(0)
             items = [data[i % len(data)] for i in range(2)]
+        items = [tuple(_as_first(info.name, items[0][k], item[k]) for k in (0, 1)) for item in items]
         shapes = [[tuple(leaf.shape) for leaf in nest.leaves(item)] for item in items]
         if shapes[0] != shapes[1]:
             raise UserError(
                 f"data {info.name}: its first two items have shapes {shapes[0]} and {shapes[1]}, and all must have "
                 "one: pad them, or crop them, in the data set's __getitem__"
             )
-        inputs, targets = (nest.stack([_as_first(info.name, items[0][k], item[k]) for item in items]) for k in (0, 1))
+        inputs, targets = (nest.stack([item[k] for item in items]) for k in (0, 1))
     return inputs, nest.map_leaves(lambda leaf, spec: leaf.to(getattr(torch, spec.dtype)), targets, info.targets)
 
 

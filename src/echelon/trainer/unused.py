@@ -17,7 +17,7 @@ def unused_notes(run: ResolvedRun) -> list[str]:
     """Return a sentence for each changed setting that only acts beside another, which is as it was."""
     config = run.described
     training, optimizer, model, data = config.training, config.optimizer, config.model, config.data
-    at_url = any(is_url(place) for place in (config.run, config.checkpoint.mirror))
+    is_copied = bool(config.checkpoint.mirror) or is_url(config.run)
     return [
         *_told(optimizer, _of_optimizer(run)),
         *_told(training, {"early_stop_delta": "" if training.early_stop else "without --early-stop"}),
@@ -31,7 +31,7 @@ def unused_notes(run: ResolvedRun) -> list[str]:
         *_told(data, {"cache_limit": "" if is_url(data.source) else "for data that is no URL's"}),
         *_told(
             config.checkpoint,
-            {"codec": "" if at_url or config.checkpoint.mirror else "without a run at a URL, or --mirror"},
+            {"codec": "" if is_copied else "without a run at a URL, or --mirror"},
         ),
     ]
 

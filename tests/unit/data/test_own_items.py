@@ -10,7 +10,7 @@ import torch
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data import LoaderConfig, from_datasets
+from echelon.data import LoaderConfig, example_samples, from_datasets
 from echelon.data.recipe import make_rows
 from echelon.tasks import nest
 
@@ -50,6 +50,9 @@ def test_a_fraction_among_whole_numbers_is_refused_and_not_cut_off() -> None:
 def test_dicts_go_by_their_keys_and_other_keys_are_refused() -> None:
     inputs, targets = filled(Items([{"a": 1.0, "b": 2.0, "y": 0}, {"y": 1, "b": 2.0, "a": 1.0}]))
     assert (inputs["a"].tolist(), inputs["b"].tolist(), targets.tolist()) == ([1, 1], [2, 2], [0, 1])
+    items = [{"a": 1.0, "b": torch.zeros(3), "y": 0}, {"b": torch.ones(3), "a": 2.0, "y": 1}]
+    source = from_datasets(Items(items), Items(items))
+    assert {name: tuple(leaf.shape) for name, leaf in example_samples(source)[0].items()} == {"a": (2,), "b": (2, 3)}
     with pytest.raises(UserError, match="item 1 of the data has other inputs than the first: the keys c, a, not a, b"):
         filled(Items([{"a": 1.0, "b": 2.0, "y": 0}, {"c": 9.0, "a": 1.0, "y": 1}]))
 
