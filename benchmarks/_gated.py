@@ -136,8 +136,8 @@ class _GatedLoader:
     def batches_in(self, epoch: int) -> int:
         return self.batches_per_epoch
 
-    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Any]:
-        yield from gated(lambda: self._loader.epoch(epoch, 0), self._passed)
+    def epoch(self, epoch: int, start_batch: int = 0, begin: Any = None) -> Iterator[Any]:
+        yield from gated(lambda: self._loader.epoch(epoch, 0, begin), self._passed)
         raise EOFError
 
     def _passed(self) -> bool:

@@ -22,7 +22,7 @@ from benchmarks._gated import Gate, fit, gated, train_gated
 from echelon.config import RunConfig, build
 from echelon.core.task import BestResult, sampling_interval
 from echelon.data import EvalLoader, LoaderConfig, Shard, Source, open_data
-from echelon.data.order import Indices, grouped_batches
+from echelon.data.order import Indices, global_batches, grouped_batches
 from echelon.data.recipe import make_rows
 from echelon.models import build_model
 from echelon.run.defaults import with_task_defaults
@@ -97,6 +97,14 @@ class PlainLoop:
         order = self._draws.permutation(self._n)
         yield from (order[start : start + self.size] for start in range(0, self._n, self.size))
 
+    def run_batches(self) -> Iterator[Indices]:
+        """Give the batches of a run's first epoch in the run's order: of texts, a step's time goes by their length."""
+        seed = self.config.training.seed
+        if self._rows.lengths is not None:
+            yield from grouped_batches(self._rows.lengths, self.size, seed, 0)
+        else:
+            yield from global_batches(self._n, self.size, seed, 0)
+
     def step(self, epoch: int, batch: Indices) -> None:
         """Train on a batch."""
         arrays = _empty(self._rows.batch_specs(batch), len(batch))
@@ -135,11 +143,11 @@ def train_by_hand(config: RunConfig, metric: str) -> float:
 
 
 def plain_windows(folder: Path, arguments: Sequence[str], rank: int, gate: Gate) -> None:
-    """Train with the plain loop, in steps that pass a gate."""
+    """Train with the plain loop on a run's batches, in steps that pass a gate."""
     os.chdir(folder)
     loop = PlainLoop(described(arguments, 0))
     loop.model.train()
-    for batch in gated(lambda: loop.batches(0), gate):
+    for batch in gated(loop.run_batches, gate):
         loop.step(0, batch)
 
 

@@ -125,7 +125,7 @@ CANDIDATES = (
         ("multi30k-en-de", "--task", "translation", "--input", "en", "--target", "de"),
         "chrf",
         _unpacked("multi30k-en-de.tar.gz"),
-        window_steps=4,
+        window_steps=8,
     ),
     *(Candidate(f"speaker-{name}", (name,), "top1", _without_a_speaker(name), by_hand=False) for name in SPEAKERS),
 )

@@ -61,19 +61,26 @@ def _learn(rank: Rank | None, parallel: str, sync: str) -> Learnt:
     parts = build_parts(resolve(config), Work(INFO, task, model, global_batch(0)[0][:2]), world, clock)
     step_settings = StepSettings(world.device, None, 1, 0.0, False, world.data_group)
     step, metrics, losses = Step(task, step_settings, clock, parts.scaler, parts.split), task.metrics(world.device), []
-    for number, size in enumerate(SIZES):
-        images, masks = global_batch(number)
-        own = torch.from_numpy(local_part(np.arange(size), Shard(world.data_rank, world.data_size)))
-        result = step.forward_backward(Batch(images[own], masks[own], size, number), parts.sync)
+    batches = [_part(number, Shard(world.data_rank, world.data_size)) for number in range(len(SIZES))]
+    for number, batch in enumerate(batches):
+        if number % 2 == 0:  # of every other batch, units are asked for a step ahead
+            step.begin_count(batches[number + 1])
+        result = step.forward_backward(batch, parts.sync)
         loss = result.loss.double() * world.counts
         if world.group is not None:
             dist.all_reduce(loss)
         parts.sync.step()
         losses.append(float(loss))
-        logits = images[own]  # three channels: as if they were logits of the three classes
-        metrics.update(logits, masks[own])
+        assert isinstance(batch.inputs, torch.Tensor)
+        metrics.update(batch.inputs, batch.targets)  # three channels: as if they were logits of the three classes
     parts.sync.close()
     return losses, held(parts), metrics.compute(world.data_group).metrics
+
+
+def _part(number: int, shard: Shard) -> Batch:
+    images, masks = global_batch(number)
+    own = torch.from_numpy(local_part(np.arange(SIZES[number]), shard))
+    return Batch(images[own], masks[own], SIZES[number], number)
 
 
 @pytest.mark.long

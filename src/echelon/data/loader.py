@@ -113,10 +113,13 @@ class TrainLoader(_Loader):
             raise ValueError(f"a part of {part} samples, and this loader has room for {self._largest}")
         self.shard = shard
 
-    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start_batch: int = 0, begin: Callable[[Batch], None] | None = None) -> Iterator[Batch]:
         """Give the batches of an epoch from `start_batch` on; an iterator that is left early may be dropped.
 
         What was made ahead for parts that are dealt anew meanwhile is dropped.
+
+        Args:
+            begin: is told of each batch before the one before it is given.
 
         Raises:
             UserError: an image cannot be decoded, unless they are to be skipped.
@@ -125,7 +128,8 @@ class TrainLoader(_Loader):
         batches = list(enumerate(self._batches(epoch)))
         while start_batch < len(batches):
             shard = self.shard
-            for batch in self._made(epoch, [(number, batch, shard) for number, batch in batches[start_batch:]]):
+            made = self._made(epoch, [(number, batch, shard) for number, batch in batches[start_batch:]])
+            for batch in made if begin is None else _begun_ahead(made, begin):
                 start_batch += 1
                 yield batch
                 if self.shard is not shard:  # it was dealt anew
@@ -199,6 +203,17 @@ class TrainLoader(_Loader):
         ]
         for batch, its in zip(self._feed.run(epoch, jobs), slices, strict=True):
             yield self._mixer.mix(batch, epoch, its.own)
+
+
+def _begun_ahead(batches: Iterator[Batch], begin: Callable[[Batch], None]) -> Iterator[Batch]:
+    before: Batch | None = None
+    for batch in batches:
+        begin(batch)
+        if before is not None:
+            yield before
+        before = batch
+    if before is not None:
+        yield before
 
 
 def _uneven(samples: int, shard: Shard) -> tuple[int, ...]:

@@ -82,6 +82,8 @@ class Batch:
         numbers: of the samples in the user's data, `(B,)`, for who asks (see `samples`); None: unknown, or these are
             mixtures.
         sizes: samples of each rank's part, in their order; empty: they differ by at most 1, the first have more.
+        counted: gives the units of each rank's part, in their order, where these are being added up since a step
+            earlier.
     """
 
     inputs: Nest
@@ -92,6 +94,7 @@ class Batch:
     epoch: int = 0
     numbers: Callable[[], NDArray[np.int64]] | None = None
     sizes: tuple[int, ...] = ()
+    counted: Callable[[], Sequence[int]] | None = None
 
     @property
     def samples(self) -> NDArray[np.int64] | None:

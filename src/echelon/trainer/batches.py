@@ -153,7 +153,8 @@ class EpochOrder:
             self._save("interval")
 
     def _epoch(self) -> Iterator[Batch]:
-        return self._run.train_loader.epoch(self._cursor.epoch, self._cursor.batch)
+        run, cursor = self._run, self._cursor
+        return run.train_loader.epoch(cursor.epoch, cursor.batch, run.step.begin_count if run.step.asks_units else None)
 
     def note(self, between: bool) -> None:
         """Note what is done, where other ranks may have to be told of it (see `Commit`)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -134,6 +134,16 @@ class Step:
                 self._clock.split(Phase.COMMUNICATE, began)
         return result
 
+    @property
+    def asks_units(self) -> bool:
+        """Whether ranks tell each other the units of their parts, where the loader does not know all that is needed."""
+        return self.task.unit != SAMPLE and self._settings.data_group is not None
+
+    def begin_count(self, batch: Batch) -> None:
+        """Begin to add up a coming batch's units over the ranks; all of them call it between the same two steps."""
+        if self.asks_units and (batch.global_units is None or self._fsdp_size > 1):
+            batch.counted = self._begun_count(batch)
+
     def count_units(self, batch: Batch) -> tuple[int, int]:
         """Return the loss's units in the part of this rank's replica, and in the global batch.
 
@@ -144,17 +154,41 @@ class Step:
             split = placement is not None and placement.layout.splits
             own = replica_samples(placement, batch) if split and placement else nest.rows(batch.targets)
             return own, batch.global_size
-        own, group = task.units(batch.targets) if nest.rows(batch.targets) else 0, self._settings.data_group
-        fsdp = placement.layout.fsdp if placement is not None else 1
-        if group is None or (batch.global_units is not None and fsdp == 1):
+        fsdp = self._fsdp_size
+        if not self.asks_units or (batch.global_units is not None and fsdp == 1):
+            own = self._own_units(batch)
             return own, max(1, own if batch.global_units is None else batch.global_units)
-        rank = dist.get_rank(group)
-        counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=self._settings.device)
-        counts[rank] = own
-        dist.all_reduce(counts, group=group)
+        counts = (batch.counted or self._begun_count(batch))()
+        rank = dist.get_rank(self._settings.data_group)
         first = rank - rank % fsdp
-        total = int(counts.sum()) if batch.global_units is None else batch.global_units
-        return int(counts[first : first + fsdp].sum()), max(1, total)
+        total = sum(counts) if batch.global_units is None else batch.global_units
+        return sum(counts[first : first + fsdp]), max(1, total)
+
+    @property
+    def _fsdp_size(self) -> int:
+        placement = self._split.pieces.placement if self._split is not None else None
+        return placement.layout.fsdp if placement is not None else 1
+
+    def _own_units(self, batch: Batch) -> int:
+        return self.task.units(batch.targets) if nest.rows(batch.targets) else 0
+
+    def _begun_count(self, batch: Batch) -> Callable[[], Sequence[int]]:
+        """Tell the others the units of this rank's part; returns what gives those of all, in the order of ranks."""
+        group, clock = self._settings.data_group, self._clock
+        counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=self._settings.device)
+        counts[dist.get_rank(group)] = self._own_units(batch)
+        work = dist.all_reduce(counts, group=group, async_op=True)
+        assert work is not None
+
+        def counted() -> Sequence[int]:
+            """Wait for the others' units, and return them."""
+            if not work.is_completed():  # another rank is behind
+                clock.enter(Phase.COMMUNICATE)
+            work.wait()
+            units: list[int] = counts.tolist()
+            return units
+
+        return counted
 
     def _pipelined(self, pipeline: Pipeline, inputs: Nest, targets: Nest, divisor: int, result: StepResult) -> None:
         """Let the pipeline run each part of the batch, in micro-batches of its own."""

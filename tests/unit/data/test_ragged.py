@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from echelon.config import DataConfig
+from echelon.core.shares import share_sizes
 from echelon.data import EvalLoader, LoaderConfig, Shard, Source, TrainLoader, example_samples
-from echelon.data.base import DataInfo
+from echelon.data.base import Batch, DataInfo
 from echelon.data.images import TensorArray
 from echelon.data.order import grouped_batches
 from echelon.data.ragged import RaggedArray
@@ -37,7 +38,7 @@ def count_units(targets: Nest) -> int:
 
 def loader(world_size: int, rank: int, loaders: int = 0) -> TrainLoader:
     config = LoaderConfig(DataConfig(batch_size=16, loaders=loaders), seed=3, device=torch.device("cpu"))
-    return TrainLoader(ragged_source(), config, Shard(rank, world_size), count_units)
+    return TrainLoader(ragged_source(), config, Shard(rank, world_size), count_units, largest=16)
 
 
 @pytest.mark.parametrize(("n", "size"), [(0, 4), (3, 4), (101, 16), (5000, 7)])
@@ -67,6 +68,20 @@ def test_a_global_batch_is_the_same_on_any_number_of_ranks(world_size: int, load
     finally:
         for rank in ranks:
             rank.close()
+
+
+def test_each_batch_is_begun_before_the_one_before_it_is_given() -> None:
+    ranks = [loader(2, rank) for rank in range(2)]
+    for rank in ranks:
+        begun: list[Batch] = []
+        for number, batch in enumerate(rank.epoch(0, 0, begun.append)):
+            assert begun[-1].index == min(number + 1, rank.batches_per_epoch - 1)
+            assert batch.counted is None and any(batch is each for each in begun)
+            if number == 2:  # the part of the fourth that was begun is nobody's any more
+                rank.deal(Shard(rank.shard.rank, 2, (3, 5)))
+            if number >= 3:
+                assert batch.sizes == tuple(share_sizes(batch.global_size, 2, (3, 5)))
+        assert [each.index for each in begun] == [0, 1, 2, 3, *range(3, rank.batches_per_epoch)]
 
 
 def check_padding(ids: Tensor, mask: Tensor) -> None:
