@@ -105,8 +105,8 @@ class DataConfig:
     )
     features: str = setting(
         "auto",
-        "what a model is given of sounds: log_mel (64 bands), waveform, or what a folder of transformers says; auto: as "
-        "a transformers model's folder says, else log_mel",
+        "what a model is given of sounds: log_mel (64 bands), waveform, or a transformers folder that says it; auto: "
+        "what a transformers model is given, else log_mel",
     )
     measures: str = setting(
         "",

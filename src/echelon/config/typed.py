@@ -111,7 +111,7 @@ class TrainSettings(ResumeSettings, total=False):
     tokeniser: str
     """tokeniser of texts: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers [default: 'auto']"""
     features: str
-    """what a model is given of sounds: log_mel (64 bands), waveform, or what a folder of transformers says; auto: as a transformers model's folder says, else log_mel [default: 'auto']"""
+    """what a model is given of sounds: log_mel (64 bands), waveform, or a transformers folder that says it; auto: what a transformers model is given, else log_mel [default: 'auto']"""
     measures: str
     """folder of a run whose measures are kept: size and normalisation of inputs, categories and scales of columns"""
     context: int

@@ -64,6 +64,9 @@ def build_for_sounds(library: Any, config: Any, data: ModelInput, name: str) -> 
         config.vocab_size, config.pad_token_id = data.classes, data.classes - 1  # the blank
         _check_frames(config, data, name)
         model = library.AutoModelForCTC.from_config(config)
+    for each, parameter in model.named_parameters():
+        if each.endswith("masked_spec_embed"):
+            parameter.requires_grad_(False)  # it stands where the model masks, which it does not
     hear_no_padding(model)
     return model
 
