@@ -44,9 +44,8 @@ def _sounds(task: str, folder: Path) -> str:
 def test_two_workers_train_what_one_does_and_a_stop_changes_nothing(task: str, kind: str, tmp_path: Path) -> None:
     model, data = f"transformers/{_folder(kind, tmp_path / 'model')}", _sounds(task, tmp_path)
     known = {**SETTINGS, "weights": "pretrained"}
-    one = echelon.train(model, data, tmp_path / "one", workers=1, **known)
+    echelon.train(model, data, tmp_path / "one", workers=1, **known)
     two = echelon.train(model, data, tmp_path / "two", workers=2, **known)
-    assert two.metrics["loss"] == pytest.approx(one.metrics["loss"], rel=1e-4) if "loss" in one.metrics else True
     weights, others = best_weights(tmp_path / "one"), best_weights(tmp_path / "two")
     for name, tensor in weights.items():
         torch.testing.assert_close(others[name], tensor, atol=2e-4, rtol=2e-3, msg=name)
@@ -55,7 +54,7 @@ def test_two_workers_train_what_one_does_and_a_stop_changes_nothing(task: str, k
     for name, tensor in best_weights(tmp_path / "stopped").items():
         torch.testing.assert_close(tensor, weights[name], atol=0, rtol=0, msg=name)
     scored = echelon.evaluate(tmp_path / "two")
-    assert scored == pytest.approx(dict(two.metrics), rel=1e-4)
+    assert scored == pytest.approx({name: two.metrics[name] for name in scored}, rel=1e-4)
     [row] = echelon.predict(tmp_path / "two", next(Path(data).rglob("*.wav")), device="cpu")
     assert isinstance(row.prediction.value, str)
     exported = echelon.export(tmp_path / "two", tmp_path / "folder")
