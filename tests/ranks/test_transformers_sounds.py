@@ -54,7 +54,8 @@ def test_two_workers_train_what_one_does_and_a_stop_changes_nothing(task: str, k
     for name, tensor in best_weights(tmp_path / "stopped").items():
         torch.testing.assert_close(tensor, weights[name], atol=0, rtol=0, msg=name)
     scored = echelon.evaluate(tmp_path / "two")
-    assert scored == pytest.approx({name: two.metrics[name] for name in scored}, rel=1e-4)
+    both = set(scored) & set(two.metrics)
+    assert both and all(scored[name] == pytest.approx(two.metrics[name], rel=1e-4) for name in both)
     [row] = echelon.predict(tmp_path / "two", next(Path(data).rglob("*.wav")), device="cpu")
     assert isinstance(row.prediction.value, str)
     exported = echelon.export(tmp_path / "two", tmp_path / "folder")
