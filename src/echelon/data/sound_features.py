@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +32,9 @@ _WINDOW_S, HOP_S = 0.025, 0.010
 _FLOOR = 1e-6
 _MODEL_FILE, _OWN_FILE, _SHARED_FILE = "config.json", "preprocessor_config.json", "processor_config.json"
 _KIND = "feature_extractor_type"
+
+ExtractorSettings = Mapping[str, object]
+"""What a folder of transformers says of its feature extractor, by name."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,7 @@ def read_features(text: str) -> SoundFeatures:
     return _of_model(f"--features {text}", _model_config(text, file) if file.is_file() else None, settings)
 
 
-def _extractor_settings(folder: Path) -> dict[str, Any]:
+def _extractor_settings(folder: Path) -> ExtractorSettings:
     """Return what a folder says of its feature extractor; empty: nothing.
 
     Raises:
@@ -249,17 +253,17 @@ def _transformers(text: str) -> Any:
     return transformers
 
 
-def _of_model(name: str, config: Any, settings: dict[str, Any]) -> SoundFeatures:
+def _of_model(name: str, config: Any, settings: ExtractorSettings) -> SoundFeatures:
     """Return what a model takes, by its configuration, what its folder says of its feature extractor, or both.
 
     Raises:
         UserError: they contradict each other, or such models are not known here.
     """
-    kind = settings.get(_KIND) or _usual_kind(config)
+    kind = str(settings.get(_KIND) or _usual_kind(config))
     given = {key: value for key, value in settings.items() if key not in (_KIND, "processor_class")}
     try:
         if kind == "Wav2Vec2FeatureExtractor" and given.get("feature_size", 1) == 1:
-            return Waveform(int(given.get("sampling_rate", 16_000)), bool(given.get("do_normalize", True)))
+            return Waveform(int(str(given.get("sampling_rate", 16_000))), bool(given.get("do_normalize", True)))
         if kind == "ASTFeatureExtractor":
             return _of_ast(name, config, given)
         if kind == "WhisperFeatureExtractor":
@@ -282,22 +286,22 @@ def _usual_kind(config: Any) -> str:
     return known.get(getattr(config, "model_type", ""), "")
 
 
-def _of_ast(name: str, config: Any, given: dict[str, Any]) -> SoundFeatures:
+def _of_ast(name: str, config: Any, settings: ExtractorSettings) -> SoundFeatures:
     if config is not None:
-        given = {"num_mel_bins": config.num_mel_bins, "max_length": config.max_length, **given}
-    made_by = _transformers(name).ASTFeatureExtractor(**given)
+        settings = {"num_mel_bins": config.num_mel_bins, "max_length": config.max_length, **settings}
+    made_by = _transformers(name).ASTFeatureExtractor(**settings)
     shape = (made_by.max_length, made_by.num_mel_bins)
     if config is not None:
         _check_shape(name, shape, (config.max_length, config.num_mel_bins))
     return ExtractedFeatures(made_by.sampling_rate, made_by, "input_values", shape, 0)
 
 
-def _of_whisper(name: str, config: Any, given: dict[str, Any]) -> SoundFeatures:
+def _of_whisper(name: str, config: Any, settings: ExtractorSettings) -> SoundFeatures:
     if config is not None:
-        hops_per_s = int(given.get("sampling_rate", 16_000)) // int(given.get("hop_length", 160))
+        hops_per_s = int(str(settings.get("sampling_rate", 16_000))) // int(str(settings.get("hop_length", 160)))
         seconds = 2 * config.max_source_positions // hops_per_s  # its first layers leave one frame of two
-        given = {"feature_size": config.num_mel_bins, "chunk_length": seconds, **given}
-    made_by = _transformers(name).WhisperFeatureExtractor(**given)
+        settings = {"feature_size": config.num_mel_bins, "chunk_length": seconds, **settings}
+    made_by = _transformers(name).WhisperFeatureExtractor(**settings)
     shape = (made_by.feature_size, made_by.nb_max_frames)
     if config is not None:
         _check_shape(name, shape[::-1], (2 * config.max_source_positions, config.num_mel_bins))

@@ -140,13 +140,13 @@ def at_rate(sounds: SoundFiles, rate: int) -> SoundFiles:
     return replace(measured(sounds.files, sounds.features, rate), transcripts=sounds.transcripts)
 
 
-def feature_notes(parts: Sequence[SoundFiles]) -> tuple[str, ...]:
+def feature_notes(sounds: Sequence[SoundFiles]) -> tuple[str, ...]:
     """Return what a user has to know of what is made of all parts' sounds."""
-    features, rate = parts[0].features, parts[0].rate
+    features, rate = sounds[0].features, sounds[0].rate
     most, notes = features.most_frames, list[str]()
     if features.name == WAVEFORM:
         notes.append(f"the model is given waveforms of {rate:,} samples a second")
-    if most and (longer := sum(int((part.frames > most).sum()) for part in parts)):
+    if most and (longer := sum(int((part.frames > most).sum()) for part in sounds)):
         seconds = f"{most * HOP_S:g} s"
         notes.append(f"{longer} sounds are longer than {seconds}: the model is given their first {seconds}")
     return tuple(notes)

@@ -5,6 +5,7 @@ Shapes: B sounds, S samples of a waveform, C channels, F frames of a model's out
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -149,7 +150,9 @@ def hear_no_padding(model: nn.Module) -> None:
         model.register_forward_hook(partial(_with_blanks, heard))
 
 
-def _listen(heard: _Heard, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _listen(
+    heard: _Heard, model: nn.Module, args: object, kwargs: Mapping[str, Tensor]
+) -> tuple[object, Mapping[str, Tensor]]:
     """Remember how long sounds are, and lengthen those that are too short."""
     mask: Tensor | None = kwargs.get(_MASK)
     heard.samples = None if mask is None else mask.sum(1)
