@@ -103,6 +103,11 @@ class DataConfig:
     tokeniser: str = setting(
         "auto", "tokeniser of texts: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers"
     )
+    features: str = setting(
+        "auto",
+        "what a model is given of sounds: log_mel (64 bands), waveform, or a transformers folder that says it; auto: "
+        "what a transformers model is given, else log_mel",
+    )
     measures: str = setting(
         "",
         "folder of a run whose measures are kept: size and normalisation of inputs, categories and scales of columns",

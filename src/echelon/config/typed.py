@@ -110,6 +110,8 @@ class TrainSettings(ResumeSettings, total=False):
     """recommendation without a target: how many items that a user did not take are drawn for each one taken [default: 64]"""
     tokeniser: str
     """tokeniser of texts: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers [default: 'auto']"""
+    features: str
+    """what a model is given of sounds: log_mel (64 bands), waveform, or a transformers folder that says it; auto: what a transformers model is given, else log_mel [default: 'auto']"""
     measures: str
     """folder of a run whose measures are kept: size and normalisation of inputs, categories and scales of columns"""
     context: int

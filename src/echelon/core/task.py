@@ -132,6 +132,7 @@ class TaskFacts:
         curves: metrics that are drawn beside the primary one.
         score_label: the share of samples that is counted in training; empty: nothing is.
         units_per_sample: where all samples have as many; 0: they differ, or it is not known.
+        speed_unit: what speeds count `units_per_sample` of in each sample; empty: the unit.
         generated: names of metrics that are of at most `generation_samples` samples of an evaluation.
     """
 
@@ -145,6 +146,7 @@ class TaskFacts:
     units_per_sample: int = 0
     generated: Sequence[str] = ()
     generation_samples: int = 0
+    speed_unit: str = ""
 
     def title_of(self, metric: str) -> str:
         """Return what people call a metric.
@@ -176,7 +178,7 @@ class TaskFacts:
         """
         if not self.units_per_sample:
             return "samples/s", samples_per_s
-        return f"{self.unit}s/s", samples_per_s * self.units_per_sample
+        return f"{self.speed_unit or self.unit}s/s", samples_per_s * self.units_per_sample
 
 
 def sampling_interval(most: int, total: int) -> int:

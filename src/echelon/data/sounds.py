@@ -1,14 +1,13 @@
-"""Sound files as log-mel spectrograms, made where they are needed.
+"""Sound files as what models are given of them, spectrograms or waveforms, made where they are needed.
 
-The filters are those of the HTK book, as torchaudio and transformers have them; torch computes the rest, for a release
-of torchaudio can only be imported beside the one release of torch that it was built for.
-
-Shapes: T frames, F frequencies of the short-time Fourier transform, M mel bands.
+Shapes: T frames, which are samples where waveforms are given, M mel bands.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,11 @@ from echelon.data.base import CLASS_NUMBER, BadSample
 from echelon.data.labelled_files import AnyFiles, Labels
 from echelon.data.order import Indices, uniforms
 from echelon.data.ragged import RaggedArray
+from echelon.data.sound_features import HOP_S, WAVEFORM, LogMel, SoundFeatures
 from echelon.tasks.nest import Nest, TensorSpec
 
 MOST_HZ = 16_000
-BANDS = 64
-_WINDOW_S, _HOP_S = 0.025, 0.010
 _KEPT_BYTES = 512 * 10**6
-_FLOOR = 1e-6
 _UNKNOWN = 1 << 62  # frames, and more: a header without their number, as libsndfile reads it
 _DRAWS = 8  # random numbers of a sample: two masks of frames and two of bands, their lengths and places
 _MOST_FRAMES, _MOST_BANDS = 0.1, 0.15  # of all, that a mask takes
@@ -47,20 +44,22 @@ class SoundFiles(Dataset[tuple[Tensor, Tensor]]):
     Attributes:
         files: each of a class, unless there are transcripts.
         rate: samples per second, to which files of others are resampled.
-        frames: of each file's spectrogram, `(N,)`.
+        frames: of each file, `(N,)`.
         transcripts: token ids of what is said in each file; None: each is of a class.
+        features: what is made of each file.
     """
 
     files: AnyFiles
     rate: int = MOST_HZ
     frames: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
     transcripts: RaggedArray | None = None
+    features: SoundFeatures = field(default_factory=LogMel)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        return log_mel(self.wave(i), self.rate), torch.as_tensor(self.targets[i])
+        return torch.from_numpy(self.features.of(self.wave(i), self.rate)), torch.as_tensor(self.targets[i])
 
     @property
     def labels(self) -> Labels:
@@ -79,7 +78,7 @@ class SoundFiles(Dataset[tuple[Tensor, Tensor]]):
     def subset(self, chosen: NDArray[np.int64]) -> SoundFiles:
         """Return some of the files, by their numbers `(n,)`."""
         spoken = None if self.transcripts is None else self.transcripts.subset(chosen)
-        return SoundFiles(self.files.subset(chosen), self.rate, self.frames[chosen], spoken)
+        return replace(self, files=self.files.subset(chosen), frames=self.frames[chosen], transcripts=spoken)
 
     def wave(self, i: int) -> Tensor:
         """Return file `i` as `(samples,)` at `rate`, the mean of its channels, in -1 to 1.
@@ -103,18 +102,18 @@ class SoundFiles(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(np.ascontiguousarray(wave))
 
 
-def measured(files: AnyFiles, rate: int = 0) -> SoundFiles:
-    """Return files with the lengths of their spectrograms, which their headers tell.
+def measured(files: AnyFiles, features: SoundFeatures, rate: int = 0) -> SoundFiles:
+    """Return files with their lengths in frames, which their headers tell.
 
     Args:
-        rate: samples per second; 0: of the first file, at most 16 kHz.
+        rate: samples per second, where the features are of any; 0: of the first file, at most 16 kHz.
 
     Raises:
         UserError: a file is no sound.
     """
     import soundfile
 
-    lengths = np.zeros(len(files), np.int64)
+    lengths, rate = np.zeros(len(files), np.int64), features.rate or rate
     for i in range(len(files)):
         try:
             header = soundfile.info(files.opened(i))
@@ -128,8 +127,8 @@ def measured(files: AnyFiles, rate: int = 0) -> SoundFiles:
         if not header.frames:
             raise UserError(f"data {files.path(i)}: this sound is empty: remove it")
         rate = rate or min(header.samplerate, MOST_HZ)
-        lengths[i] = frame_count(-(-header.frames * rate // header.samplerate), rate)
-    return SoundFiles(files, rate, lengths)
+        lengths[i] = features.frames(-(-header.frames * rate // header.samplerate), rate)
+    return SoundFiles(files, rate, lengths, features=features)
 
 
 def at_rate(sounds: SoundFiles, rate: int) -> SoundFiles:
@@ -138,40 +137,23 @@ def at_rate(sounds: SoundFiles, rate: int) -> SoundFiles:
     Raises:
         UserError: a file is no sound.
     """
-    return replace(measured(sounds.files, rate), transcripts=sounds.transcripts)
+    return replace(measured(sounds.files, sounds.features, rate), transcripts=sounds.transcripts)
 
 
-def frame_count(samples: int, rate: int) -> int:
-    """Return the frames of a spectrogram of so many samples."""
-    return 1 + samples // round(_HOP_S * rate)
-
-
-def log_mel(wave: Tensor, rate: int) -> Tensor:
-    """Return the log-mel spectrogram `(T, M)` of a wave `(samples,)`, of mean 0 and standard deviation 1."""
-    window, hop = round(_WINDOW_S * rate), round(_HOP_S * rate)
-    size = 1 << (window - 1).bit_length()
-    wave = torch.nn.functional.pad(wave, (size // 2, size // 2))  # zeros: a reflection needs more sound than some have
-    spectrum = torch.stft(wave, size, hop, window, torch.hann_window(window), center=False, return_complex=True)
-    bands = (mel_filters(size // 2 + 1, BANDS, rate) @ spectrum.abs().square()).T
-    logs = (bands + _FLOOR).log()
-    return (logs - logs.mean()) / logs.std().clamp(min=1e-3)
-
-
-def mel_filters(frequencies: int, bands: int, rate: int) -> Tensor:
-    """Return triangular filters `(M, F)`, evenly spaced on the mel scale of O'Shaughnessy (1987).
-
-    mel(f) = 2595 log10(1 + f / 700); a band rises from the centre of the one before to its own, and falls to the next.
-    """
-    hertz = torch.linspace(0, rate / 2, frequencies)
-    mels = torch.linspace(0, 2595 * float(np.log10(1 + rate / 2 / 700)), bands + 2)
-    edges = 700 * (10 ** (mels / 2595) - 1)
-    rising = (hertz - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
-    falling = (edges[2:, None] - hertz) / (edges[2:] - edges[1:-1])[:, None]
-    return torch.minimum(rising, falling).clamp(min=0)
+def feature_notes(sounds: Sequence[SoundFiles]) -> tuple[str, ...]:
+    """Return what a user has to know of what is made of all parts' sounds."""
+    features, rate = sounds[0].features, sounds[0].rate
+    most, notes = features.most_frames, list[str]()
+    if features.name == WAVEFORM:
+        notes.append(f"the model is given waveforms of {rate:,} samples a second")
+    if most and (longer := sum(int((part.frames > most).sum()) for part in sounds)):
+        seconds = f"{most * HOP_S:g} s"
+        notes.append(f"{longer} sounds are longer than {seconds}: the model is given their first {seconds}")
+    return tuple(notes)
 
 
 class SoundRows:
-    """Makes rows of spectrograms and of masks, 1 where there is sound. Small sets are kept, in memory that is shared.
+    """Makes rows of features, and of masks that are 1 where there is sound. Small sets are kept, in shared memory.
 
     Args:
         seed: of masks over frames and bands (SpecAugment, Park et al. 2019, arXiv:1904.08779); None: none are laid.
@@ -186,21 +168,29 @@ class SoundRows:
         self.lengths: Indices | None = sounds.frames
         self.targets: Nest = sounds.targets
         self.specs: tuple[Nest, Nest] = self.batch_specs(np.arange(len(sounds)))
-        self._ends = np.cumsum(sounds.frames)
-        size = int(sounds.frames.sum()) * BANDS * 4
+        sizes = self._sizes()
+        self._ends = np.cumsum(sizes)
+        size = int(sizes.sum()) * 4
         self.kept = 0 < size <= _KEPT_BYTES
         if self.kept:  # anonymous shared memory, which forked loaders share
-            self._memory = np.frombuffer(mmap.mmap(-1, size), dtype=np.float32).reshape(-1, BANDS)
+            self._memory = np.frombuffer(mmap.mmap(-1, size), dtype=np.float32)
             self._known = np.frombuffer(mmap.mmap(-1, len(sounds)), dtype=np.uint8)
+
+    def _sizes(self) -> Indices:
+        """Return how many numbers the features of each sound are, `(N,)`."""
+        spec, *_ = self._sounds.features.specs(1).values()
+        numbers = math.prod(spec.shape)
+        return self._sounds.frames * numbers if spec.ragged else np.full(len(self._sounds), numbers)
 
     def batch_specs(self, draws: Indices) -> tuple[Nest, Nest]:
         """Return the specs of a global batch, as long as its longest sound and transcript."""
         indices, spoken = draws % len(self._sounds), self._sounds.transcripts
         longest = int(self._sounds.frames[indices].max(initial=1))
-        return sound_specs(longest), CLASS_NUMBER if spoken is None else transcript_spec(spoken.longest(indices))
+        specs = self._sounds.features.specs(longest)
+        return specs, CLASS_NUMBER if spoken is None else transcript_spec(spoken.longest(indices))
 
     def fill(self, epoch: int, draws: Indices, inputs: Nest, targets: NDArray[np.int64]) -> list[BadSample]:
-        """Write the sounds of `draws` (see `ImageRows.fill`) to `features` `(N, T, M)` and `mask` `(N, T)`.
+        """Write the sounds of `draws` (see `ImageRows.fill`) to the inputs that the features' specs name.
 
         Raises:
             UserError: a file cannot be read, unless these are to be skipped.
@@ -210,12 +200,13 @@ class SoundRows:
             targets[:] = self._sounds.labels[indices]
         else:
             self._sounds.transcripts.copy(indices, targets)
-        features, mask = inputs["features"], inputs["mask"]
-        features[:], mask[:] = 0, 0
+        features, *masks = inputs.values()
+        for array in (features, *masks):
+            array[:] = 0
         bad: list[BadSample] = []
         for row, i in enumerate(indices.tolist()):
             try:
-                sound = self._spectrogram(i)
+                sound = self._features(i)
             except CannotReadSound as error:
                 path = self._sounds.path(i)
                 if not self._skip_bad:
@@ -224,34 +215,35 @@ class SoundRows:
                     ) from error
                 bad.append(BadSample(row, path, str(error)))
                 continue
-            features[row, : len(sound)], mask[row, : len(sound)] = sound, 1
+            for array, value in zip((features, *masks), (sound, *(1 for _ in masks)), strict=True):
+                array[row, : len(sound)] = value
         if self._seed is not None:
             numbers = uniforms(self._seed, epoch, draws, _DRAWS)
             for row, i in enumerate(indices.tolist()):
-                mask_out(features[row, : self._sounds.frames[i]], numbers[row])
+                mask_out(self._sounds.features.by_time(features[row], self._sounds.frames[i]), numbers[row])
         return bad
 
-    def _spectrogram(self, i: int) -> NDArray[np.float32]:
-        frames = int(self._sounds.frames[i])
+    def _features(self, i: int) -> NDArray[np.float32]:
+        """Return the features of a file `(T, ...)`."""
         if not self.kept:
-            return self._computed(i, frames)
-        place = self._memory[self._ends[i] - frames : self._ends[i]]
+            return self._computed(i)
+        place = self._memory[self._ends[i - 1] if i else 0 : self._ends[i]]
         if not self._known[i]:
-            place[:] = self._computed(i, frames)
+            place[:] = self._computed(i).ravel()
             self._known[i] = 1
-        return place
+        spec, *_ = self._sounds.features.specs(1).values()
+        return place.reshape(-1, *spec.shape[1:])
 
-    def _computed(self, i: int, frames: int) -> NDArray[np.float32]:
-        """Return the spectrogram of a file, whose header may have promised a frame more or less."""
-        sound: NDArray[np.float32] = log_mel(self._sounds.wave(i), self._sounds.rate).numpy()
-        if abs(len(sound) - frames) > 1:
+    def _computed(self, i: int) -> NDArray[np.float32]:
+        """Return the features of a file, whose header may have promised a frame more or less."""
+        features, rate, frames = self._sounds.features, self._sounds.rate, int(self._sounds.frames[i])
+        sound = features.of(self._sounds.wave(i), rate)
+        if features.most_frames:
+            return sound
+        if abs(len(sound) - frames) > features.slack(rate):
             raise CannotReadSound(f"{len(sound)} frames where its header says {frames}")
-        return np.pad(sound, ((0, max(0, frames - len(sound))), (0, 0)))[:frames]
-
-
-def sound_specs(longest: int) -> dict[str, TensorSpec]:
-    """Return what a model is given of a sound of at most so many frames."""
-    return {"features": TensorSpec((longest, BANDS), ragged=True), "mask": TensorSpec((longest,), ragged=True)}
+        missing = [(0, max(0, frames - len(sound))), *((0, 0) for _ in sound.shape[1:])]
+        return np.pad(sound, missing)[:frames]
 
 
 def transcript_spec(longest: int, tokens: int = 0) -> TensorSpec:
@@ -260,11 +252,11 @@ def transcript_spec(longest: int, tokens: int = 0) -> TensorSpec:
 
 
 def mask_out(features: NDArray[Any], numbers: NDArray[np.float64]) -> None:
-    """Put zeros, the mean, in place of some frames and some bands of a spectrogram `(T, M)`."""
-    for axis, most in ((0, _MOST_FRAMES), (1, _MOST_BANDS)):
+    """Put zeros, the mean, in place of some frames and some bands of features `(T, M)`; of waveforms there are none."""
+    for axis, most in ((0, _MOST_FRAMES), (1, _MOST_BANDS))[: features.ndim]:
         for each in (0, 4):
             width, place = numbers[each + 2 * axis : each + 2 * axis + 2]
             size = features.shape[axis]
             length = int(width * (most * size + 1))
             start = int(place * (size - length + 1))
-            features[(slice(start, start + length), slice(None))[:: 1 - 2 * axis]] = 0
+            features.swapaxes(0, axis)[start : start + length] = 0

@@ -25,6 +25,7 @@ from echelon.data.file_names import TABLES
 from echelon.data.images import ImageArray, ImageFiles, TensorArray
 from echelon.data.labelled_files import FileNames, LabelledFiles
 from echelon.data.masks import ImagesToMask
+from echelon.data.sound_features import read_features
 from echelon.data.sounds import measured
 from echelon.data.sources.text_file import SUFFIXES as TEXTS
 from echelon.data.sources.text_file import lines_of, read_lines, read_text
@@ -202,7 +203,8 @@ def _images(trained: TrainedModel, files: list[str]) -> Samples:
 
 
 def _sounds(trained: TrainedModel, files: list[str]) -> Samples:
-    return Samples(files, _sample_source(trained, measured(_labelled(files), trained.info.rate)), files)
+    sounds = measured(_labelled(files), read_features(trained.config.data.features), trained.info.rate)
+    return Samples(files, _sample_source(trained, sounds), files)
 
 
 def _table(raw: Any, columns: Sequence[str]) -> pa.Table:

@@ -14,6 +14,7 @@ from echelon.models.registry import (
     leads_to_model,
     parameter_count,
 )
+from echelon.models.speech_of_transformers import hear_no_padding
 from echelon.models.weights import LoadedWeights, load_state, load_weights, read_weights
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "builtin_names",
     "fill_padding",
     "give_logits",
+    "hear_no_padding",
     "hints_for",
     "keep_no_cache",
     "leads_to_model",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from echelon.tasks import nest
+from echelon.tasks.base import TightSample
 from echelon.tasks.nest import Nest
 
 
@@ -24,6 +25,8 @@ class ModelInput:
         dtype: name of the inputs' type in torch.
         several: specs of inputs that are more than one tensor, or ids, or ragged; None: they are one of `shape`.
         auto: name of the model that the task chooses where none is named; empty: by the size of images.
+        transcribes: whether outputs are symbols of frames, which are aligned to what is said in a sound.
+        tightest: of sounds with transcripts, the one whose frames are the fewest for its labels; None: not known.
         takes_records: whether the loss is given a record with logits in it, as the model returns it; else its logits.
         wrong_outputs: says what is wrong with the outputs for some samples; None: they are logits `(batch, classes)`.
     """
@@ -37,6 +40,8 @@ class ModelInput:
     wrong_outputs: Callable[[Any, int], str] | None = None
     auto: str = ""
     takes_records: bool = False
+    transcribes: bool = False
+    tightest: TightSample | None = None
 
     @property
     def is_image(self) -> bool:

@@ -1,7 +1,12 @@
-"""Models of transformers: built from a folder for the data; what they say of a text depends on no padding behind it."""
+"""Models of transformers: built from a folder for the data; what they say of a text depends on no padding behind it.
+
+Those for sounds are in `speech_of_transformers`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -13,6 +18,7 @@ from torch import Tensor, nn
 from echelon.core.errors import UserError
 from echelon.core.tokeniser import FOLDER_FILE
 from echelon.models.base import ModelInput
+from echelon.models.speech_of_transformers import are_sounds, build_for_sounds
 from echelon.tasks.nest import TensorSpec, logits_in
 from echelon.tasks.translation import DECODER_IDS, IDS, MASK, longest_written
 
@@ -33,6 +39,7 @@ def build_transformers(folder: str, data: ModelInput) -> nn.Module:
 
     Of texts, `input_ids` with an `attention_mask`, it classifies; with `decoder_input_ids` beside these it predicts the
     next tokens of a text from another one; of windows of token ids it predicts the next ones, or those that are masked.
+    Of sounds it tells the class, or the symbols of which transcripts are made.
     Nothing is downloaded, and no code of the folder is run.
 
     Raises:
@@ -48,8 +55,12 @@ def build_transformers(folder: str, data: ModelInput) -> nn.Module:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{name}: {file} is not there: name a folder that transformers wrote")
+    if are_sounds(data.several):
+        with _building(name):
+            config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+            return build_for_sounds(transformers, config, data, name)
     use, ids = _use_of(data, name)
-    try:
+    with _building(name):
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
         _check_vocabulary(config, data.classes if use is TextUse.MASKED_TOKENS else ids.count, name)
         if use is TextUse.CLASSES:
@@ -63,9 +74,6 @@ def build_transformers(folder: str, data: ModelInput) -> nn.Module:
             _check_positions(config, data, name)
         prepare_encoder_decoder(config)
         model: nn.Module = getattr(transformers, use).from_config(config)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, AssertionError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"{name} cannot be built ({reason})") from error
     if use is TextUse.CLASSES:
         end_texts(model)
     elif use is not TextUse.NEXT_TOKENS:
@@ -73,6 +81,16 @@ def build_transformers(folder: str, data: ModelInput) -> nn.Module:
     if mask is not None:
         model.register_forward_pre_hook(partial(_with_own_mask, data.classes, mask))
     return model
+
+
+@contextmanager
+def _building(name: str) -> Iterator[None]:
+    """Refuse in one line what transformers cannot build (UserError)."""
+    try:
+        yield
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, AssertionError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{name} cannot be built ({reason})") from error
 
 
 def _use_of(data: ModelInput, name: str) -> tuple[TextUse, TensorSpec]:
@@ -91,8 +109,8 @@ def _use_of(data: ModelInput, name: str) -> tuple[TextUse, TensorSpec]:
         if set(specs) == {IDS, MASK, DECODER_IDS} and ids.count == data.classes:
             return TextUse.PAIRS, ids
     raise UserError(
-        f"{name} reads texts, to classify or to translate them, or token ids whose next or masked ones are targets; "
-        f"the data has {data.describe()}: for sounds, images or tables name a function that builds a model "
+        f"{name} reads texts, to classify or to translate them, token ids whose next or masked ones are targets, or "
+        f"sounds; the data has {data.describe()}: for images or tables name a function that builds a model "
         "(module:function)"
     )
 

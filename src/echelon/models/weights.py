@@ -142,6 +142,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 _OLDER = (
     (re.compile(r"\.gamma$"), ".weight"),  # BERT's of TensorFlow
     (re.compile(r"\.beta$"), ".bias"),
+    (re.compile(r"\.weight_g$"), ".parametrizations.weight.original0"),  # torch's weight norm of before
+    (re.compile(r"\.weight_v$"), ".parametrizations.weight.original1"),
     (re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)"), r"\1\2"),  # torchvision's DenseNet
 )
 
@@ -391,11 +393,15 @@ def head_names(model: nn.Module) -> set[str]:
     return found or _last_weight(model.state_dict())
 
 
+_HEADS = ("classifier", "score", "lm_head", "projector", "layer_weights")
+"""Modules of transformers that are no part of the base model, where a model has none under its usual name."""
+
+
 def _beside_base(model: nn.Module, names: Sequence[str]) -> set[str]:
     """Return the names of a model of transformers that are not of its base model, or of that one's pooler."""
     base = str(getattr(model, "base_model_prefix", ""))
     if not base or not isinstance(getattr(model, base, None), nn.Module):
-        return {name for name in names if name.partition(".")[0] in ("classifier", "score", "lm_head")}
+        return {name for name in names if name.partition(".")[0] in _HEADS}
     return {name for name in names if not name.startswith(f"{base}.") or _is_pooler(name)}
 
 

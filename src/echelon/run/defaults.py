@@ -93,6 +93,9 @@ def _with_task_defaults(resolved: Resolved, task: Task | None, opens_data: bool)
     if origins["data.tokeniser"] == DEFAULT and (folder := _folder_of_tokeniser(config.model.name, task, outline)):
         config = replace(config, data=replace(config.data, tokeniser=folder))
         origins["data.tokeniser"] = f"model {config.model.name}"
+    if origins["data.features"] == DEFAULT and task.encoding.reads_sounds and _is_of_transformers(config.model.name):
+        config = replace(config, data=replace(config.data, features=config.model.name.removeprefix(TRANSFORMERS)))
+        origins["data.features"] = f"model {config.model.name}"
     for name, value in _settings(task.defaults_for(config.data, outline), origins["optimizer.name"] == DEFAULT):
         if origins[name] == DEFAULT:
             section, leaf = name.split(".")
@@ -145,6 +148,11 @@ def _folder_of_tokeniser(model: str, task: Task, outline: DataOutline | None) ->
     from echelon.tasks.base import are_tokens
 
     return folder if task.encoding.reads_text or (outline and are_tokens(outline.inputs)) else ""
+
+
+def _is_of_transformers(model: str) -> bool:
+    """Whether a model's name is that of a folder, or a file, which is there."""
+    return model.startswith(TRANSFORMERS) and Path(model.removeprefix(TRANSFORMERS)).expanduser().exists()
 
 
 def _outline(config: RunConfig, task: Task | None = None) -> DataOutline | None:

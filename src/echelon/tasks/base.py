@@ -52,6 +52,11 @@ class Encoding(StrEnum):
         return self in (Encoding.TEXT, Encoding.NEXT_TOKEN, Encoding.MASKED_TOKENS, Encoding.TEXT_PAIRS)
 
     @property
+    def reads_sounds(self) -> bool:
+        """Whether what the model is given is made of sounds."""
+        return self in (Encoding.SPEECH, Encoding.TRANSCRIPTS)
+
+    @property
     def judges_text(self) -> bool:
         """Whether, of data that is texts, each is judged as a whole: by a class, by labels or by numbers."""
         return self in (Encoding.TEXT, Encoding.LABELS, Encoding.NUMBERS)
@@ -382,6 +387,7 @@ class Task(ABC):
         name: in specs, records and reports.
         unit: what the loss is a sum over: sample, token, pair.
         units_per_sample: where all samples have as many, so that speeds are shown in units; 0: they differ.
+        speed_unit: what speeds count `units_per_sample` of, where that is not the unit of the loss.
         primary: the metric by which checkpoints and candidates are compared.
         curves: metrics that are drawn beside the primary one.
         headlines: further metrics that people look at first, the most telling one first.
@@ -400,6 +406,7 @@ class Task(ABC):
     name: ClassVar[str]
     unit: ClassVar[str] = SAMPLE
     units_per_sample: int = 0
+    speed_unit: ClassVar[str] = ""
     primary: Metric
     headlines: ClassVar[tuple[Metric, ...]] = ()
     curves: ClassVar[tuple[Metric, ...]] = ()
@@ -431,6 +438,7 @@ class Task(ABC):
         return TaskFacts(
             self.name, spec, self.unit, *labels, units_per_sample=self.units_per_sample,
             generated=tuple(metric.name for metric in self.generates), generation_samples=self.generation_samples,
+            speed_unit=self.speed_unit,
         )  # fmt: skip
 
     def fitted(self, data: DataFacts, settings: TaskSettings) -> Self:

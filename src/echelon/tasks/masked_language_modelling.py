@@ -46,6 +46,7 @@ class MaskedLanguageModelling(LanguageModelling):
 
     name = "masked_language_modelling"
     unit = "masked token"
+    speed_unit: ClassVar[str] = "token"  # all of a window are read, and as many in each: a few of them are drawn
     encoding = Encoding.MASKED_TOKENS
     default_model: ClassVar[str] = "small_bert"
     defaults: ClassVar[TaskDefaults] = TaskDefaults(
@@ -66,7 +67,6 @@ class MaskedLanguageModelling(LanguageModelling):
         """
         task = super().fitted(data, settings)
         task._inputs, task._is_shown = data.inputs, settings.worst_samples > 0
-        task.units_per_sample = 0  # it differs from window to window: whether a token is to be predicted is drawn
         return task
 
     def predict(self, model: Callable[[Nest], Any], inputs: Nest, writing: Writing) -> list[Prediction]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from echelon.tasks.own_loss import LossFunction
 
 AUTO = "auto"
+_OWN = "own"  # what a task of one's own may be taken to be called
 _OF_ANY_TARGETS = "supervised"
 TASKS = Registry("echelon.tasks", "task", "TASK")
 
@@ -26,6 +27,11 @@ def check_task(name: str) -> None:
     Raises:
         UserError: with the nearest one.
     """
+    if name == _OWN:
+        raise UserError(
+            "--task own: name your task itself, --task module:Class (a subclass of echelon.tasks.base.Task); a loss of "
+            "your own alone is --loss module:function with --task supervised"
+        )
     if name != AUTO and ":" not in name and _file_name(name) not in TASKS.names():
         with naming("--task"):
             raise unknown("task", name, [*(each.replace("_", "-") for each in TASKS.names()), AUTO, "module:Class"])

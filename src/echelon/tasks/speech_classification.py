@@ -35,12 +35,16 @@ class SpeechClassification(ImageClassification):
             UserError: as for images.
         """
         task = super().fitted(data, settings)
-        is_sound = isinstance(data.inputs, Mapping) and set(data.inputs) == {"features", "mask"}
-        task._pictures = Spectrograms() if is_sound else None
+        names = list(data.inputs) if isinstance(data.inputs, Mapping) else []
+        task._pictures = Spectrograms() if names and names[0] in _INPUTS else None
         return task
 
 
 TASK = SpeechClassification
+
+
+_INPUTS = ("features", "input_values", "input_features")  # as sources make them of sounds
+_WINDOW = 400  # samples of a waveform in a frame of its picture
 
 
 class Spectrograms:
@@ -49,10 +53,29 @@ class Spectrograms:
     thumbnail: ClassVar[tuple[int, int, int]] = (1, 64, 96)
 
     def thumbnails(self, inputs: Nest) -> Tensor:
-        """Return `features` `(B, T, M)`, as long as their `mask` `(B, T)`, as pictures, uint8 on the CPU."""
-        features, mask = inputs["features"].detach().float(), inputs["mask"]
+        """Return sounds as pictures, uint8 on the CPU, each as long as its mask `(B, T)` says, if there is one.
+
+        Args:
+            inputs: `features` or `input_values` `(B, T, M)`, `input_features` `(B, M, T)`, or `input_values` `(B, T)`,
+                which are waveforms.
+        """
+        (name, features), *masks = inputs.items()
+        features = features.detach().float()
+        if name == "input_features":
+            features = features.transpose(1, 2)
         pictures = features.new_zeros(len(features), *self.thumbnail)
-        for picture, sound, there in zip(pictures, features, mask, strict=True):
-            image = sound[: max(1, int(there.sum()))].T.flip(0)[None, None]
-            picture[:] = F.interpolate(image, self.thumbnail[1:], mode="bilinear")[0]
-        return ((pictures + 2) / 5).clamp(0, 1).mul(255).round().to("cpu", torch.uint8)  # of mean 0 and deviation 1
+        for i, (picture, sound) in enumerate(zip(pictures, features, strict=True)):
+            there = int(masks[0][1][i].sum()) if masks else len(sound)
+            seen = _spectrum(sound[:there]) if sound.ndim == 1 else sound[: max(1, there)]
+            if name != "features":  # else of mean 0 and deviation 1
+                seen = (seen - seen.mean()) / seen.std().clamp(min=1e-3)
+            picture[:] = F.interpolate(seen.T.flip(0)[None, None], self.thumbnail[1:], mode="bilinear")[0]
+        return ((pictures + 2) / 5).clamp(0, 1).mul(255).round().to("cpu", torch.uint8)
+
+
+def _spectrum(wave: Tensor) -> Tensor:
+    """Return the logarithm of the short-time spectrum `(frames, frequencies)` of a wave `(S,)`."""
+    wave = F.pad(wave, (0, max(0, _WINDOW - len(wave))))
+    window = torch.hann_window(_WINDOW, device=wave.device)
+    spectrum = torch.stft(wave, _WINDOW, _WINDOW // 2, window=window, center=False, return_complex=True)
+    return (spectrum.abs().square() + 1e-6).log().T

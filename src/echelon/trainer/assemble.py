@@ -60,7 +60,14 @@ from echelon.tasks.base import Task
 from echelon.tasks.own_loss import LossFunction
 from echelon.tasks.registry import TaskObjects
 from echelon.trainer.balance import Balancer, BatchParts, make_balancer, why_not
-from echelon.trainer.compatibility import batchnorm_notes, interplay_notes, length_notes, sent_whole_notes, worker_notes
+from echelon.trainer.compatibility import (
+    batchnorm_notes,
+    interplay_notes,
+    length_notes,
+    sent_whole_notes,
+    still_notes,
+    worker_notes,
+)
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.folder import CHECKPOINTS_FOLDER, has_checkpoint
 from echelon.trainer.inputs import model_input, units_of
@@ -506,6 +513,7 @@ def _model_notes(resolved: ResolvedRun, run_parts: RunParts, world: World) -> li
     tables = table_notes(resolved, run_parts.model, world.size)
     whole = sent_whole_notes(resolved, run_parts.model, world.size)
     normed = batchnorm_notes(resolved, run_parts.model, world.size)
+    normed += still_notes(resolved, run_parts.model)
     return [*tables, *whole, *normed, *worker_notes(run_parts.model, world.data_size, synced)]
 
 

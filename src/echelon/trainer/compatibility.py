@@ -12,6 +12,7 @@ from echelon.collectives.wire import SMALL_NUMEL, is_small
 from echelon.config import OptimizerConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
+from echelon.core.layout import AUTO
 from echelon.core.own import TRANSFORMERS
 from echelon.models.external import WITHOUT_AUXILIARY_HEADS
 from echelon.models.keras_model import KerasModule
@@ -330,6 +331,18 @@ def batchnorm_notes(run: ResolvedRun, model: nn.Module, ranks: int) -> list[str]
     if unasked or any(isinstance(module, BatchNormBase) for module in model.modules()):
         return []
     return ["--sync-batchnorm does nothing: the model has no BatchNorm"]
+
+
+def still_notes(run: ResolvedRun, model: nn.Module) -> list[str]:
+    """Say which parts of the configuration of a model for sounds do nothing."""
+    if not run.config.model.name.startswith(TRANSFORMERS) or not hasattr(model, "config"):
+        return []
+    if not hasattr(model.config, "apply_spec_augment") or run.config.data.features == AUTO:
+        return []
+    return [
+        "layerdrop and apply_spec_augment of the model's config.json are off, for what they draw is not the run's: "
+        "--augment auto masks the sounds instead"
+    ]
 
 
 def worker_notes(model: nn.Module, data_size: int, sync_batchnorm: bool) -> list[str]:

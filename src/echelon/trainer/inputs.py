@@ -11,7 +11,7 @@ from echelon.data.base import DataInfo
 from echelon.models import ModelInput
 from echelon.tasks import nest
 from echelon.tasks.base import SAMPLE, Task
-from echelon.tasks.nest import Nest
+from echelon.tasks.nest import Nest, TensorSpec
 
 
 def units_of(task: Task) -> Callable[[Nest], int] | None:
@@ -31,6 +31,8 @@ def model_input(info: DataInfo, task: Task) -> ModelInput:
         task.wrong_outputs,
         task.auto_model(info),
         task.takes_records,
+        info.rate > 0 and isinstance(info.targets, TensorSpec) and info.targets.ragged,
+        info.tightest,
     )
 
 

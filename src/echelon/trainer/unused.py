@@ -58,6 +58,7 @@ def unread_notes(config: DataConfig, source: Source) -> list[str]:
         **{name: name in source.reads for name in ("input", "target", "split", "context", "follow_links")},
         "columns": "columns" in source.reads and bool(info.columns),
         "tokeniser": info.tokeniser is not None,
+        "features": sounds,
         "time": draws,
         "negatives": draws,
         "decode": images,

@@ -15,7 +15,8 @@ from echelon.config import DataConfig
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
 from echelon.data import EvalLoader, LoaderConfig, Shard, TrainLoader, open_data
-from echelon.data.sounds import BANDS, SoundFiles, frame_count, log_mel, mel_filters
+from echelon.data.sound_features import BANDS, frame_count, log_mel, mel_filters
+from echelon.data.sounds import SoundFiles
 from echelon.models import ModelInput, build_model
 
 RATE = 8000

@@ -11,7 +11,8 @@ from torch import Tensor
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo
-from echelon.data.sounds import sound_specs, transcript_spec
+from echelon.data.sound_features import LogMel
+from echelon.data.sounds import transcript_spec
 from echelon.data.tokenisers import Characters
 from echelon.models import ModelInput, build_model
 from echelon.models.builtin.small_ctc import SIZE, SmallCTC
@@ -25,7 +26,7 @@ SYMBOLS = LETTERS.count + 1
 
 def info(tightest: TightSample | None = None, frames: int = 40) -> DataInfo:
     return DataInfo(
-        "spoken", (), 1, 1, 4, 2, (), several=sound_specs(frames), targets=transcript_spec(9, LETTERS.count),
+        "spoken", (), 1, 1, 4, 2, (), several=LogMel().specs(frames), targets=transcript_spec(9, LETTERS.count),
         task="speech_recognition", tokeniser=LETTERS, tightest=tightest,
     )  # fmt: skip
 

@@ -16,7 +16,8 @@ from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES, FolderLinks, sc
 from echelon.data.labelled_files import AnyFiles
 from echelon.data.parts import TEST, TRAIN, VALIDATION, PartFolders, train_folder
 from echelon.data.sample_index import NamedSampleIndex, SampleIndex
-from echelon.data.sounds import SoundFiles, measured, sound_specs
+from echelon.data.sound_features import read_features
+from echelon.data.sounds import SoundFiles, feature_notes, measured
 from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.tasks.base import Encoding
 
@@ -115,22 +116,24 @@ def classified_sounds(
     Raises:
         UserError: a file is no sound, or one alone is there to train on.
     """
-    sounds = measured(files[TRAIN])
-    validation, test = (measured(files[p], sounds.rate) if p in files else None for p in (VALIDATION, TEST))
+    features = read_features(request.config.features)
+    sounds = measured(files[TRAIN], features)
+    validation, test = (measured(files[p], features, sounds.rate) if p in files else None for p in (VALIDATION, TEST))
     notes: tuple[str, ...] = ()
     if validation is None:
         divided = held_out_of_begun(request, sample_index, test is not None, "sound")
         sounds, validation, notes = sounds.subset(divided.train), sounds.subset(divided.evaluation), divided.notes
-    longest = max(int(each.frames.max()) for each in (sounds, validation, test) if each is not None)
+    parts = [each for each in (sounds, validation, test) if each is not None]
+    longest = max(int(each.frames.max()) for each in parts)
     info = replace(
         _info(request, sounds, len(validation), classes, longest), stages=sample_index.trained_stages(len(sounds))
     )
-    return Source(sounds, validation, info, notes, test, sample_index)
+    return Source(sounds, validation, info, (*notes, *feature_notes(parts)), test, sample_index)
 
 
 def _info(request: DataRequest, sounds: SoundFiles, eval_size: int, classes: tuple[str, ...], longest: int) -> DataInfo:
     counts = tuple(np.bincount(sounds.labels, minlength=len(classes)).tolist())
     return DataInfo(
         request.config.source, classes, 1, 1, len(sounds), eval_size, counts,
-        several=sound_specs(longest), task="speech_classification", rate=sounds.rate,
+        several=sounds.features.specs(longest), task="speech_classification", rate=sounds.rate,
     )  # fmt: skip

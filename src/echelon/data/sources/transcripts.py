@@ -25,7 +25,8 @@ from echelon.data.order import Indices
 from echelon.data.parts import part_of
 from echelon.data.ragged import RaggedArray
 from echelon.data.sample_index import NamedSampleIndex, SampleIndex
-from echelon.data.sounds import SoundFiles, measured, sound_specs, transcript_spec
+from echelon.data.sound_features import SoundFeatures, read_features
+from echelon.data.sounds import SoundFiles, feature_notes, measured, transcript_spec
 from echelon.data.sources.base import SourceKind, held_out, held_out_of_begun
 from echelon.data.sources.sounds import Sounds, has_transcripts
 from echelon.data.sources.text_file import read_lines, read_text
@@ -131,9 +132,9 @@ class Recordings:
         rows = chosen.tolist()
         return Recordings(self.files.subset(chosen), [self.names[i] for i in rows], [self.texts[i] for i in rows])
 
-    def sounds(self, rate: int = 0) -> SoundFiles:
+    def sounds(self, features: SoundFeatures, rate: int = 0) -> SoundFiles:
         """Return the files with their lengths, as `measured` does; their transcripts are not yet encoded."""
-        return measured(self.files, rate)
+        return measured(self.files, features, rate)
 
 
 def transcribed(
@@ -165,16 +166,16 @@ def transcribed(
         raise UserError(f"data {request.config.source}: its transcripts are empty")
     tokeniser = _tokeniser_of(request, train.texts)
     parts = [part for part in (train, validation, test) if part is not None]
-    rate, sounds = 0, []
+    features, rate, sounds = read_features(request.config.features), 0, []
     for part in parts:
-        plain = part.sounds(rate)
+        plain = part.sounds(features, rate)
         rows = RaggedArray.of(tokeniser.encode(part.texts), NO_TARGET)
         sounds.append(replace(plain, transcripts=rows))
         rate = plain.rate
     info = _info(request, sounds, tokeniser)
     if sample_index is not None:
         info = replace(info, stages=sample_index.trained_stages(len(sounds[0])))
-    notes = (*notes, *_notes(parts, tokeniser))
+    notes = (*notes, *_notes(parts, tokeniser), *feature_notes(sounds))
     return Source(sounds[0], sounds[1], info, notes, sounds[2] if test is not None else None, sample_index)
 
 
@@ -194,7 +195,8 @@ def _info(request: DataRequest, sounds: Sequence[SoundFiles], tokeniser: Tokenis
     most = max(part.transcripts.shape[1] for part in sounds if part.transcripts is not None)
     return DataInfo(
         request.config.source, (), 1, 1, len(sounds[0]), len(sounds[1]), (),
-        several=sound_specs(longest), targets=transcript_spec(most, tokeniser.count), task=SPEECH_RECOGNITION,
+        several=sounds[0].features.specs(longest),
+        targets=transcript_spec(most, tokeniser.count), task=SPEECH_RECOGNITION,
         tokeniser=tokeniser, tightest=min(map(_tightest, sounds), key=_room), rate=sounds[0].rate,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from echelon.core.errors import UserError
 from echelon.data.columns import RUN_FILE as COLUMNS_FILE
 from echelon.data.recipe import shorter_side
-from echelon.data.sounds import BANDS
+from echelon.data.sound_features import read_features
 from echelon.data.tokenisers import RUN_FILE as TOKENISER_FILE
 from echelon.run.trained import TrainedModel
 from echelon.tasks.nest import Nest
@@ -84,6 +84,7 @@ class Preprocessing:
         layout, channels, fit_longer_side, resize_shorter_side, centre_crop, divide_by, mean, std: of images, in pixels.
         own_transform: name of the user's own function that inputs go through besides (`--eval-transform`).
         features, bands, samples_per_second: of sounds.
+        feature_extractor: of transformers, which makes the same features of sounds.
         columns: of a table, in their order; `measured_columns` is the run's file of what they are.
         tokeniser: the run's file.
     """
@@ -100,6 +101,7 @@ class Preprocessing:
     features: str | None = None
     bands: int | None = None
     samples_per_second: int | None = None
+    feature_extractor: object = None
     columns: Sequence[str] | None = None
     tokeniser: object = None
     measured_columns: object = None
@@ -108,6 +110,8 @@ class Preprocessing:
     def of(cls, trained: TrainedModel) -> Preprocessing:
         """Return what a run does to its samples."""
         info, pictures = trained.info, bool(trained.info.mean)
+        sounds = read_features(trained.config.data.features) if info.rate else None
+        extractor = sounds.extractor(info.rate) if sounds else None
         fits = trained.task.unit == "pixel"  # nothing of a mask is cut off
         return cls(
             layout="NCHW" if pictures else None,
@@ -119,8 +123,9 @@ class Preprocessing:
             mean=info.mean or None,
             std=info.std if pictures else None,
             own_transform=trained.config.data.eval_transform or None,
-            features="log_mel" if info.rate else None,
-            bands=BANDS if info.rate else None,
+            features=None if sounds is None else sounds.name,
+            bands=(sounds.bands or None) if sounds else None,
+            feature_extractor=extractor.to_dict() if extractor else None,
             samples_per_second=info.rate or None,
             columns=info.columns or None,
             tokeniser=_file_of(trained, TOKENISER_FILE),

@@ -1,4 +1,4 @@
-"""A folder for transformers: config.json with the classes, the weights, and the tokeniser."""
+"""A folder for transformers: config.json with the classes, the weights, and the tokeniser or the feature extractor."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from echelon.core.errors import UserError
+from echelon.data.sound_features import read_features
 from echelon.data.tokenisers import LibraryTokeniser
 from echelon.inference.exports.base import ExportFormat, Predictor
 from echelon.inference.exports.torch_program import quiet
-from echelon.models import fill_padding
+from echelon.models import fill_padding, hear_no_padding
 from echelon.run.trained import TrainedModel
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
@@ -21,7 +22,7 @@ class TransformersFolder(ExportFormat):
     """What `from_pretrained` of transformers reads."""
 
     def write(self, trained: TrainedModel, path: Path, example: Nest) -> None:
-        """Write model and tokeniser, as `save_pretrained` does."""
+        """Write model, and tokeniser or feature extractor, as `save_pretrained` does."""
         model = _of_transformers(trained, path)
         if trained.info.classes:
             model.config.id2label = dict(enumerate(trained.info.classes))
@@ -29,6 +30,8 @@ class TransformersFolder(ExportFormat):
         model.config.architectures = [type(model).__name__]
         with quiet():
             model.save_pretrained(path)
+        if (rate := trained.info.rate) and (extractor := read_features(trained.config.data.features).extractor(rate)):
+            extractor.save_pretrained(path)
         if isinstance(tokeniser := trained.info.tokeniser, LibraryTokeniser):  # others are our own
             from transformers import PreTrainedTokenizerFast
 
@@ -40,6 +43,7 @@ class TransformersFolder(ExportFormat):
         with quiet():
             model = kind.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
         fill_padding(model)
+        hear_no_padding(model)
 
         def outputs(inputs: Nest) -> Any:
             """Return the logits, of the run's own tokens or classes alone: the folder may know more tokens."""
