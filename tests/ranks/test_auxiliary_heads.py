@@ -95,6 +95,40 @@ def test_a_model_by_name_gives_its_heads_to_a_loss_of_ones_own_too(tmp_path: Pat
         assert torch.equal(named[name], value), name
 
 
+class Headless(SmallGoogLeNet):
+    """Its heads are used by no loss, so that no step gives them a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits alone."""
+        outputs = super().forward(x)
+        return outputs if isinstance(outputs, Tensor) else outputs.logits
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"workers": 1},
+        pytest.param({"workers": 2}, marks=pytest.mark.long),
+        pytest.param({"workers": 2, "sync": "local(12)"}, marks=pytest.mark.slow),
+        pytest.param({"workers": 2, "sync": "ps(mode=sync)"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_run_with_layers_that_nothing_uses_is_resumed(settings: dict[str, Any], tmp_path: Path) -> None:
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return Headless()
+
+    common: dict[str, Any] = {"batch_size": BATCH, "device": "cpu", "threads": 1, "schedule": "constant", **settings}
+    whole = echelon.train(network(), data(), run=tmp_path / "whole", epochs=2, **common)
+    echelon.train(network(), data(), run=tmp_path / "resumed", epochs=1, **common)
+    resumed = echelon.resume(tmp_path / "resumed", model=network(), data=data(), epochs=2)
+    values = resumed.model().state_dict()
+    for name, value in whole.model().state_dict().items():
+        assert torch.equal(values[name], value), name
+    assert torch.equal(values["aux1.weight"], network().state_dict()["aux1.weight"])
+
+
 @pytest.mark.parametrize(
     ("sync", "compression"),
     [

@@ -13,7 +13,11 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from echelon.checkpoint import whole
 from echelon.compression.rungs import Switch
@@ -321,7 +325,9 @@ def _load_optimizer(run_parts: RunParts, state: StateView) -> None:
         return
     # Alone the optimizer applies momentum; with others, before encoding, a codec may, and the decay goes with it.
     described = [{k: g[k] for k in (*_GO_TOGETHER, *_OF_DEVICE) if k in g} for g in run_parts.optimizer.param_groups]
-    set_optimizer_state_dict(run_parts.local_model, run_parts.optimizer, state["optimizer"])
+    # not strict: what no step has used has no state, and is to have none
+    options = StateDictOptions(strict=False)
+    set_optimizer_state_dict(run_parts.local_model, run_parts.optimizer, state["optimizer"], options=options)
     for group, values in zip(run_parts.optimizer.param_groups, described, strict=True):
         group.update(values)
 
