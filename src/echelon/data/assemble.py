@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from echelon.data.images import (
     random_state_kept,
 )
 from echelon.data.order import Indices, item_seeds, numbers_in, uniforms
-from echelon.data.ragged import RaggedArray, batch_specs, sample_lengths
+from echelon.data.ragged import RaggedArray, SampleLengths, batch_specs, padded_lengths, sample_lengths, with_lengths
 from echelon.data.stream import Stream
 from echelon.data.transforms import InputTransform
 from echelon.tasks import nest
@@ -296,8 +297,11 @@ class ArrayRows:
         return self._known_finite
 
 
-class ItemRows(RowsOfOneShape):
-    """Makes rows of a user's own tensors, each item's random numbers seeded by where it stands."""
+class ItemRows:
+    """Makes rows of a user's own tensors, each item's random numbers seeded by where it stands.
+
+    Items that differ in length are padded to the longest of a global batch.
+    """
 
     kept = in_memory = True
 
@@ -310,14 +314,32 @@ class ItemRows(RowsOfOneShape):
         with random_state_kept():
             given, wanted = nest.map_leaves(lambda leaf: leaf[None], items[0])
         known = wanted if self.targets is None else self.targets
-        self.specs = nest.map_leaves(array_spec, (given, known))
+        specs: tuple[Nest, Nest] = nest.map_leaves(array_spec, (given, known))
+        self._like, self._ragged = (given, wanted), items.lengths
+        self.specs = specs if self._ragged is None else self._ragged.fitted(specs)
+        self.lengths = None if self._ragged is None else self._ragged.of_samples()
+
+    def batch_specs(self, draws: Indices) -> tuple[Nest, Nest]:
+        """Return the specs of a global batch of inputs and targets, as long as its longest samples."""
+        if self._ragged is None:
+            return self.specs
+        specs: tuple[Nest, Nest] = with_lengths(self.specs, self._longest(self._ragged, draws % len(self._items)))
+        return specs
+
+    def _longest(self, lengths: SampleLengths, indices: Indices) -> Iterator[int]:
+        """Return how long each leaf that differs is in a batch of samples."""
+        return lengths.of_batch(indices)
+
+    def _item(self, i: int) -> tuple[Nest, Nest]:
+        """Return the inputs and targets of an item."""
+        return self._items[i]
 
     def fill(self, epoch: int, draws: Indices, inputs: Nest, targets: Nest) -> list[BadSample]:
         """Write the items of `draws` (see `ImageRows.fill`) to `inputs` and `targets`, `(N, ...)` each.
 
         Raises:
-            UserError: an item of other shapes than the first, or of numbers that are not finite, unless such samples
-                are to be skipped.
+            UserError: an item of other shapes than the first, longer than was known, or of numbers that are not
+                finite, unless such samples are to be skipped.
         """
         indices = draws % len(self._items)
         numbers, seeds = numbers_in(self.origin, indices), item_seeds(self._seed, epoch, draws)
@@ -326,16 +348,34 @@ class ItemRows(RowsOfOneShape):
                 torch.default_generator.manual_seed(seed)
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
-                given, wanted = self._items[i]
-                _write_row(int(numbers[row]), row, given, inputs, "inputs")
-                _write_row(int(numbers[row]), row, wanted, targets, "targets")
+                number, leaves = int(numbers[row]), self._leaves(int(numbers[row]), self._item(i))
+                if self._ragged is not None:
+                    self._ragged.check(number, i, leaves)
+                _write_row(number, row, leaves, (inputs, targets), self._ragged)
         if self._transform is not None:
             self._transform.apply(epoch, draws, inputs)
         return samples_not_finite(numbers, (inputs, targets), self._skip_nan)
 
+    def _leaves(self, number: int, sample: tuple[Nest, Nest]) -> list[Tensor]:
+        """Return the tensors of a sample in the order of the first one's.
+
+        Raises:
+            UserError: it has others.
+        """
+        leaves: list[Tensor] = []
+        for what, like, part in zip(("inputs", "targets"), self._like, sample, strict=True):
+            try:
+                leaves += nest.leaves_as(like, part)
+            except ValueError as error:
+                raise UserError(f"item {number} of the data has other {what} than the first: {error}") from None
+        return leaves
+
 
 class StreamRows(ItemRows):
-    """Makes rows of data that is read through: its random numbers are seeded once for an epoch."""
+    """Makes rows of data that is read through: its random numbers are seeded once for an epoch.
+
+    Where items differ in length, all of a global batch are read before one of them is written.
+    """
 
     def __init__(
         self, items: TensorItems, seed: int, transform: InputTransform | None = None, skip_nan: bool = False
@@ -343,6 +383,23 @@ class StreamRows(ItemRows):
         super().__init__(items, seed, transform, skip_nan)
         self._stream: Stream = items.items
         self._stream_seed = seed
+        self._batch: dict[int, tuple[Nest, Nest]] = {}
+
+    def read_batch(self, epoch: int, draws: Indices) -> None:
+        """Read the items of a global batch where these differ in length: `batch_specs` and `fill` are of these."""
+        if self._ragged is None:
+            return
+        self._stream.begin(self._stream_seed, epoch)
+        self._batch = {i: self._items[i] for i in (draws % len(self._items)).tolist()}
+
+    def _longest(self, lengths: SampleLengths, indices: Indices) -> Iterator[int]:
+        found = [lengths.differing(self._leaves(i, self._batch[i])) for i in indices.tolist()]
+        if not found:
+            return iter(padded_lengths(self.specs))
+        return iter([max(1, *column) for column in zip(*found, strict=True)])
+
+    def _item(self, i: int) -> tuple[Nest, Nest]:
+        return self._batch[i] if i in self._batch and self._ragged is not None else super()._item(i)
 
     def fill(self, epoch: int, draws: Indices, inputs: Nest, targets: Nest) -> list[BadSample]:
         """Write the items of `draws`, as `ItemRows` does, of the iteration that belongs to the epoch."""
@@ -381,21 +438,31 @@ def array_spec(array: Any) -> TensorSpec:
     )
 
 
-def _write_row(i: int, row: int, item: Nest, out: Nest, what: str) -> None:
-    try:
-        values = nest.leaves_as(out, item)
-    except ValueError as error:
-        raise UserError(f"item {i} of the data has other {what} than the first: {error}") from None
-    for value, buffer in zip(values, nest.leaves(out), strict=True):
-        if tuple(value.shape) != buffer.shape[1:]:
+def _write_row(
+    number: int, row: int, leaves: Sequence[Tensor], out: tuple[Nest, Nest], lengths: SampleLengths | None
+) -> None:
+    """Write a sample to a row of arrays `(N, ...)`, padded at the end where samples differ in length.
+
+    Raises:
+        UserError: it is of another shape than the first one, or of a type that cannot be written.
+    """
+    inputs, targets = (nest.leaves(part) for part in out)
+    for leaf, (value, buffer) in enumerate(zip(leaves, (*inputs, *targets), strict=True)):
+        what = "inputs" if leaf < len(inputs) else "targets"
+        ragged = lengths is not None and lengths.longest[leaf] is not None
+        if tuple(value.shape)[ragged:] != buffer.shape[1 + ragged :] or value.ndim != buffer.ndim - 1:
             raise UserError(
-                f"item {i} of the data has shape {tuple(value.shape)}, the first {buffer.shape[1:]}: "
-                f"all {what} must have one shape: pad them, or crop them, in the data set's __getitem__"
+                f"item {number} of the data has shape {tuple(value.shape)}, the first {buffer.shape[1:]}: all {what} "
+                "must have one shape: pad them, or crop them, in the data set's __getitem__; or, where they differ in "
+                "the length of their first axis, give the data set `lengths`, a whole number for each item"
             )
         array = value.detach().cpu().numpy()
         if not np.can_cast(array.dtype, buffer.dtype, "same_kind"):  # fractions would be cut off
             raise UserError(
-                f"item {i} of the data has {what} of {array.dtype}, and the first of {buffer.dtype}, which cannot hold "
-                "them: give all items one type, such as float32"
+                f"item {number} of the data has {what} of {array.dtype}, and the first of {buffer.dtype}, which cannot "
+                "hold them: give all items one type, such as float32"
             )
-        buffer[row] = array
+        if lengths is not None and ragged:
+            buffer[row, : len(array)], buffer[row, len(array) :] = array, lengths.pads[leaf]
+        else:
+            buffer[row] = array

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.data.assemble import ImageRows
+from echelon.data.assemble import ImageRows, StreamRows
 from echelon.data.base import BadSample, Batch, DataInfo
 from echelon.data.drawn import DrawnRows
 from echelon.data.gpu_images import Decoded, GpuImages, check_library, nvimagecodec
@@ -188,6 +188,8 @@ class Feed:
 
     def _made_here(self, epoch: int, job: BatchJob) -> _Made:
         size = len(job.indices)
+        if isinstance(self._rows, StreamRows):
+            self._rows.read_batch(epoch, job.padded_with)
         inputs, targets = self._empty(job)
         bad = self._rows.fill(epoch, job.indices, inputs, targets) if size else []
         return self._without_bad(job, *self._delivered(inputs, targets), bad)

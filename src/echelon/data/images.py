@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, Subset
 from echelon.core.errors import UserError
 from echelon.data.decode import CannotDecode, Picture, as_picture, contents_of, picture_of, rgb_tensor
 from echelon.data.labelled_files import FileRanges, LabelledFiles, Labels
+from echelon.data.ragged import SampleLengths
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 
@@ -206,16 +207,18 @@ class TensorArray(Dataset[tuple[Nest, Nest]]):
 
 @dataclass(frozen=True)
 class TensorItems(Dataset[tuple[Nest, Nest]]):
-    """Another data set, whose items are used as they come: tensors of one shape each.
+    """Another data set, whose items are used as they come: tensors of one shape each, or padded.
 
     Attributes:
         known_targets: of all items, where somebody has read them already; else None.
         origin: numbers of the samples in the data that they are a part of, `(N,)`; None: they are all of it.
+        lengths: where items differ in the length of their first axis; None: they are of one shape.
     """
 
     items: Any
     known_targets: Nest = None
     origin: NDArray[np.int64] | None = None
+    lengths: SampleLengths | None = None
 
     def __len__(self) -> int:
         return len(self.items)

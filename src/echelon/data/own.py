@@ -20,24 +20,22 @@ from echelon.data.images import (
     Images,
     TensorArray,
     TensorItems,
-    about_item,
     as_sample,
     class_of,
     labels_of,
     random_state_kept,
 )
 from echelon.data.labelled_files import Labels
+from echelon.data.lengths import Measured, first_sample, joined_specs, measured, of_stream, read_item
 from echelon.data.order import Indices, split
 from echelon.data.statistics import measure
 from echelon.data.stream import Stream, is_stream
-from echelon.observe.stacks import circumstances
 from echelon.tasks import nest
 from echelon.tasks.base import NO_TARGET, TargetValues
 from echelon.tasks.nest import Nest, TensorSpec
 
 _MOST_READ_FOR_LABELS = 20_000
 _DIGESTED = 16  # samples whose inputs tell data from others
-_SAID = 300  # characters of what a data set raises
 _LOOKED_AT = 8  # items, for the values of their targets
 _PROMISE = (
     "samples come in its own order, each once in an epoch as far as it gives the same each time, and each process "
@@ -50,24 +48,27 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
     """Use data sets whose items are (input, target), (input, input, ..., target), or dicts with a target.
 
     Inputs are used as they come, unless they are square uint8 images `(1 or 3, S, S)` with a class each: these are
-    augmented as configured and normalised. The tensors of all items have the same shapes. Random numbers that a data
-    set draws from torch, numpy or `random` while it makes an item are seeded per (seed, epoch, index), so they do not
-    depend on workers or loaders. Targets that are whole numbers from 0 may be classes; any others are for other tasks.
+    augmented as configured and normalised. Tensors of items have the same shapes, or differ in the length of their
+    first axis: these are padded to the longest of a global batch (`data.lengths`). Random numbers that a data set draws
+    from torch, numpy or `random` while it makes an item are seeded per (seed, epoch, index), so they do not depend on
+    workers or loaders. Targets that are whole numbers from 0 may be classes; any others are for other tasks.
 
     Args:
-        train: with `len` and items; `targets` or `labels` spare reading every item once. One that can only be iterated
-            is trained on in its own order (`data.stream`).
+        train: with `len` and items; `targets` or `labels`, and `lengths` where samples differ in length, spare reading
+            every item once. One that can only be iterated is trained on in its own order (`data.stream`).
         evaluation: likewise.
         classes: names by label; from the labels when left out.
 
     Raises:
-        UserError: a data set is empty, its items are of another kind, or a label is none of `classes`.
+        UserError: a data set is empty, its items are of another kind, shapes differ in more than their first axis, or
+            a label is none of `classes`.
     """
     name = type(train).__name__
     train, evaluation = _by_index("training", train), _by_index("evaluation", evaluation)
     with random_state_kept():
-        inputs, targets = _first_sample(name, train)
-        both = (_labels(name, train), _labels(name, evaluation)) if _is_class(targets) else None
+        inputs, targets = first_sample(name, train)
+        read, held_read = (_measured(name, part, (inputs, targets)) for part in (train, evaluation))
+        both = (_labels(name, train, read), _labels(name, evaluation, held_read)) if _is_class(targets) else None
     names = _class_names(name, both, classes)
     first = inputs if isinstance(inputs, torch.Tensor) else None
     is_image = bool(names) and first is not None and first.dtype == torch.uint8 and first.ndim == 3
@@ -77,20 +78,22 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
     if is_image and first is not None and first.shape[1] != first.shape[2]:
         raise UserError(f"data {name}: uint8 images must be square, not {tuple(first.shape)}; or give float tensors")
     labels, held_labels = both if both is not None else (None, None)
-    data, held = _samples(train, labels, is_image), _samples(evaluation, held_labels, is_image)
+    data, held = _samples(train, labels, is_image, read), _samples(evaluation, held_labels, is_image, held_read)
     side = int(first.shape[-1]) if first is not None and first.ndim == 3 else 1
     mean, std = measure(data, side) if isinstance(data, Images) else ((), ())
     values = None if both is not None else seen_values(data, held)
-    several, targets = nest.map_leaves(_spec, (inputs, targets))
+    several, targets = _specs(name, (inputs, targets), evaluation, (read, held_read))
+    is_ragged = first is not None and several.ragged
     if first is None:
         several = _with_counts(several, data, held)
         targets = _with_marks(targets, values, data)
     info = DataInfo(
-        name, names, int(first.shape[0]) if first is not None and first.ndim else 1, side, len(train), len(evaluation),  # type: ignore[arg-type]
+        name, names, int(first.shape[0]) if first is not None and first.ndim and not is_ragged else 1, side,
+        len(train), len(evaluation),  # type: ignore[arg-type]
         tuple(np.bincount(labels, minlength=len(names)).tolist()) if names and labels is not None else (), mean, std,
-        shape=None if is_image or first is None else tuple(first.shape),
+        shape=None if is_image or first is None or is_ragged else tuple(first.shape),
         dtype="float32" if is_image or first is None else several.dtype,
-        several=several if first is None else None,
+        several=several if first is None or is_ragged else None,
         targets=targets if labels is None else CLASS_NUMBER,
         label_span=_span(both) if both is not None and not classes else None,
         target_values=values, task=_task_of(targets, values),
@@ -98,7 +101,8 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
     notes = tuple(f"the {part} data can only be iterated: {_PROMISE}" for part, each in (
         ("training", train), ("evaluation", evaluation)
     ) if isinstance(each, Stream))[:1]  # fmt: skip
-    return Source(data, held, info, notes)
+    lengths = (each.lengths.note() for each in (read, held_read) if each.lengths is not None)
+    return Source(data, held, info, (*notes, *(f"data {name}: {note}" for note in list(lengths)[:1])))
 
 
 OwnData = Source | Dataset[Any] | tuple[Dataset[Any], ...]
@@ -203,12 +207,16 @@ def _digest(data: Dataset[Any], size: int, beside: bytes = b"") -> str:
     elif isinstance(data, ImageArray | ImageItems):
         known, inputs = data.labels, data.pixels if isinstance(data, ImageArray) else ()
     else:
-        known, inputs = (data.known_targets if isinstance(data, TensorItems) else None), ()
+        known, inputs = ((data.known_targets, _known_lengths(data)) if isinstance(data, TensorItems) else None), ()
     rows = np.linspace(0, max(0, size - 1), _DIGESTED).astype(int)
     for array in (*nest.leaves(known), *(x[rows] for x in nest.leaves(inputs) if isinstance(x, np.ndarray))):
         if isinstance(array, np.ndarray):
             digest.update(f"{array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()[:16]
+
+
+def _known_lengths(data: TensorItems) -> Indices | None:
+    return None if data.lengths is None else data.lengths.known
 
 
 def stream_digests(source: Source) -> dict[str, str]:
@@ -232,7 +240,7 @@ def stream_digests(source: Source) -> dict[str, str]:
 def example_samples(source: Source) -> tuple[Nest, Nest]:
     """Return two samples' inputs and targets, the same in every process.
 
-    Inputs are None where they are images; zeros stand for these samples' targets.
+    Inputs are None where they are images; zeros stand for these samples' targets. Different lengths are padded.
 
     Raises:
         UserError: the two are of different shapes.
@@ -251,12 +259,12 @@ def example_samples(source: Source) -> tuple[Nest, Nest]:
             items = [data[i % len(data)] for i in range(2)]
         items = [tuple(_as_first(info.name, items[0][k], item[k]) for k in (0, 1)) for item in items]
         shapes = [[tuple(leaf.shape) for leaf in nest.leaves(item)] for item in items]
-        if shapes[0] != shapes[1]:
+        if data.lengths is None and shapes[0] != shapes[1]:
             raise UserError(
                 f"data {info.name}: its first two items have shapes {shapes[0]} and {shapes[1]}, and all must have "
                 "one: pad them, or crop them, in the data set's __getitem__"
             )
-        inputs, targets = (nest.stack([item[k] for item in items]) for k in (0, 1))
+        inputs, targets = nest.stack(items) if data.lengths is None else data.lengths.stacked(items)
     return inputs, nest.map_leaves(lambda leaf, spec: leaf.to(getattr(torch, spec.dtype)), targets, info.targets)
 
 
@@ -268,15 +276,54 @@ def _as_first(name: str, first: Nest, other: Nest) -> Nest:
         raise UserError(f"data {name}: item 1 has other tensors than item 0: {error}") from None
 
 
-def _samples(data: Any, labels: Labels | None, is_image: bool) -> Images | TensorArray | TensorItems:
+def _measured(name: str, data: Any, sample: tuple[Nest, Nest]) -> Measured:
+    """Return what reading items tells of lengths; tensors in memory, and images, which are resized, are not read."""
+    inputs, targets = sample
+    is_image = isinstance(inputs, torch.Tensor) and inputs.dtype == torch.uint8 and inputs.ndim == 3
+    if isinstance(data, Stream):
+        return Measured(of_stream(name, data, data.shapes))
+    if (is_image and _is_class(targets)) or _in_memory(data):
+        return Measured()
+    return measured(name, data)
+
+
+def _in_memory(data: Any) -> bool:
+    """Whether a data set is tensors that are taken as they are, or a part of such."""
+    return type(data.dataset if type(data) is Subset else data) is TensorDataset
+
+
+def _specs(
+    name: str, sample: tuple[Nest, Nest], evaluation: Any, reads: tuple[Measured, Measured]
+) -> tuple[Nest, Nest]:
+    """Return the specs of inputs and targets; those that differ in length as long as the longest of both parts.
+
+    Args:
+        sample: the first one of the training data.
+        reads: of the training and the evaluation data.
+    """
+    train, held = (each.lengths for each in reads)
+    specs: tuple[Nest, Nest] = nest.map_leaves(_spec, sample)
+    if train is None and held is None:
+        return specs
+    with random_state_kept():
+        other = nest.map_leaves(_spec, first_sample(name, evaluation))
+    specs = joined_specs(
+        name, specs if train is None else train.fitted(specs), other if held is None else held.fitted(other)
+    )
+    return specs
+
+
+def _samples(data: Any, labels: Labels | None, is_image: bool, read: Measured) -> Images | TensorArray | TensorItems:
     """Take tensors in memory as they are, a whole batch at a time; anything else item by item."""
     tensors = data.tensors if type(data) is TensorDataset else None
     if type(data) is Subset and type(data.dataset) is TensorDataset:
         tensors = tuple(tensor[torch.as_tensor(data.indices)] for tensor in data.dataset.tensors)
     if isinstance(data, Stream):  # whose order, and so the targets by place, may differ between epochs
-        return TensorItems(data)
+        return TensorItems(data, lengths=read.lengths)
     if tensors is None:
-        return ImageItems(data, labels) if is_image and labels is not None else TensorItems(data, labels)
+        if is_image and labels is not None:
+            return ImageItems(data, labels)
+        return TensorItems(data, labels, lengths=read.lengths)
     *values, wanted = (tensor.detach().cpu().contiguous().numpy() for tensor in tensors)
     if is_image and labels is not None:
         return ImageArray(values[0], labels)
@@ -302,17 +349,6 @@ def _class_names(name: str, both: tuple[Labels, Labels] | None, classes: Sequenc
 
 def _span(both: tuple[Labels, Labels]) -> tuple[int, int]:
     return min(int(labels.min()) for labels in both), max(int(labels.max()) for labels in both)
-
-
-def _first_sample(name: str, data: Any) -> tuple[Nest, Nest]:
-    try:
-        inputs, targets = as_sample(_item(data, 0))
-    except UserError as error:
-        raise UserError(f"data {name}: {error}") from error
-    for leaf in nest.leaves((inputs, targets)):
-        if leaf.dtype == torch.bfloat16:
-            raise UserError(f"data {name}: bfloat16 inputs cannot be loaded: give float32, and use --precision bf16")
-    return inputs, targets
 
 
 def _is_class(targets: Nest) -> bool:
@@ -346,7 +382,7 @@ def _task_of(targets: Nest, values: TargetValues | None) -> str:
     One-hot rows are for none: classes are meant, and are refused as such unless a task is named.
     """
     one = targets if isinstance(targets, TensorSpec) and len(targets.shape) < 2 else None
-    numbers = one is not None and one.dtype.startswith("float") and not (values and values.one_hot)
+    numbers = one is not None and not one.ragged and one.dtype.startswith("float") and not (values and values.one_hot)
     return "regression" if numbers else DataInfo.task
 
 
@@ -380,35 +416,20 @@ def _spec(leaf: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
 
 
-def _labels(name: str, data: Any) -> Labels:
+def _labels(name: str, data: Any, read: Measured) -> Labels:
+    if read.labels is not None:
+        return read.labels
     if isinstance(data, Subset):
-        return _labels(name, data.dataset)[np.asarray(data.indices)]
+        return _labels(name, data.dataset, read)[np.asarray(data.indices)]
     if isinstance(data, TensorDataset) and type(data).__getitem__ is TensorDataset.__getitem__:
         return np.asarray(data.tensors[-1], dtype=np.int64)
     found = labels_of(data)
     if found is not None and len(found) == len(data):
         some = np.unique(np.linspace(0, len(data) - 1, _LOOKED_AT).astype(int))
-        if isinstance(data, Stream) or all(found[i] == class_of(name, int(i), _item(data, int(i))) for i in some):
+        if isinstance(data, Stream) or all(found[i] == class_of(name, int(i), read_item(data, int(i))) for i in some):
             return found  # what items give counts: `targets` may be those before a target_transform
     if len(data) > _MOST_READ_FOR_LABELS:
         raise UserError(
             f"data {name}: give the data set `targets`, a list of its {len(data)} labels, as items have them"
         )
-    return np.array([class_of(name, i, _item(data, i)) for i in range(len(data))], dtype=np.int64)
-
-
-def _item(data: Any, i: int) -> Any:
-    """Return an item.
-
-    Raises:
-        UserError: the data set raises; says for which item, and where.
-    """
-    try:
-        return data[i]
-    except UserError:
-        raise
-    except Exception as error:  # the caller's code may raise any
-        number = int(data.indices[i]) if isinstance(data, Subset) else i
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:_SAID]}"
-        error.add_note(about_item(error, number))
-        raise UserError(f"data {type(data).__name__}: {said} ({circumstances(error)})") from error
+    return np.array([class_of(name, i, read_item(data, i)) for i in range(len(data))], dtype=np.int64)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 
+from echelon.core.errors import UserError
 from echelon.tasks import nest
+from echelon.tasks.base import NO_TARGET
 from echelon.tasks.nest import Nest
 
 
@@ -63,6 +67,86 @@ class RaggedArray:
             row[: end - start] = self.values[start:end]
 
 
+@dataclass(frozen=True)
+class SampleLengths:
+    """What is known of samples whose tensors differ in the length of their first axis.
+
+    Leaves are those of inputs, then those of targets.
+
+    Attributes:
+        longest: how long each leaf is at most, as far as it is known; None: all samples have one shape.
+        pads: what each leaf is filled up with at its end.
+        known: at most how long the leaves that differ are, `(N, such leaves)`; None: data that can only be iterated
+            tells as it is read.
+        tells: whether an input says where a sample ends: a mask of ones, or its length.
+    """
+
+    longest: tuple[int | None, ...]
+    pads: tuple[float, ...]
+    known: NDArray[np.int64] | None
+    tells: bool
+
+    def fitted(self, specs: Nest) -> Nest:
+        """Return the specs of one sample's inputs and targets with leaves that differ in length as ragged ones."""
+        ragged = [
+            spec if most is None else replace(spec, shape=(max(1, most), *spec.shape[1:]), ragged=True)
+            for spec, most in zip(nest.leaves(specs), self.longest, strict=True)
+        ]
+        return nest.rebuild(specs, iter(ragged))
+
+    def of_samples(self) -> NDArray[np.int64] | None:
+        """Return the length of each sample's longest tensor, `(N,)`; None: unknown."""
+        return None if self.known is None else self.known.max(1)
+
+    def of_batch(self, indices: NDArray[np.int64]) -> Iterator[int]:
+        """Return how long each leaf that differs is in a batch of samples `(n,)`, at least 1."""
+        assert self.known is not None
+        return iter(self.known[indices].max(0, initial=1).tolist())
+
+    def differing(self, leaves: Sequence[Any]) -> list[int]:
+        """Return the lengths of those of a sample's leaves that differ between samples."""
+        return [len(leaf) for leaf, most in zip(leaves, self.longest, strict=True) if most is not None]
+
+    def check(self, number: int, index: int, leaves: Sequence[Any]) -> None:
+        """Refuse a sample that is longer than was known, by which batches were made.
+
+        Args:
+            number: of the sample in the user's data.
+            index: among those that lengths are known of.
+
+        Raises:
+            UserError: it is.
+        """
+        if self.known is None:
+            return
+        for length, most in zip(self.differing(leaves), self.known[index].tolist(), strict=True):
+            if length > most:
+                raise UserError(not_known(f"item {number} of the data", length, most))
+
+    def stacked(self, samples: Sequence[tuple[Nest, Nest]]) -> tuple[Nest, Nest]:
+        """Return samples' inputs and targets as tensors `(n, ...)`, padded to the longest."""
+        columns = zip(*(nest.leaves(sample) for sample in samples), strict=True)
+        rows = [
+            torch.stack(column) if most is None else pad_sequence(list(column), batch_first=True, padding_value=pad)
+            for column, most, pad in zip(columns, self.longest, self.pads, strict=True)
+        ]
+        batch: tuple[Nest, Nest] = nest.rebuild(samples[0], iter(rows))
+        return batch
+
+    def note(self) -> str:
+        """Say how batches of these samples come about, and whether a model can know where a sample ends."""
+        of_samples = self.of_samples()
+        reach = "differ in length" if of_samples is None else f"are {of_samples.min()} to {of_samples.max()} long"
+        grouped = "" if of_samples is None else " and holds samples of similar lengths"
+        said = f"samples {reach}: a batch is padded to its longest{grouped}; inputs with 0, targets with {NO_TARGET}"
+        if self.tells:
+            return said
+        return (
+            f"{said}. No input says where a sample ends: if the model must know, give items one more, a mask "
+            "(torch.ones(len(x)), padded with 0) or the length"
+        )
+
+
 def batch_specs(arrays: Nest, specs: Nest, indices: NDArray[np.int64]) -> Nest:
     """Return specs whose ragged leaves are as long as the longest of the samples `indices` `(n,)`."""
 
@@ -97,4 +181,12 @@ def crop(buffers: Nest, specs: Nest, rows: slice) -> Nest:
     """Return views of some rows of larger buffers, as long as the specs say."""
     return nest.map_leaves(
         lambda buffer, spec: buffer[rows, : spec.shape[0]] if spec.ragged else buffer[rows], buffers, specs
+    )
+
+
+def not_known(what: str, length: int, known: int) -> str:
+    """Say what to do where a sample's length is none that is known before."""
+    return (
+        f"{what} is {length} long, and {known} long where lengths were known: lengths that are drawn at random, or "
+        "change, need `lengths` in the data set: at most how long each item is"
     )

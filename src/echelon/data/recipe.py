@@ -82,6 +82,11 @@ def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool
             raise UserError(f"--augment {data.augment} is for uint8 images (1 or 3, S, S); {info.name} gives others")
         if data.image_size:
             raise UserError(f"--image-size is for images; inputs of {info.name} are used as they come")
+        if isinstance(samples, TensorItems) and samples.lengths is not None and transform is not None:
+            raise UserError(
+                f"a transform of your own sees padded samples, and those of {info.name} differ in length: do it in the "
+                "data set's __getitem__"
+            )
         if isinstance(samples, TensorArray):
             return ArrayRows(samples, transform, data.on_nan == "skip")
         kind = StreamRows if isinstance(samples.items, Stream) else ItemRows

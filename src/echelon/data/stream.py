@@ -20,6 +20,7 @@ from echelon.core.errors import UserError
 from echelon.data.images import RandomState, as_sample, class_of, random_state_kept
 from echelon.data.labelled_files import Labels
 from echelon.data.order import item_seeds
+from echelon.tasks import nest
 
 _COUNTING_S = 600.0
 _END = object()
@@ -30,6 +31,7 @@ class Stream:
 
     Attributes:
         labels: class numbers of all samples, where their targets are classes; else None.
+        shapes: of the tensors of items, each once, of all items where these were read through.
     """
 
     def __init__(self, data: Any, part: str) -> None:
@@ -56,7 +58,9 @@ class Stream:
         self._restart()
         self.labels: Labels | None = None
         self._count = len(data) if hasattr(data, "__len__") else -1
-        target = as_sample(self[0])[1]
+        self._first = as_sample(self[0])
+        self.shapes: set[tuple[tuple[int, ...], ...]] = set()
+        target = self._first[1]
         has_classes = isinstance(target, torch.Tensor) and target.ndim == 0 and not target.is_floating_point()
         if has_classes or self._count < 0:
             self._read_through(has_classes)
@@ -126,6 +130,7 @@ class Stream:
                     raise
                 break
             count += 1
+            self._note_shapes(item)
             if has_classes:
                 labels.append(class_of(type(self._data).__name__, count - 1, item))
             if time.monotonic() > ends:
@@ -135,6 +140,14 @@ class Stream:
                 )
         self._count = count
         self.labels = np.array(labels, dtype=np.int64) if has_classes else None
+
+    def _note_shapes(self, item: Any) -> None:
+        """Note the shapes of an item's tensors; one with other tensors is refused where it is used."""
+        try:
+            leaves = nest.leaves_as(self._first, as_sample(item))
+        except ValueError:
+            return
+        self.shapes.add(tuple(tuple(leaf.shape) for leaf in leaves))
 
 
 def is_stream(data: Any) -> bool:

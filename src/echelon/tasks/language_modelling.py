@@ -53,7 +53,7 @@ class LanguageModelling(TokenTask):
     )
 
     def __init__(self) -> None:
-        self._context = 0
+        self._context, self._any_length = 0, False
         self._decoder: TextDecoder | None = None
 
     def fitted(self, data: DataFacts, settings: TaskSettings) -> Self:
@@ -68,8 +68,8 @@ class LanguageModelling(TokenTask):
                 "next token of each: give one text (.txt), or int64 ids of shape (tokens,)"
             )
         task = super().fitted(data, settings)
-        (task._context,) = nest.leaves(data.targets)[0].shape
-        task.units_per_sample = task._context
+        (task._context,), task._any_length = nest.leaves(data.targets)[0].shape, nest.leaves(data.targets)[0].ragged
+        task.units_per_sample = 0 if task._any_length else task._context
         task._decoder = data.tokeniser if isinstance(data.inputs, TensorSpec) else None
         task.primary = replace(self.primary, chance=float(task._vocabulary) or None)
         return task
@@ -78,11 +78,12 @@ class LanguageModelling(TokenTask):
         """Say what is wrong with a model's outputs."""
         logits = logits_of(outputs)
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        wanted = (samples, self._context, self._vocabulary)
+        tokens = shape[1] if self._any_length and isinstance(shape, tuple) and len(shape) == 3 else self._context
+        wanted, length = (samples, tokens, self._vocabulary), "T" if self._any_length else tokens
         if isinstance(shape, tuple) and shape[:2] == wanted[:2] and (not self._vocabulary or shape == wanted):
             return ""
         return (
-            f"must return logits of shape (batch, {self._context}, {self._vocabulary}), one for each token; for a "
+            f"must return logits of shape (batch, {length}, {self._vocabulary}), one for each token; for a "
             f"batch of {samples} it returned {shape}"
         )
 

@@ -63,7 +63,7 @@ class MultiLabel(Task):
         """
         task = super().fitted(data, settings)
         specs = nest.leaves(data.targets)
-        if len(specs) != 1 or len(specs[0].shape) != 1 or specs[0].shape[0] < 2:
+        if len(specs) != 1 or len(specs[0].shape) != 1 or specs[0].shape[0] < 2 or specs[0].ragged:
             raise UserError(
                 f"data {data.name}: targets are {nest.describe(data.targets)}, and --task multi-label needs a 0 or 1 "
                 "for each of at least 2 labels: float32 of shape (L,)"

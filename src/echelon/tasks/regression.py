@@ -93,7 +93,7 @@ class Regression(Task):
 
     def _takes_targets(self, data: DataFacts, spec: TensorSpec) -> bool:
         """Whether targets of this form can be learnt."""
-        return len(spec.shape) < 2 and spec.dtype.startswith("float")
+        return len(spec.shape) < 2 and not spec.ragged and spec.dtype.startswith("float")
 
     @property
     def outputs(self) -> int:

@@ -86,7 +86,8 @@ class Segmentation(Task):
             UserError: targets are no class numbers of pixels, the data names no classes, or class weights do not fit.
         """
         specs = nest.leaves(data.targets)
-        if len(specs) != 1 or len(specs[0].shape) != 2 or not specs[0].dtype.removeprefix("u").startswith("int"):
+        whole = specs[0].dtype.removeprefix("u").startswith("int")
+        if len(specs) != 1 or len(specs[0].shape) != 2 or specs[0].ragged or not whole:
             raise UserError(
                 f"data {data.name}: targets are {nest.describe(data.targets)}, and --task segmentation needs the class "
                 "of each pixel: give a folder with images/ and masks/, or int64 class numbers of shape (height, width)"

@@ -53,7 +53,7 @@ def test_dicts_go_by_their_keys_and_other_keys_are_refused() -> None:
     items = [{"a": 1.0, "b": torch.zeros(3), "y": 0}, {"b": torch.ones(3), "a": 2.0, "y": 1}]
     source = from_datasets(Items(items), Items(items))
     assert {name: tuple(leaf.shape) for name, leaf in example_samples(source)[0].items()} == {"a": (2,), "b": (2, 3)}
-    with pytest.raises(UserError, match="item 1 of the data has other inputs than the first: the keys c, a, not a, b"):
+    with pytest.raises(UserError, match="item 1 has other tensors than item 0: the keys c, a, not a, b"):
         filled(Items([{"a": 1.0, "b": 2.0, "y": 0}, {"c": 9.0, "a": 1.0, "y": 1}]))
 
 

@@ -17,7 +17,6 @@ from echelon.data import (
     Shard,
     TrainLoader,
     evaluation_digest,
-    example_samples,
     from_datasets,
     samples_digest,
 )
@@ -126,10 +125,14 @@ def test_a_digest_tells_evaluation_data_of_other_values_or_another_size() -> Non
 
 
 class Longer(Listed):
-    """Has fewer items than it says."""
+    """Has fewer items than it says, or loses one later."""
+
+    def __init__(self, items: list[tuple[Tensor, Tensor]], missing: int = 1) -> None:
+        super().__init__(items)
+        self.count = len(items) + missing
 
     def __len__(self) -> int:
-        return len(self.items) + 1
+        return self.count
 
 
 def test_an_item_that_is_not_there_or_raises_is_named() -> None:
@@ -137,7 +140,9 @@ def test_an_item_that_is_not_there_or_raises_is_named() -> None:
     with pytest.raises(UserError, match=r"^data Longer: IndexError: .* \(item 4 of .*, which its __len__ counts"):
         from_datasets(labelled, labelled)
     rows = [(torch.ones(3), torch.ones(1))] * 20
-    source = from_datasets(Longer(rows), Longer(rows))
+    rows.append(rows[0])
+    source = from_datasets(Longer(rows, 0), Longer(rows, 0))
+    rows.pop()
     config = LoaderConfig(DataConfig(batch_size=7, loaders=0), seed=0, device=torch.device("cpu"))
     loader = TrainLoader(source, config, Shard(0, 1))
     with pytest.raises(IndexError) as raised:
@@ -148,10 +153,3 @@ def test_an_item_that_is_not_there_or_raises_is_named() -> None:
     with pytest.raises(IndexError) as raised:
         list(EvalLoader(source, config, Shard(0, 1)))
     assert raised.value.__notes__ == [item, "rank 0, batch 3 of the evaluation data"]
-
-
-def test_items_of_different_lengths_are_refused_with_what_to_do() -> None:
-    items = [(torch.ones(3), torch.tensor(0)), (torch.ones(5), torch.tensor(1))]
-    data = from_datasets(*[Listed(items)] * 2)
-    with pytest.raises(UserError, match=r"first two items have shapes \[\(3,\), \(\)\] and .*: pad them, or crop"):
-        example_samples(data)
