@@ -76,10 +76,8 @@ def train(
     Args:
         model: a name as on the command line, or a module; workers train copies of it, sent by value.
         data: a name or folder as on the command line; or map-style data sets of (input, target), (input, input, ...,
-            target), or dicts with a target: (training, evaluation), (training, validation, test), or one, of which
-            `holdout` is held out; or a `Source`. Tensors that differ in the length of their first axis are padded to
-            the longest of the global batch, inputs with 0 and targets with -100; `lengths` of a data set, a whole
-            number for each item, spares reading every item once.
+            target), or dicts with a target, of one length or padded (see `echelon.data.from_datasets`): (training,
+            evaluation), (training, validation, test), or one, of which `holdout` is held out; or a `Source`.
         run: the run's folder; empty: `runs/DATA-MODEL-NUMBER`.
         task: a name as on the command line, or a task of your own (see `echelon.tasks.base.Task`).
         loss: a function of outputs and targets, or a module of `torch.nn`, that returns one number for each sample,
