@@ -49,13 +49,15 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
 
     Inputs are used as they come, unless they are square uint8 images `(1 or 3, S, S)` with a class each: these are
     augmented as configured and normalised. Tensors of items have the same shapes, or differ in the length of their
-    first axis: these are padded to the longest of a global batch (`data.lengths`). Random numbers that a data set draws
-    from torch, numpy or `random` while it makes an item are seeded per (seed, epoch, index), so they do not depend on
-    workers or loaders. Targets that are whole numbers from 0 may be classes; any others are for other tasks.
+    first axis: a batch is then padded to the longest of all workers' samples, inputs with 0, targets with -100, and
+    batches hold samples of similar lengths. Random numbers that a data set draws from torch, numpy or `random` while it
+    makes an item are seeded per (seed, epoch, index), so they do not depend on workers or loaders. Targets that are
+    whole numbers from 0 may be classes; any others are for other tasks.
 
     Args:
-        train: with `len` and items; `targets` or `labels`, and `lengths` where samples differ in length, spare reading
-            every item once. One that can only be iterated is trained on in its own order (`data.stream`).
+        train: with `len` and items. `targets` or `labels` spare reading every item once; so does `lengths` where they
+            differ in length, a whole number for each item: at least that of its longest tensor. One that can
+            only be iterated is trained on in its own order (`data.stream`).
         evaluation: likewise.
         classes: names by label; from the labels when left out.
 
@@ -98,11 +100,15 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
         label_span=_span(both) if both is not None and not classes else None,
         target_values=values, task=_task_of(targets, values),
     )  # fmt: skip
-    notes = tuple(f"the {part} data can only be iterated: {_PROMISE}" for part, each in (
-        ("training", train), ("evaluation", evaluation)
-    ) if isinstance(each, Stream))[:1]  # fmt: skip
-    lengths = (each.lengths.note() for each in (read, held_read) if each.lengths is not None)
-    return Source(data, held, info, (*notes, *(f"data {name}: {note}" for note in list(lengths)[:1])))
+    return Source(data, held, info, _notes(name, (train, evaluation), (read, held_read)))
+
+
+def _notes(name: str, parts: tuple[Any, Any], reads: tuple[Measured, Measured]) -> tuple[str, ...]:
+    """Return what a user has to know of data that can only be iterated, and of samples that are padded."""
+    streams = [part for part, each in zip(("training", "evaluation"), parts, strict=True) if isinstance(each, Stream)]
+    notes = [f"the {part} data can only be iterated: {_PROMISE}" for part in streams[:1]]
+    lengths = [each.lengths for each in reads if each.lengths is not None]
+    return (*notes, *(f"data {name}: {each.note()}" for each in lengths[:1]))
 
 
 OwnData = Source | Dataset[Any] | tuple[Dataset[Any], ...]
@@ -148,7 +154,8 @@ def source_of(data: OwnData, holdout: float, seed: int, end: bool = False) -> So
     source = from_datasets(data[0], data[1])
     if len(data) == 2:
         return source
-    return replace(source, test=from_datasets(data[0], data[2], source.info.classes or None).evaluation)
+    # beside the smaller of the two others, whose items may have to be read again
+    return replace(source, test=from_datasets(data[1], data[2], source.info.classes or None).evaluation)
 
 
 def _of_origin(samples: Dataset[Any], origin: Indices) -> Dataset[Any]:
