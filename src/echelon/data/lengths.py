@@ -69,7 +69,8 @@ def measured(name: str, data: Any) -> Measured:
     labels = None
     if declared is None:
         if getattr(_origin(data), "lengths", None) is not None:
-            raise UserError(f"data {name}: its `lengths` must be a sequence of {len(data)} whole numbers, one an item")
+            count = len(_origin(data))
+            raise UserError(f"data {name}: its `lengths` must be a sequence of {count} whole numbers, one an item")
         every, labels = _read_all(name, data, first)
         for i, seen in zip(places, shapes, strict=True):
             if seen != every[i]:
