@@ -103,9 +103,9 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
     return Source(data, held, info, _notes(name, (train, evaluation), (read, held_read)))
 
 
-def _notes(name: str, parts: tuple[Any, Any], reads: tuple[Measured, Measured]) -> tuple[str, ...]:
+def _notes(name: str, data: tuple[Any, Any], reads: tuple[Measured, Measured]) -> tuple[str, ...]:
     """Return what a user has to know of data that can only be iterated, and of samples that are padded."""
-    streams = [part for part, each in zip(("training", "evaluation"), parts, strict=True) if isinstance(each, Stream)]
+    streams = [part for part, each in zip(("training", "evaluation"), data, strict=True) if isinstance(each, Stream)]
     notes = [f"the {part} data can only be iterated: {_PROMISE}" for part in streams[:1]]
     lengths = [each.lengths for each in reads if each.lengths is not None]
     return (*notes, *(f"data {name}: {each.note()}" for each in lengths[:1]))
