@@ -59,7 +59,9 @@ def links(source: Path, target: Path, repeat: int) -> Path:
 
 def ours(settings: Settings) -> Contender:
     """Build Echelon's loader."""
-    config = DataConfig(source=str(settings.folder), batch_size=settings.batch_size, loaders=settings.loaders)
+    config = DataConfig(
+        source=str(settings.folder), batch_size=settings.batch_size, loaders=settings.loaders, follow_links=True
+    )
     loader_config = LoaderConfig.of(config, 0, torch.device("cpu"))
     loader = TrainLoader(open_data(config, 0), loader_config, Shard(0, 1))
     return Contender(lambda epoch: ((b.inputs, b.targets) for b in loader.epoch(epoch)), loader.close)

@@ -119,7 +119,7 @@ def test_masked_tokens_are_shown_with_what_is_predicted() -> None:
     section = fitted.generated(lambda ids: scores.expand(len(ids), 8, 4), [end], None).section
     assert section is not None and section.texts[0].title == "a [1] ", "what fills the last window up is no text"
     assert Characters("abc").decode([1, 4, 0]) == "a\ufffd\ufffd"
-    assert fitted.facts().speed(10.0) == ("samples/s", 10.0), "whether a token is predicted is drawn"
+    assert fitted.facts().speed(10.0) == ("tokens/s", 80.0), "all of a window are read, masked or not"
     calls: list[torch.Size] = []
     fitted.generated(lambda ids: calls.append(ids.shape) or scores, [], None)  # type: ignore[func-returns-value]
     assert calls == [(1, 8)], "a rank without samples calls the model too"
