@@ -1,6 +1,6 @@
 """Samples/s of tar shards against a folder of the same files, as a training process gets them.
 
-Both are alive at once; windows of one epoch take turns, so that both see the same machine. The first window is warm-up.
+Both are alive at once; windows of a second take turns, so that both see the same machine. The first window is warm-up.
 
     python -m benchmarks.sources [--loaders 0] [--windows 15]
 """
@@ -20,9 +20,10 @@ import torch
 
 from benchmarks._common import REPOSITORY, command_line, environment_line, markdown_table, median, update_section
 from benchmarks.fetch_data import fetch
-from benchmarks.input import Settings, links, ours
+from benchmarks.input import Contender, Settings, links, ours
 
 _PER_SHARD = 500
+_WINDOW_S = 1.0
 _SPEECH = REPOSITORY.parent / "shared" / "data" / "speech-digits.tar.gz"
 
 
@@ -71,20 +72,29 @@ def pairs(place: Path) -> list[Pair]:
 def measure(pair: Pair, loaders: int, windows: int) -> list[str]:
     """Return a row of the table."""
     alive = {path: ours(Settings(path, loaders, 50)) for path in (pair.folder, pair.shards)}
-    rates: dict[Path, list[float]] = {path: [] for path in alive}
+    rates: dict[Path, list[tuple[float, float]]] = {path: [] for path in alive}
     for window in range(windows + 1):
         for path in list(alive) if window % 2 else list(alive)[::-1]:
-            began = time.perf_counter()
-            samples = sum(len(targets) for _, targets in alive[path].epoch(window))
+            measured = _window(alive[path], 100 * window)
             if window:
-                rates[path].append(samples / (time.perf_counter() - began))
+                rates[path].append(measured)
     for contender in alive.values():
         contender.close()
     ratios = np.array(rates[pair.shards]) / np.array(rates[pair.folder])
     drawn = np.median(np.random.default_rng(0).choice(ratios, (2000, len(ratios))), 1)
-    low, high = np.quantile(drawn, (0.05, 0.95))
-    shown = [f"{median(rates[path]):,.0f}" for path in (pair.folder, pair.shards)]
-    return [pair.name, *shown, f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})"]
+    low, high = np.quantile(drawn, (0.05, 0.95), 0)
+    shown = [f"{median([clock for clock, _ in rates[path]]):,.0f}" for path in (pair.folder, pair.shards)]
+    columns = zip(np.median(ratios, 0), low, high, strict=True)
+    return [pair.name, *shown, *(f"{middle:.3f} ({least:.3f} to {most:.3f})" for middle, least, most in columns)]
+
+
+def _window(contender: Contender, epoch: int) -> tuple[float, float]:
+    """Return samples per second, by the clock and by this process's processor time, of epochs of a second together."""
+    began, used, samples = time.perf_counter(), time.process_time(), 0
+    while time.perf_counter() - began < _WINDOW_S:
+        samples += sum(len(targets) for _, targets in contender.epoch(epoch))
+        epoch += 1
+    return samples / (time.perf_counter() - began), samples / (time.process_time() - used)
 
 
 def main() -> None:
@@ -96,10 +106,12 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
         rows = [measure(pair, options.loaders, options.windows) for pair in pairs(Path(place))]
-    table = markdown_table(("data", "folder, samples/s", "shards, samples/s", "shards / folder"), rows)
+    table = markdown_table(
+        ("data", "folder, samples/s", "shards, samples/s", "shards / folder", "by processor seconds"), rows
+    )
     print(table)
     where = environment_line(command_line("benchmarks.sources"))
-    about = f"{options.loaders} loader processes; {options.windows} windows of one epoch in turn, medians."
+    about = f"{options.loaders} loader processes; {options.windows} windows of a second or more in turn, medians."
     update_section("Tar shards beside a folder", f"{about}\n\n{table}\n\n{where}")
 
 
