@@ -47,7 +47,8 @@ def test_two_workers_train_what_one_does_and_a_stop_changes_nothing(task: str, k
     known = {**SETTINGS, "weights": "pretrained"}
     echelon.train(model, data, tmp_path / "one", workers=1, **known)
     two = echelon.train(model, data, tmp_path / "two", workers=2, **known)
-    weights, others = (best_weights(tmp_path / each, "newest") for each in ("one", "two"))  # the best may be another step
+    # The newest: the best may be of another step.
+    weights, others = (best_weights(tmp_path / each, "newest") for each in ("one", "two"))
     for name, tensor in weights.items():
         torch.testing.assert_close(others[name], tensor, atol=2e-4, rtol=2e-3, msg=name)
     echelon.train(model, data, tmp_path / "stopped", workers=1, max_steps=2, **known)

@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 
 from echelon.core.address import Address
 from echelon.core.errors import LEFT, UserError
+from echelon.core.terms import TermFolder, machine_prefix
 from echelon.core.units import format_seconds
 from echelon.launch.culprit import Elsewhere, Observed
 from echelon.launch.meeting import (
@@ -27,6 +29,7 @@ from echelon.launch.meeting import (
     check_settings,
     why_silent,
 )
+from echelon.launch.plan import ROUND_VARIABLE
 from echelon.launch.rounds import (
     LOST_S,
     Continue,
@@ -34,10 +37,12 @@ from echelon.launch.rounds import (
     Order,
     Over,
     Rendezvous,
+    Round,
     RoundSettings,
     State,
 )
 from echelon.launch.supervisor import FirstMachineGone
+from echelon.launch.term_marks import MarkCopy, MarkLog, MarkNews, Marks
 from echelon.messages.endpoint import Channel, Sender
 from echelon.messages.framing import Content, Message, content, vocabulary
 from echelon.messages.identity import derive_keys
@@ -47,6 +52,8 @@ BEAT_S = 0.5
 AGAIN_S = 2.0
 GOODBYE_S = 10.0
 _POLL_MS = 50
+_SOON_MS = 20
+_SOON_S = 0.02  # between questions while a member waits for what others say
 _SILENT_S = 2 * LOST_S
 
 
@@ -54,13 +61,14 @@ _SILENT_S = 2 * LOST_S
 class StateReport(Content):
     """Another machine's processes are in a state; `number` rises with each report.
 
-    `observed` is what they are at, where one of them has not moved for long.
+    `observed` is what they are at, where one of them has not moved for long; `marks` are what members have said.
     """
 
     arrival: Arrival
     number: int
     state: State
     observed: tuple[Observed, ...] = ()
+    marks: Marks = Marks()
 
 
 @content(65)
@@ -70,6 +78,7 @@ class StateOrder(Content):
     machine: int
     number: int
     order: Order
+    news: MarkNews = MarkNews()
 
 
 class FirstMachine:
@@ -84,10 +93,16 @@ class FirstMachine:
     number = 0
     has_left = False
 
-    def __init__(self, arrival: Arrival, terms: RoundSettings, open_store: Callable[[str], str]) -> None:
-        """Open rounds; `open_store` opens the store of one by its name, and returns where ranks find it."""
-        self._arrival = arrival
-        self._rendezvous = Rendezvous(terms, time.monotonic(), open_store)
+    def __init__(self, arrival: Arrival, terms: RoundSettings, open_store: Callable[[str], str], scratch: Path) -> None:
+        """Open rounds; `open_store` opens the store of one by its name, and returns where ranks find it.
+
+        Args:
+            scratch: a folder that this user alone can read, on this machine, for the terms of rounds.
+        """
+        self._arrival, self._terms, self._scratch = arrival, terms, scratch
+        self._log: MarkLog | None = None
+        self.open_store = open_store
+        self._rendezvous = Rendezvous(terms, time.monotonic(), self)
         self._rendezvous.admit(arrival.machine, arrival.workers, time.monotonic())
         self._observed: dict[str, tuple[Observed, ...]] = {}  # by machine
         self._lock = threading.Lock()
@@ -101,6 +116,37 @@ class FirstMachine:
         """Note that checkpoints of new steps were saved."""
         with self._lock:
             self._rendezvous.saved(checkpoints)
+
+    def open_terms(self, round_: Round) -> TermFolder | None:
+        """Make the folder of a round's terms; what members of other machines say comes there, too.
+
+        Machines that come to a worker that began alone begin anew with it: it has no group to leave.
+        """
+        has_others, folder = self._terms.most > 1, _term_folder(self._scratch, round_)
+        is_elastic = not has_others or round_.environment["WORLD_SIZE"] != "1"
+        if is_elastic:
+            folder.make(shared=has_others)
+        with self._lock:
+            self._log = MarkLog(folder, round_.number) if is_elastic else None
+        return folder if is_elastic else None
+
+    def begin_anew(self) -> None:
+        """Begin another round, because a machine is lost without which the others cannot go on."""
+        with self._lock:
+            self._rendezvous.begin_anew(time.monotonic())
+
+    def lose(self, round_: Round) -> bool:
+        """Let the others go on without a machine that is in a round; returns whether that is tried."""
+        log = self._log
+        if not self._terms.elastic or log is None or log.round != round_.number or not round_.machine:
+            return False
+        log.folder.lose_machine(machine_prefix(round_.machine, round_.beside))
+        return True
+
+    def takes_in(self, number: int) -> bool | None:
+        """Whether a machine may come beside the others in a round now; None: its machines begin and end together."""
+        log = self._log
+        return None if log is None or log.round != number else not log.folder.is_closed
 
     def drain(self, ranks: Collection[int]) -> str:
         """Let the machines of some ranks leave after a checkpoint; returns why they cannot, or nothing."""
@@ -131,7 +177,8 @@ class FirstMachine:
             machine = self._rendezvous.admit(arrival.machine, arrival.workers, now)
             order = self._rendezvous.handle(arrival.machine, report.state, now)
             self._observed[arrival.machine] = report.observed
-        return StateOrder(machine, report.number, order)
+            news = self._log.answer(report.marks) if self._log is not None else MarkNews()
+        return StateOrder(machine, report.number, order, news)
 
     def share(self, observed: Sequence[Observed]) -> None:
         """Do nothing: this machine judges."""
@@ -155,6 +202,12 @@ class FirstMachine:
             return self._rendezvous.all_know()
 
 
+def _term_folder(scratch: Path, round_: Round) -> TermFolder:
+    """Return the folder of a round's terms on this machine, which has a new one when it comes beside the others."""
+    beside = f"-{round_.beside}" if round_.beside else ""
+    return TermFolder(scratch / f"{round_.environment[ROUND_VARIABLE]}{beside}.terms")
+
+
 def waits_for_return(first: str, most_s: float) -> str:
     """Return the sentence for who waits for a first machine that does not answer."""
     return f"{first} gives no answer: waiting up to {format_seconds(most_s)} for its return (--machine-patience)"
@@ -167,9 +220,16 @@ class OtherMachine:
         number: of the machine in the run, as far as it has been told.
     """
 
-    def __init__(self, rendezvous: Address, secret: SecretSource, arrival: Arrival, terms: RoundSettings) -> None:
-        """Take the address of the first machine, and where the run's secret is, which may come later than this."""
+    def __init__(
+        self, rendezvous: Address, secret: SecretSource, arrival: Arrival, terms: RoundSettings, scratch: Path
+    ) -> None:
+        """Take the address of the first machine, and where the run's secret is, which may come later than this.
+
+        Args:
+            scratch: a folder that this user alone can read, on this machine, for the terms of rounds.
+        """
         self._rendezvous, self._secret, self._arrival, self._terms = rendezvous, secret, arrival, terms
+        self._scratch = scratch
         self._context = new_context()
         self._channel: Channel | None = None
         self._connected = self._sent = 0.0
@@ -179,6 +239,7 @@ class OtherMachine:
         self._first_number = 0  # of the questions about this state
         self._order: Order | None = None
         self._observed: tuple[Observed, ...] = ()
+        self._copy: MarkCopy | None = None
         self._error: Exception | None = None
         self._known = False
         self.number = 1
@@ -215,6 +276,19 @@ class OtherMachine:
 
     def saved(self, checkpoints: int) -> None:
         """Do nothing: the first machine counts restarts, and sees what its first rank saves."""
+
+    def open_terms(self, round_: Round) -> TermFolder | None:
+        """Make the folder of a round's terms, which is kept like that of the first machine."""
+        if not self._terms.elastic:
+            return None
+        folder = _term_folder(self._scratch, round_)
+        folder.make(shared=True)
+        with self._changed:
+            self._copy = MarkCopy(folder, round_.number)
+        return folder
+
+    def begin_anew(self) -> None:
+        """Do nothing: the first machine sees who is lost."""
 
     def drain(self, ranks: Collection[int]) -> str:
         """Return why nobody can leave by a word to this machine."""
@@ -256,14 +330,18 @@ class OtherMachine:
                     continue
                 with self._changed:
                     state, is_new = self._state, self._number < self._first_number
-                if state is not None and (is_new or now - self._sent > BEAT_S):
+                waited_for = self._is_waited_for()
+                if state is not None and (is_new or now - self._sent > (_SOON_S if waited_for else BEAT_S)):
                     self._send(state, now)
-                self._channel.socket.poll(_POLL_MS)
+                self._channel.socket.poll(_SOON_MS if self._copy is not None else _POLL_MS)
                 self._channel.pump(self._take)
         except (UserError, OSError, zmq.ZMQError) as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+    def _is_waited_for(self) -> bool:
+        return self._copy is not None and self._copy.is_waited_for()
 
     def _connect(self, now: float) -> None:
         """Open the channel; anew while nothing was ever heard, for the secret may be of an earlier launch."""
@@ -286,8 +364,8 @@ class OtherMachine:
         assert self._channel is not None
         with self._changed:
             self._number, self._sent = self._number + 1, now
-            observed = self._observed
-        self._channel.send(StateReport(self._arrival, self._number, state, observed))
+            observed, marks = self._observed, self._copy.tell() if self._copy is not None else Marks()
+        self._channel.send(StateReport(self._arrival, self._number, state, observed, marks))
 
     def _take(self, message: Message) -> None:
         answer = message.content
@@ -296,6 +374,8 @@ class OtherMachine:
         assert isinstance(answer, StateOrder)
         with self._changed:
             self._known, self._heard, self._reason, self.number = True, time.monotonic(), "", answer.machine
+            if self._copy is not None:
+                self._copy.take(answer.news)
             if answer.number >= self._first_number:  # not an answer to a state of before
                 self._order = answer.order
                 self._changed.notify_all()

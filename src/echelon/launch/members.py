@@ -1,43 +1,39 @@
-"""Who takes part in a group whose survivors go on: its terms, as its supervisor decides them."""
+"""The processes of this machine in a group whose survivors go on: which are members, and which are on their way."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
-from echelon.core.address import STORE_VARIABLE
-from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder, member_name
+from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, TermFolder, machine_prefix, member_name
 from echelon.launch.rounds import Round
+from echelon.launch.term_keeper import TermKeeper
 
 
 class GroupMembers:
-    """The members of one start of a group, and the processes that were started beside them and are not members yet.
-
-    Members keep their order, which is that of their ranks; newcomers come last. So the one that leads stays, until it
-    dies.
+    """The members of one start of a group on this machine, and the processes that were started beside them.
 
     Attributes:
         names: of the processes that a start of the whole group has.
         closing: members have begun to end; nobody is waited for that has yet to come.
+        is_broken: another machine is lost, and the others cannot go on without it.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.names, self.closing = names, False
+        self.names, self.closing, self.is_broken = names, False, False
         self._folder: TermFolder | None = None
-        self._term, self._lost_by = 0, 0
+        self._keeper: TermKeeper | None = None
+        self._prefix = ""
         self._starts: dict[str, int] = {}
-        self._inside: list[str] = []
         self._booting: list[str] = []
-        self._leaving: set[str] = set()
 
-    def begin(self, round_: Round) -> None:
-        """Begin a start of the whole group."""
-        kind, _, where = round_.environment.get(STORE_VARIABLE, "").partition(":")
-        self._folder = TermFolder(Path(f"{where}.terms")) if kind == "file" else None
-        if self._folder is not None:
-            self._folder.path.mkdir()
-        self._term, self._lost_by, self.closing, self._starts = 0, 0, False, dict.fromkeys(self.names, 0)
-        self._inside, self._booting, self._leaving = list(self.names), [], set()
+    def begin(self, round_: Round, folder: TermFolder | None) -> None:
+        """Begin a start of the whole group, or of this machine beside the others; None: survivors do not go on."""
+        self._folder, self._prefix = folder, machine_prefix(round_.machine, round_.beside)
+        self.closing = self.is_broken = False
+        self._starts = dict.fromkeys(self.names, 1 if round_.beside else 0)
+        self._booting = list(self.names) if round_.beside else []
+        here = [*map(self._member, self.names)]
+        self._keeper = TermKeeper(folder, [*here, *round_.others]) if folder and not round_.machine else None
 
     def environment(self, name: str) -> dict[str, str]:
         """Return what a process is to know of its group's terms."""
@@ -46,49 +42,71 @@ class GroupMembers:
         return {TERMS_VARIABLE: str(self._folder.path), MEMBER_VARIABLE: self._member(name)}
 
     def _member(self, name: str) -> str:
-        return member_name(name, self._starts[name])
+        return member_name(f"{self._prefix}{name}", self._starts[name])
 
-    def survivors(self, dead: Collection[str]) -> list[str]:
-        """Return the members that are left without some.
+    def _inside(self) -> list[str]:
+        return [name for name in self._starts if name not in self._booting and not self._is_out(name)]
 
-        None where they cannot go on: one of them has not begun, or all of them have yet to get what is trained.
+    def _is_out(self, name: str) -> bool:
+        """Whether a process has ended, or been left out of the newest term."""
+        assert self._folder is not None
+        member, term = self._member(name), self._folder.newest()
+        return self._folder.is_lost(member) or (term is not None and member not in term.members)
+
+    def lose(self, dead: Collection[str]) -> bool | None:
+        """Let the survivors go on without some of this machine's members.
+
+        Returns:
+            Whether they do; None: the first machine has not said so yet.
         """
-        left, folder = [name for name in self._inside if name not in dead], self._folder
-        members = [self._member(name) for name in left]
-        if folder is None or not all(map(folder.has_begun, members)) or not any(map(folder.has_agreed, members)):
-            return []
-        return left
+        folder, members = self._folder, [self._member(name) for name in dead]
+        if folder is None:
+            return False
+        for member in members:
+            folder.lose(member)
+        if self._keeper is not None:
+            self._keeper.look(admits=False)
+        if any(map(folder.is_missed, members)):
+            return False
+        term = folder.newest()
+        went_on = term is not None and not set(members) & set(term.members)
+        return True if went_on else None
 
-    def lose(self, dead: Collection[str]) -> None:
-        """Let the survivors go on without some members."""
-        self._inside = self.survivors(dead)
-        self._lost_by = self._term + 1
-        self._publish()
+    def finish(self, name: str) -> None:
+        """Note that a process is done."""
+        if self._folder is not None:
+            self._folder.finish(self._member(name))
 
     def drain(self, names: Collection[str]) -> str:
         """Ask members to leave after the step under way; returns why they cannot, or nothing."""
-        stay = [name for name in self._inside if name not in {*names, *self._leaving}]
-        folder = self._folder
-        if not names or any(name not in self._inside for name in names):
+        folder, keeper = self._folder, self._keeper
+        if not names or folder is None or any(name not in self._inside() for name in names):
             return "the run has no such member now"
+        if keeper is None:
+            return "give this command on the first machine"
+        return self.drain_members([self._member(name) for name in names])
+
+    def drain_members(self, members: Collection[str]) -> str:
+        """Ask members of any machine to leave, on the first one; returns why they cannot, or nothing."""
+        folder, keeper = self._folder, self._keeper
+        assert folder is not None and keeper is not None
+        stay = [each for each in keeper.members if each not in members and not folder.may_leave(each)]
         if not stay:
             return "nobody would be left to train"
-        if folder is None or len(self.survivors(names)) < len(self._inside) - len(names):
-            return "a member has yet to begin"
-        self._leaving |= set(names)
-        for name in names:
-            folder.let_leave(self._member(name))
+        if len(keeper.survivors(members)) < len(keeper.members) - len(members):
+            return "a member has yet to begin, or nobody of the first machine would be left"
+        for member in members:
+            folder.let_leave(member)
         return ""
 
     def release(self, name: str) -> bool:
-        """Let a process go for good that was asked to leave; returns whether it was."""
-        asked = name in self._leaving
-        if asked:
-            self._leaving.discard(name)
-        return asked
+        """Whether a process that has ended had been asked to leave, and goes for good."""
+        return self._folder is not None and self._folder.may_leave(self._member(name))
 
     def forget(self, name: str) -> None:
         """Note that a process that was on its way is gone."""
+        assert self._folder is not None
+        self._folder.lose(self._member(name))
         self._booting = [each for each in self._booting if each != name]
 
     def start_again(self, name: str) -> dict[str, str]:
@@ -97,36 +115,34 @@ class GroupMembers:
         self._booting.append(name)
         return self.environment(name)
 
-    def admit(self) -> list[str]:
-        """Take in the newcomers that are ready; returns them."""
+    def look(self) -> None:
+        """Make, or see, the terms that follow from what the members say: newcomers that are ready are taken in."""
         folder = self._folder
-        if not self._booting or folder is None or self.closing or folder.is_closed:
-            return []
-        ready = [name for name in self._booting if folder.has_arrived(self._member(name))]
-        if not ready:
-            return []
-        with folder.door():
-            if folder.is_closed:
-                return []
-            self._booting = [name for name in self._booting if name not in ready]
-            self._inside += ready
-            self._publish()
-        return ready
+        if folder is None:
+            return
+        if self._keeper is not None:
+            self.is_broken = self._keeper.look(admits=not self.closing)
+        if self._booting and (term := folder.newest()) is not None:
+            self._booting = [name for name in self._booting if self._member(name) not in term.members]
+
+    def too_late(self) -> list[str]:
+        """Return the processes on their way that nobody waits for, because all is trained."""
+        return list(self._booting) if self._folder is not None and self._folder.is_closed else []
 
     def suspects(self) -> list[str]:
-        """Return the members that have not lost the others, where some have and nobody died: one of these is to blame.
+        """Return the members here that have not lost the others, where some have: one of these may be to blame.
 
         None where nobody complains.
         """
-        folder, term = self._folder, self._term
-        lost = [name for name in self._inside if folder is not None and folder.has_complained(term, self._member(name))]
-        return [name for name in self._inside if name not in lost] if lost else []
+        folder = self._folder
+        if folder is None:
+            return []
+        term = folder.newest()
+        number = term.number if term is not None else 0
+        if not folder.complains(number):
+            return []
+        return [name for name in self._inside() if not folder.has_complained(number, self._member(name))]
 
     def booting(self) -> list[str]:
         """Return the processes that are on their way."""
         return list(self._booting)
-
-    def _publish(self) -> None:
-        assert self._folder is not None
-        self._term += 1
-        self._folder.publish(Term(self._term, tuple(map(self._member, self._inside)), self._lost_by))

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from echelon.core.address import STORE_VARIABLE
 from echelon.core.errors import LEFT, UserError
+from echelon.core.terms import TermFolder, machine_prefix, member_name
 from echelon.launch.plan import ROUND_VARIABLE
 
 LAST_CALL_S = 2.0  # a run on some of its machines waits so long for more of them before it starts
@@ -32,11 +33,17 @@ class Round:
         number: rises with each start; 0 is none.
         environment: for all processes of the machine.
         first_rank: of the machine's processes in the run; None: they are no ranks of a group that spans the job.
+        machine: the machine's number.
+        beside: how many machines had come beside the others since it began, with this one; 0: it began with them.
+        others: for the first machine, the names of the members of other machines, by rank.
     """
 
     number: int
     environment: Mapping[str, str]
     first_rank: int | None = None
+    machine: int = 0
+    beside: int = 0
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,9 +93,10 @@ class Go:
 
 @dataclass(frozen=True)
 class Continue:
-    """Go on as you are; `reason`: what is waited for."""
+    """Go on as you are; `reason`: what is waited for, or what is to be said where nothing `waits`."""
 
     reason: str = ""
+    waits: bool = True
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,12 @@ class Rounds(Protocol):
 
     def resize(self, workers: int) -> None:
         """Begin later starts of the group with so many processes of this machine."""
+
+    def open_terms(self, round_: Round) -> TermFolder | None:
+        """Return the folder of a round's terms, which it makes; None: survivors of a death do not go on."""
+
+    def begin_anew(self) -> None:
+        """Begin another round, because members are lost without which the others cannot go on."""
 
     @property
     def restarts_left(self) -> int | None:
@@ -182,6 +196,12 @@ class OwnRounds:
     def resize(self, workers: int) -> None:
         """Do nothing: no process is told how many there are."""
 
+    def open_terms(self, round_: Round) -> None:
+        """Do nothing: the group ends as a whole."""
+
+    def begin_anew(self) -> None:
+        """Do nothing: no machine is lost."""
+
     @property
     def restarts_left(self) -> int:
         """How many restarts are left until a new checkpoint."""
@@ -210,6 +230,7 @@ class RoundSettings:
         least, most: machines that a round needs and takes.
         arrival_s: how long the first round is waited for.
         return_s: how long a lost machine is waited for, where fewer are too few.
+        elastic: the others go on without a lost machine, and it joins them when it is back.
     """
 
     least: int = 1
@@ -217,6 +238,7 @@ class RoundSettings:
     max_restarts: int = 0
     arrival_s: float = 600.0
     return_s: float = 120.0
+    elastic: bool = False
 
 
 @dataclass
@@ -231,16 +253,30 @@ class _Machine:
     left_s: float | None = None  # when it was told that it has
 
 
+class Machines(Protocol):
+    """What is done for a run's machines where rounds alone do not say it."""
+
+    def open_store(self, name: str) -> str:
+        """Open a store for the round of a name; returns where it is."""
+
+    def lose(self, round_: Round) -> bool:
+        """Let the others go on without a machine that is in a round; returns whether that is tried."""
+
+    def takes_in(self, number: int) -> bool | None:
+        """Whether a machine may come beside the others in a round now; None: its machines begin and end together."""
+
+
 class Rendezvous:
     """Which machines are there, and their rounds. `handle(machine, state, now)` is the whole interface."""
 
-    def __init__(self, terms: RoundSettings, now: float, open_store: Callable[[str], str]) -> None:
-        """Take the time, in seconds of any clock, and what opens a store for the round of a name: it returns where."""
-        self._terms, self._open_store = terms, open_store
+    def __init__(self, terms: RoundSettings, now: float, machines: Machines) -> None:
+        """Take the time, in seconds of any clock."""
+        self._terms, self._does = terms, machines
         self._restarts = Restarts(terms.max_restarts)
         self._machines: dict[str, _Machine] = {}  # in the order of arrival: the order of ranks
         self._number = 0
         self._rounds: dict[str, Round] = {}  # the current one, by machine; empty while it forms
+        self._besides = self._next_rank = 0  # since it began
         self._gracefully = False
         self._forming_since = now
         self._enough_since: float | None = None
@@ -315,8 +351,8 @@ class Rendezvous:
             case Running(round=number):
                 machine.state = state
                 if self.over is not None or (number == self._number and name in self._rounds):
-                    return self.over or Continue()
-                return Leave(self._gracefully)
+                    return self.over or self._goes_on(name)
+                return Leave(self._gracefully and not self._rounds)
             case Finished():
                 return self._finished(machine, state)
             case Left(reason=reason):
@@ -338,6 +374,16 @@ class Rendezvous:
         """End the run for all machines, if it has not ended; `reason` is why the first one leaves."""
         self.over = self.over or Over("failed", reason)
 
+    def begin_anew(self, now: float) -> None:
+        """Begin another round, because members are lost without which the others cannot go on."""
+        self._break_round(now, gracefully=False)
+
+    def leave_round(self, number: int) -> str:
+        """Let a machine leave whose members do, by its number; returns its name."""
+        name = list(self._machines)[number]
+        self._machines[name].leaves = True
+        return name
+
     def all_know(self) -> bool:
         """Whether every machine that is there has been told that the run is over."""
         return all(m.knows or not m.present for m in list(self._machines.values())[1:])
@@ -357,10 +403,16 @@ class Rendezvous:
         if current is not None and first_report:  # its processes of this round are gone
             if state.death and (why := self._restarts.take(_RANKS, state.failures, now)):
                 self.over = Over("failed", state.death, why)
-            self._break_round(now, gracefully=False)
+            began_anew = not state.death and state.after < current.number  # with its supervisor
+            if not (began_anew and self._does.lose(current)):
+                self._break_round(now, gracefully=False)
+            else:
+                return self._come_beside(machine)
         elif current is not None:  # the order to go has been lost, or not been heeded yet
             return Go(current)
-        elif self._rounds:  # it comes while the others run
+        elif self._rounds and self._does.takes_in(self._number) is not None:  # it comes while the others run
+            return self._come_beside(machine)
+        elif self._rounds:
             self._break_round(now, gracefully=True)
         if self.over is None:
             self._form(now)
@@ -368,6 +420,28 @@ class Rendezvous:
         if self.over is not None or current is None:
             return self.over or Continue(self._waits_for())
         return Go(current)
+
+    def _come_beside(self, machine: _Machine) -> Order:
+        """Let a machine join the others in their round."""
+        if self.over is not None:
+            return self.over
+        if not self._does.takes_in(self._number):
+            return Continue("waiting for the others, who have yet to begin, or are about to end")
+        any_round = next(iter(self._rounds.values()))
+        self._besides += 1
+        environment = {**any_round.environment, "LOCAL_WORLD_SIZE": str(machine.workers)}
+        number = list(self._machines).index(machine.name)
+        self._rounds[machine.name] = Round(self._number, environment, self._next_rank, number, self._besides)
+        self._next_rank += machine.workers
+        return Go(self._rounds[machine.name])
+
+    def _goes_on(self, name: str) -> Continue:
+        """Return what a machine in a round does; the first one is told who is lost."""
+        gone = [m.name for m in self._machines.values() if not m.present and m.left_s is None]
+        if not gone or not self._terms.elastic or name != next(iter(self._machines)):
+            return Continue()
+        are, them = ("is", "it joins") if len(gone) == 1 else ("are", "they join")
+        return Continue(f"{' and '.join(gone)} {are} lost; the others go on, and {them} them when back", waits=False)
 
     def _finished(self, machine: _Machine, state: Finished) -> Order:
         machine.state = state
@@ -396,15 +470,19 @@ class Rendezvous:
         if len(present) < self._terms.most and now - self._enough_since < LAST_CALL_S:
             return
         name = uuid.uuid4().hex
-        world, self._number = sum(m.workers for m in present), self._number + 1
+        world, self._number, self._besides = sum(m.workers for m in present), self._number + 1, 0
         common = {
-            "WORLD_SIZE": str(world), STORE_VARIABLE: self._open_store(name), ROUND_VARIABLE: name,
+            "WORLD_SIZE": str(world), STORE_VARIABLE: self._does.open_store(name), ROUND_VARIABLE: name,
             "TORCHELASTIC_RESTART_COUNT": str(self._number - 1),
         }  # fmt: skip
-        first = 0
+        self._next_rank = 0
+        order = list(self._machines)
         for m in present:
-            self._rounds[m.name] = Round(self._number, {**common, "LOCAL_WORLD_SIZE": str(m.workers)}, first)
-            first += m.workers
+            number = order.index(m.name)
+            others = () if number else tuple(n for o in present if (i := order.index(o.name)) for n in _members(o, i))
+            environment = {**common, "LOCAL_WORLD_SIZE": str(m.workers)}
+            self._rounds[m.name] = Round(self._number, environment, self._next_rank, number, others=others)
+            self._next_rank += m.workers
 
     def _expire(self, now: float) -> None:
         for m in list(self._machines.values())[1:]:  # the first one is where this state lives
@@ -417,7 +495,10 @@ class Rendezvous:
 
     def _go(self, machine: _Machine, now: float) -> None:
         machine.present, machine.state = False, Ready()
-        if machine.name in self._rounds:
+        current = self._rounds.get(machine.name)
+        if current is not None and self._does.lose(current):
+            del self._rounds[machine.name]
+        elif current is not None:
             self._break_round(now, gracefully=False)
 
     def _waits_for(self) -> str:
@@ -426,3 +507,9 @@ class Rendezvous:
             return "waiting for the other machines"
         missing = f"waiting for {self._terms.least - present} more of {self._terms.least} machines"
         return f"{missing} ({' and '.join(self.absent())} is lost)" if self.absent() else missing
+
+
+def _members(machine: _Machine, number: int) -> list[str]:
+    """Return the names of the members that a machine begins with, as it names them itself."""
+    prefix = machine_prefix(number, 0)
+    return [member_name(f"{prefix}rank{i}", 0) for i in range(machine.workers)]

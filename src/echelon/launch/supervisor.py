@@ -213,6 +213,7 @@ class _Group:
         self.death: Death | None = None  # not told yet
         self.leave_by = 0.0
         self.left: list[Process] = []
+        self.undecided = False  # the first machine has yet to say whether the others go on
 
     @property
     def leads(self) -> bool:
@@ -228,9 +229,9 @@ class _Group:
         """Enter a round; returns the processes as they are to be started in it."""
         self.round, self.state = round_, Running(round_.number)
         self.alive = {process.name for process in self.processes}
-        self.exit_codes, self.started, self.leave_by = {}, {}, 0.0
+        self.exit_codes, self.started, self.leave_by, self.undecided = {}, {}, 0.0, False
         if self.members is not None:
-            self.members.begin(round_)
+            self.members.begin(round_, self.rounds.open_terms(round_))
         return [replace(p, environment=self._environment(p, i)) for i, p in enumerate(self.processes)]
 
     @property
@@ -342,18 +343,28 @@ class _Supervisor:
                 return told or any(over is not None and over.status == "stopped" for over in leading)
             self._take(self._place.events(TICK_S))
             for group in self._groups:
-                if group.members is not None:
-                    if not self._stop_by:
-                        group.members.admit()
-                    # Who is stopped (SIGSTOP) when the others' deadline is over is ended: they go on without it.
-                    silent = [name for name in group.members.suspects() if self._place.is_silent(name)]
-                    self._place.signal(silent, signal.SIGKILL)
+                if group.members is not None and isinstance(group.state, Running):
+                    self._look_at_members(group, group.members)
             for change in self._watch.changes():
                 self._make(change)
             self._watch.on_look(self._living())
             if time.monotonic() - self._looked_s >= LOOK_S:
                 self._look_for_checkpoints()
             self._heed_stop()
+
+    def _look_at_members(self, group: _Group, members: GroupMembers) -> None:
+        """See to what the members of a group have said since."""
+        if not self._stop_by:
+            members.look()
+        if group.undecided:
+            self._settle(group)
+        if members.is_broken:
+            group.rounds.begin_anew()
+        # Who is stopped (SIGSTOP) when the others' deadline is over is ended: they go on without it.
+        silent = [name for name in members.suspects() if self._place.is_silent(name)]
+        if late := members.too_late():
+            members.closing = True
+        self._place.signal([*silent, *late], signal.SIGKILL)
 
     def _make(self, change: Change) -> None:
         """Make a change of the members, or say why not."""
@@ -439,8 +450,8 @@ class _Supervisor:
                     self._leave(group, gracefully=True)
                 else:
                     group.over = order
-            case Continue(reason=reason) if reason and reason != self._waits_for:
-                self._waits_since_s = self._waits_since_s or time.monotonic()
+            case Continue(reason=reason, waits=waits) if reason and reason != self._waits_for:
+                self._waits_since_s = (self._waits_since_s or time.monotonic()) if waits else 0.0
                 self._waits_for = reason
                 self._watch.on_wait(reason)
             case Continue(reason="") if isinstance(group.state, Running):
@@ -448,7 +459,7 @@ class _Supervisor:
 
     def _end_wait(self, had_begun: bool) -> None:
         """Forget what is waited for; how long is told, unless it was for the first start."""
-        if self._waits_for and had_begun:
+        if self._waits_since_s and had_begun:
             self._watch.on_wait(f"goes on after {format_seconds(time.monotonic() - self._waits_since_s)} of waiting")
         self._waits_for, self._waits_since_s = "", 0.0
 
@@ -521,20 +532,25 @@ class _Supervisor:
                 if not members.closing:
                     self._come_back_or_go(group, members, name, code)
         dead, stopping = dict(group.exit_codes), self._stop_by > 0 or group.leave_by > 0
-        go_on = all(_is_kill(code) or code == LEFT_EXIT_CODE for code in dead.values())
-        if not members.survivors(dead) or not go_on or stopping:
+        for name in [name for name, code in dead.items() if code == 0]:
+            members.finish(name)
+        if not dead:
+            return bool(group.alive)
+        can = not stopping and all(_is_kill(code) or code == LEFT_EXIT_CODE for code in dead.values())
+        went_on = members.lose(dead) if can else False
+        group.undecided = went_on is None
+        if went_on is False:
             for name in [name for name, code in dead.items() if code == LEFT_EXIT_CODE and not stopping]:
                 self._come_back_or_go(group, members, name, group.exit_codes.pop(name))
-            if dead:  # nobody is waited for that has yet to come, nor when the run stops
-                members.closing = True
-                self._place.signal(members.booting(), signal.SIGKILL)
-            return False
-        if dead:
-            members.lose(dead)
+            # Nobody is waited for that has yet to come, nor when the run stops.
+            members.closing = True
+            self._place.signal(members.booting(), signal.SIGKILL)
+        elif went_on:
             group.exit_codes.clear()
             for name, code in dead.items():
                 self._come_back_or_go(group, members, name, code)
-        return True
+            return bool(group.alive)
+        return went_on is None
 
     def _come_back_or_go(self, group: _Group, members: GroupMembers, name: str, exit_code: int) -> None:
         """Start a process again beside its group, unless it was asked to leave."""

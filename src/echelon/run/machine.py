@@ -88,7 +88,7 @@ def ranks_here(plan: LaunchPlan, hosts: Sequence[Host] = ()) -> Iterator[Machine
 
     terms = RoundSettings(max_restarts=plan.max_restarts)
     with scratch_folder() as stores:  # on this machine's disk: locks of files work there
-        first = FirstMachine(_arrival(plan, {}), terms, lambda name: f"file:{stores}/{name}")
+        first = FirstMachine(_arrival(plan, {}), terms, lambda name: f"file:{stores}/{name}", stores)
         yield Machine(ranks_job(plan, hosts), first)
         first.close()
 
@@ -106,6 +106,12 @@ def _ranks_on_links(run: ResolvedRun, plan: LaunchPlan, link: Link, record: Reco
 @contextmanager
 def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[Machine]:
     """Meet the other machines at the rendezvous, and agree with them on every start of the ranks."""
+    with scratch_folder() as scratch, _among_machines(run, plan, path, scratch) as machine:
+        yield machine
+
+
+@contextmanager
+def _among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path, scratch: Path) -> Iterator[Machine]:
     from echelon.launch.addresses import own_address
     from echelon.launch.machines import FirstMachine, OtherMachine, StateReport
     from echelon.launch.meeting import Meeting, SecretSource, interface_of
@@ -115,7 +121,9 @@ def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Ite
     rendezvous = _rendezvous(plan)
     own, folder = own_address(rendezvous), path / SECRET_FOLDER
     arrival = _arrival(plan, common_settings(run.described), own)
-    terms = RoundSettings(plan.nodes.least, plan.nodes.most, plan.max_restarts, run.timeout_s, run.machine_patience_s)
+    terms = RoundSettings(
+        plan.nodes.least, plan.nodes.most, plan.max_restarts, run.timeout_s, run.machine_patience_s, plan.elastic
+    )
     job = ranks_job(plan, interface=interface_of(own))
     machine: FirstMachine | OtherMachine
     meeting: AbstractContextManager[object] = nullcontext()
@@ -130,12 +138,13 @@ def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Ite
             tables.open(name)
             return f"meeting:{rendezvous}"
 
-        machine = FirstMachine(arrival, terms, open_table)
+        machine = FirstMachine(arrival, terms, open_table, scratch)
         secret = PUBLIC_SECRET if plan.trusted_network else make_secret(folder)
         meeting = Meeting(rendezvous, secret, StateReport, machine.answer, tables)
         _say_first(plan, own, folder)
     else:
-        machine = OtherMachine(rendezvous, SecretSource(folder, plan.trusted_network), arrival, terms)
+        secret_source = SecretSource(folder, plan.trusted_network)
+        machine = OtherMachine(rendezvous, secret_source, arrival, terms, scratch)
     with meeting:
         reason = ""
         try:

@@ -348,7 +348,7 @@ def elastic_plan(plan: LaunchPlan, run: ResolvedRun) -> LaunchPlan:
     """Return what would be started, with whether the others go on when a worker is killed."""
     from echelon.trainer.compatibility import survivors_go_on
 
-    return replace(plan, elastic=survivors_go_on(run, plan.workers))
+    return replace(plan, elastic=survivors_go_on(run, plan.workers * plan.nodes.most))
 
 
 def _workers(request: LaunchRequest) -> int:

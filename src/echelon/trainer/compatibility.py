@@ -113,7 +113,6 @@ def _against_elastic(run: ResolvedRun, ranks: int) -> str:
         (config.model.sync_batchnorm, "--sync-batchnorm"),
         (config.model.compile, "--compile"),
         (not run.tuning.changes_nothing, f"--tune {run.tuning.text}"),
-        (run.nodes.most > 1, f"--nodes {config.launch.nodes}"),
         (config.training.device != "cpu" and torch.cuda.device_count() > 0, f"--device {config.training.device}"),
     )
     return next((flag for stands, flag in against if stands), "")

@@ -142,8 +142,16 @@ class Membership:
         """Say that all is trained, so that nobody is taken in any more; returns whether nobody was just before.
 
         Then this process looks no more; else a term has begun that all its members have to enter.
+
+        Raises:
+            TimeoutError: the first of several machines, which is asked, does not answer.
         """
-        if not self._folder.close(self._term):
+        ends = time.monotonic() + max(self._timeout_s, _ENTER_S)
+        while (closed := self._folder.close(self._term)) is None:
+            if time.monotonic() > ends:
+                raise TimeoutError(f"the first machine did not say for {self._timeout_s:g} s whether others come")
+            time.sleep(_POLL_S)
+        if not closed:
             return False
         self._ends.set()
         return True

@@ -40,6 +40,7 @@ class World:
     """Where this process stands. `group` is None when it is alone.
 
     `placement` is where it stands in the layout; left out, every rank is a replica. `notes` are what it is at.
+    `meeting` is where ranks of several machines find each other, whenever they meet again.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class World:
     group: dist.ProcessGroup | None
     placement: Placement | None = None
     notes: RankNotes = field(default_factory=RankNotes)
+    meeting: MeetingStore | None = None
 
     @property
     def leads(self) -> bool:
@@ -106,13 +108,15 @@ def join_world(
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     layout = run.layout_for(size)
-    if size == 1 or (membership is not None and membership.is_newcomer):
-        device = _taken(choose_device(run.config.training.device, local_rank, _local_size()))
-        place_of_own = (size, size + 1) if membership is not None and membership.is_newcomer else (rank, size)
-        yield World(*place_of_own, local_rank, device, None, alone(), notes)
-        leave_groups()
-        return
+    is_newcomer = membership is not None and membership.is_newcomer
     timeout = timedelta(seconds=run.timeout_s)
+    if size == 1 or is_newcomer:
+        device = _taken(choose_device(run.config.training.device, local_rank, _local_size()))
+        place_of_own = (size, size + 1) if is_newcomer else (rank, size)
+        meeting = _meeting(secret_folder, timeout) if membership is not None else None
+        yield World(*place_of_own, local_rank, device, None, alone(), notes, meeting)
+        _leave(meeting)
+        return
     base = _store(size, secret_folder, timeout)  # referred to until the end: the group holds its C++ half alone
     round_name = os.environ.get("ECHELON_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"echelon/{round_name}", base)  # it may outlive a restart, with addresses of the dead
@@ -126,10 +130,15 @@ def join_world(
             )
         with closed_afterwards(with_nccl=device.type == "cuda"):
             placement = place(layout, rank, device.type, timeout)
-    yield World(rank, size, local_rank, device, dist.group.WORLD, placement, notes)
+    meeting = base if isinstance(base, MeetingStore) else None
+    yield World(rank, size, local_rank, device, dist.group.WORLD, placement, notes, meeting)
+    _leave(meeting)
+
+
+def _leave(meeting: MeetingStore | None) -> None:
     leave_groups()
-    if isinstance(base, MeetingStore):
-        base.close()
+    if meeting is not None:
+        meeting.close()
 
 
 def enter_term(run: ResolvedRun, membership: Membership, term: Term, before: World) -> World:
@@ -140,14 +149,17 @@ def enter_term(run: ResolvedRun, membership: Membership, term: Term, before: Wor
     """
     rank, size = term.members.index(membership.member), len(term.members)
     if size == 1 and not run.compression.encodes:  # a codec goes on remembering in a group of one
-        return World(0, 1, before.local_rank, before.device, None, alone(), before.notes)
+        return replace(before, rank=0, size=1, group=None, placement=alone())
     timeout = timedelta(seconds=run.timeout_s)
-    store = dist.FileStore(str(membership.store(term)), size)
-    store.set_timeout(timeout)
+    if before.meeting is not None:
+        store: dist.Store = dist.PrefixStore(f"term{term.number}", before.meeting)
+    else:
+        store = dist.FileStore(str(membership.store(term)), size)
+        store.set_timeout(timeout)
     with membership.connecting(), closed_afterwards():
         dist.init_process_group(_backend(before.device), store=store, rank=rank, world_size=size, timeout=timeout)
         placement = place(Layout({Axis.DP: size}), rank, before.device.type, timeout)
-    return World(rank, size, before.local_rank, before.device, dist.group.WORLD, placement, before.notes)
+    return replace(before, rank=rank, size=size, group=dist.group.WORLD, placement=placement)
 
 
 def leave_groups() -> None:
@@ -164,8 +176,18 @@ def _store(size: int, secret_folder: Path, timeout: timedelta) -> dist.Store:
         store.set_timeout(timeout)
         return store
     if kind == "meeting":
-        return MeetingStore(where, derive_keys(read_secret(secret_folder)), os.environ["ECHELON_ROUND"], timeout)
+        return _open_meeting(where, secret_folder, timeout)
     return next(dist.rendezvous("env://", timeout=timeout))[0]
+
+
+def _meeting(secret_folder: Path, timeout: timedelta) -> MeetingStore | None:
+    """Return the store of the first machine, where there are several."""
+    kind, _, where = os.environ.get(STORE_VARIABLE, "").partition(":")
+    return _open_meeting(where, secret_folder, timeout) if kind == "meeting" else None
+
+
+def _open_meeting(where: str, secret_folder: Path, timeout: timedelta) -> MeetingStore:
+    return MeetingStore(where, derive_keys(read_secret(secret_folder)), os.environ["ECHELON_ROUND"], timeout)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def rendezvous() -> Address:
 
 @pytest.fixture
 def first(tmp_path: Path, rendezvous: Address) -> Iterator[FirstMachine]:
-    machine = FirstMachine(ARRIVAL, TERMS, lambda name: f"meeting:{rendezvous}")
+    machine = FirstMachine(ARRIVAL, TERMS, lambda name: f"meeting:{rendezvous}", tmp_path)
     with Meeting(rendezvous, make_secret(tmp_path), StateReport, machine.answer):
         yield machine
         machine.close("the test ends")
@@ -48,7 +48,7 @@ def _wait(order: Callable[[], Order], kind: type[Order]) -> Order:
 
 
 def test_machines_meet_run_a_round_and_end_together(tmp_path: Path, rendezvous: Address, first: FirstMachine) -> None:
-    other = OtherMachine(rendezvous, SecretSource(tmp_path), replace(ARRIVAL, machine="other"), TERMS)
+    other = OtherMachine(rendezvous, SecretSource(tmp_path), replace(ARRIVAL, machine="other"), TERMS, tmp_path)
     assert isinstance(first.order(Ready()), Continue)
     theirs = _wait(lambda: other.order(Ready()), Go)
     ours = _wait(lambda: first.order(Ready()), Go)
@@ -65,13 +65,15 @@ def test_machines_meet_run_a_round_and_end_together(tmp_path: Path, rendezvous: 
 def test_another_setting_is_refused_and_another_secret_is_not_answered(
     tmp_path: Path, rendezvous: Address, first: FirstMachine
 ) -> None:
-    other = OtherMachine(rendezvous, SecretSource(tmp_path), Arrival("other", 1, {"--lr": "0.2"}), TERMS)
+    other = OtherMachine(rendezvous, SecretSource(tmp_path), Arrival("other", 1, {"--lr": "0.2"}), TERMS, tmp_path)
     with pytest.raises(UserError, match=r"--lr 0.2, the first machine with 0.1"):
         _wait(lambda: other.order(Ready()), Go)
     other.close()
     (tmp_path / "foreign").mkdir()
     assert make_secret(tmp_path / "foreign") != read_secret(tmp_path)
-    foreign = OtherMachine(rendezvous, SecretSource(tmp_path / "foreign"), replace(ARRIVAL, machine="foreign"), TERMS)
+    foreign = OtherMachine(
+        rendezvous, SecretSource(tmp_path / "foreign"), replace(ARRIVAL, machine="foreign"), TERMS, tmp_path
+    )
     ends = time.monotonic() + DEADLINE_S
     while not isinstance(order := foreign.order(Ready()), Continue) or "secret" not in order.reason:
         assert time.monotonic() < ends
@@ -133,7 +135,7 @@ def test_a_service_of_others_at_the_rendezvous_is_told_in_time(
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # of no concern to a meeting
     with _service(talk) as rendezvous:
-        other = OtherMachine(rendezvous, SecretSource(tmp_path, True), ARRIVAL, replace(TERMS, arrival_s=2.0))
+        other = OtherMachine(rendezvous, SecretSource(tmp_path, True), ARRIVAL, replace(TERMS, arrival_s=2.0), tmp_path)
         began_s = time.monotonic()
         with pytest.raises(UserError, match=r"another service, no run: .* \(waited 2"):
             _wait(lambda: other.order(Ready()), Go)
@@ -154,9 +156,11 @@ def test_where_nothing_listens_that_is_told(tmp_path: Path, rendezvous: Address)
 
 
 def test_on_a_trusted_network_machines_meet_without_a_secret(tmp_path: Path, rendezvous: Address) -> None:
-    machine = FirstMachine(ARRIVAL, TERMS, lambda name: f"meeting:{rendezvous}")
+    machine = FirstMachine(ARRIVAL, TERMS, lambda name: f"meeting:{rendezvous}", tmp_path)
     with Meeting(rendezvous, PUBLIC_SECRET, StateReport, machine.answer):
-        other = OtherMachine(rendezvous, SecretSource(tmp_path, True), replace(ARRIVAL, machine="other"), TERMS)
+        other = OtherMachine(
+            rendezvous, SecretSource(tmp_path, True), replace(ARRIVAL, machine="other"), TERMS, tmp_path
+        )
         machine.order(Ready())
         assert isinstance(_wait(lambda: other.order(Ready()), Go), Go)
         other.close()  # before the first one, which waits until the others know

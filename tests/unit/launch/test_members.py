@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from echelon.core.address import STORE_VARIABLE
 from echelon.core.errors import LEFT_EXIT_CODE
 from echelon.core.stop import StopFlag
 from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder
@@ -13,13 +12,15 @@ from echelon.launch.members import GroupMembers
 from echelon.launch.places.base import Group, Job, Process, Restart
 from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, Round, Running, State
 from echelon.launch.supervisor import Aftermath, Death, Watch, supervise
+from echelon.launch.term_keeper import TermKeeper
 from tests.unit.launch.test_supervisor import Script
 
 
 def _members(folder: Path) -> tuple[GroupMembers, TermFolder]:
     members = GroupMembers(["a", "b", "c"])
-    members.begin(Round(1, {STORE_VARIABLE: f"file:{folder / 'store'}"}, 0))
     terms = TermFolder(folder / "store.terms")
+    terms.make()
+    members.begin(Round(1, {}, 0), terms)
     for name in "abc":
         terms.begin(f"{name}.0")
     return members, terms
@@ -27,14 +28,15 @@ def _members(folder: Path) -> tuple[GroupMembers, TermFolder]:
 
 def test_survivors_keep_their_order_and_newcomers_come_last(tmp_path: Path) -> None:
     members, folder = _members(tmp_path)
-    assert folder.newest() is None and members.survivors(["a"]) == ["b", "c"]
-    members.lose(["a"])
+    assert folder.newest() is None and members.lose(["a"]) is True
     assert folder.newest() == Term(1, ("b.0", "c.0"), lost_by=1)
     environment = members.start_again("a")
     assert environment == {TERMS_VARIABLE: str(folder.path), MEMBER_VARIABLE: "a.1"}
-    assert members.admit() == [] and members.booting() == ["a"]
+    members.look()
+    assert members.booting() == ["a"]
     folder.arrive("a.1")
-    assert members.admit() == ["a"]
+    members.look()
+    assert members.booting() == []
     assert folder.newest() == Term(2, ("b.0", "c.0", "a.1"), lost_by=1)
 
 
@@ -44,10 +46,10 @@ def test_newcomers_alone_have_nothing_to_go_on_from(tmp_path: Path) -> None:
     members.start_again("c")
     folder.begin("c.1")
     folder.arrive("c.1")
-    assert members.admit() == ["c"]
-    assert members.survivors(["a"]) == ["b", "c"] and members.survivors(["a", "b"]) == []
+    keeper = TermKeeper(folder, ["a.0", "b.0", "c.1"])
+    assert keeper.survivors(["a.0"]) == ["b.0", "c.1"] and keeper.survivors(["a.0", "b.0"]) == []
     folder.agree("c.1")
-    assert members.survivors(["a", "b"]) == ["c"]
+    assert keeper.survivors(["a.0", "b.0"]) == ["c.1"]
 
 
 def test_nobody_is_taken_in_once_all_is_trained(tmp_path: Path) -> None:
@@ -56,7 +58,8 @@ def test_nobody_is_taken_in_once_all_is_trained(tmp_path: Path) -> None:
     members.start_again("c")
     folder.arrive("c.1")
     folder.close(None)
-    assert members.admit() == [] and folder.newest() == Term(1, ("a.0", "b.0"), lost_by=1)
+    members.look()
+    assert members.too_late() == ["c"] and folder.newest() == Term(1, ("a.0", "b.0"), lost_by=1)
 
 
 def test_members_leave_as_long_as_one_stays(tmp_path: Path) -> None:
@@ -87,12 +90,7 @@ class _OneRound:
         match state:
             case Ready():
                 self._number += 1
-                return Go(Round(self._number, {STORE_VARIABLE: f"file:{self._store}{self._number}"}, 0))
-            case Running() if self._begin:
-                self._begin = False
-                for name in "abc":
-                    TermFolder(Path(f"{self._store}{self._number}.terms")).begin(f"{name}.0")
-                return Continue()
+                return Go(Round(self._number, {}, 0))
             case Running():
                 return Continue()
         return Over("stopped" if isinstance(state, Finished) and state.stopped else "completed")
@@ -102,6 +100,18 @@ class _OneRound:
 
     def resize(self, workers: int) -> None:
         self.workers = workers
+
+    def open_terms(self, round_: Round) -> TermFolder:
+        folder = TermFolder(Path(f"{self._store}{round_.number}.terms"))
+        folder.make()
+        if self._begin:
+            self._begin = False
+            for name in "abc":
+                folder.begin(f"{name}.0")
+        return folder
+
+    def begin_anew(self) -> None:
+        pass
 
 
 def _supervised(place: Script, store: Path, restarts: int = 3, begin: bool = True) -> list[tuple[Death, Aftermath]]:
@@ -227,5 +237,7 @@ def test_who_has_left_stays_away_where_an_error_ends_the_others_at_that_moment(t
 def test_who_was_asked_to_leave_stays_in_a_new_start(tmp_path: Path) -> None:
     members, _ = _members(tmp_path)
     members.drain(["b"])
-    members.begin(Round(2, {STORE_VARIABLE: f"file:{tmp_path / 'store2'}"}, 0))
+    folder = TermFolder(tmp_path / "store2.terms")
+    folder.make()
+    members.begin(Round(2, {}, 0), folder)
     assert not members.release("b")  # it was asked in the round before

@@ -23,6 +23,7 @@ from echelon.launch.rounds import (
     Ready,
     Rendezvous,
     Restarts,
+    Round,
     RoundSettings,
     Running,
     State,
@@ -36,7 +37,16 @@ class Machines:
         self.now = 0.0
         self.stores: Iterator[int] = count(1)
         terms = RoundSettings(least, most, max_restarts, arrival_s=100.0, return_s=20.0)
-        self.rendezvous = Rendezvous(terms, 0.0, lambda name: f"store {next(self.stores)}")
+        self.rendezvous = Rendezvous(terms, 0.0, self)
+
+    def open_store(self, name: str) -> str:
+        return f"store {next(self.stores)}"
+
+    def lose(self, round_: Round) -> bool:
+        return False
+
+    def takes_in(self, number: int) -> bool | None:
+        return None
 
     def ask(self, name: str, state: State) -> Order:
         self.rendezvous.admit(name, 2, self.now)
