@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, TermFolder, machine_prefix, member_name
+from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, TermFolder, is_elsewhere, machine_prefix, member_name
 from echelon.launch.rounds import Round
 from echelon.launch.term_keeper import TermKeeper
 
@@ -68,9 +68,15 @@ class GroupMembers:
             self._keeper.look(admits=False)
         if any(map(folder.is_missed, members)):
             return False
+        if self._keeper is not None:
+            return True
         term = folder.newest()
-        went_on = term is not None and not set(members) & set(term.members)
-        return True if went_on else None
+        return True if term is not None and not set(members) & set(term.members) else None
+
+    @property
+    def are_waited_for(self) -> bool:
+        """Whether the others cannot go on before a process of this machine has come, which is the first one."""
+        return self._keeper is not None and self._keeper.wait_for_first
 
     def finish(self, name: str) -> None:
         """Note that a process is done."""
@@ -94,7 +100,9 @@ class GroupMembers:
         if not stay:
             return "nobody would be left to train"
         if len(keeper.survivors(members)) < len(keeper.members) - len(members):
-            return "a member has yet to begin, or nobody of the first machine would be left"
+            return "a member has yet to begin"
+        if all(map(is_elsewhere, stay)):
+            return "nobody of the first machine, where the run's record is, would be left"
         for member in members:
             folder.let_leave(member)
         return ""

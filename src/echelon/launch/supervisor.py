@@ -555,21 +555,31 @@ class _Supervisor:
     def _come_back_or_go(self, group: _Group, members: GroupMembers, name: str, exit_code: int) -> None:
         """Start a process again beside its group, unless it was asked to leave."""
         if not members.release(name):
-            self._come_back(group, name, exit_code)
+            self._come_back(group, name, exit_code, members.are_waited_for)
             return
         group.let_go(name)
         self._watch.on_leave(group.started[name], len(group.processes))
 
-    def _come_back(self, group: _Group, name: str, exit_code: int) -> None:
-        """Start a process again beside its group, if restarts are left, and tell of its death."""
+    def _come_back(self, group: _Group, name: str, exit_code: int, is_waited_for: bool) -> None:
+        """Start a process again beside its group, if restarts are left, and tell of its death.
+
+        Raises:
+            JobFailed: none are, and the others cannot go on without it.
+        """
         if self._stop_by or not exit_code:
             return
         death = group.death_of(name, exit_code)
         if exit_code == -signal.SIGKILL:  # perhaps by the watch, which says why
             death = self._watch.explain(death, self._living())
         why = self._own_restarts.take(name, self._watch.failures(death), time.monotonic())
-        follows = f"the others go on without it ({why})" if why else "the others go on, and it joins them again"
-        self._watch.on_death(death, Aftermath("", None if why else self._own_restarts.left, follows))
+        left = None if why else self._own_restarts.left
+        if is_waited_for and not group.alive:
+            self._watch.on_death(death, Aftermath(why, left, "the others wait until it joins them again"))
+            if why:
+                raise JobFailed("")
+        else:
+            follows = f"the others go on without it ({why})" if why else "the others go on, and it joins them again"
+            self._watch.on_death(death, Aftermath("", left, follows))
         if not why:
             self._place.start([group.start_again(name)])
 

@@ -12,10 +12,10 @@ class TermKeeper:
 
     Members keep their order, which is that of their ranks; newcomers come after the others of the first machine, or
     last. So the one that leads, which keeps the run's record, stays until it dies, and the next one is on the same
-    machine.
+    machine: where that has none left, the others wait for a newcomer there.
 
     Attributes:
-        members: of the newest term.
+        members: of the newest term, or of the next one while they wait.
     """
 
     def __init__(self, folder: TermFolder, members: Sequence[str]) -> None:
@@ -26,13 +26,17 @@ class TermKeeper:
     def survivors(self, lost: Collection[str]) -> list[str]:
         """Return the members that are left without some.
 
-        None where they cannot go on: one of them has not begun or is done, all of them have yet to get what is trained,
-        or none is on the first machine, where the run's record is.
+        None where they cannot go on: one of them has not begun or is done, or all of them have yet to get what is
+        trained.
         """
         left, folder = [member for member in self.members if member not in lost], self._folder
         can = all(folder.has_begun(member) and not folder.has_finished(member) for member in left)
-        leads = any(not is_elsewhere(member) and folder.has_agreed(member) for member in left)
-        return left if can and leads else []
+        return left if can and any(map(folder.has_agreed, left)) else []
+
+    @property
+    def wait_for_first(self) -> bool:
+        """Whether members wait for a newcomer of the first machine."""
+        return all(map(is_elsewhere, self.members))
 
     def look(self, admits: bool) -> bool:
         """Make the terms that follow from what was said; returns whether a machine is lost that the others need.
@@ -48,7 +52,8 @@ class TermKeeper:
         if lost and not all(map(folder.is_missed, lost)):
             if left := self.survivors(lost):
                 self.members, self._lost_by = left, self._term + 1
-                self._publish()
+                if not self.wait_for_first:
+                    self._publish()
             else:
                 for member in lost:
                     folder.miss(member)
@@ -63,7 +68,7 @@ class TermKeeper:
         """Take in the newcomers that are ready."""
         folder = self._folder
         arrived = [member for member in folder.arrived() if member not in self.members and not folder.is_lost(member)]
-        if not arrived:
+        if not arrived or (self.wait_for_first and all(map(is_elsewhere, arrived))):
             return
         with folder.door():
             if not folder.is_closed:
