@@ -80,6 +80,15 @@ def is_elsewhere(member: str) -> bool:
     return member.startswith("machine")
 
 
+def machine_of(member: str) -> str:
+    """Return what the names of the members of a member's machine begin with.
+
+    >>> machine_of("machine1-rank0.0"), machine_of("rank1.0")
+    ('machine1-', '')
+    """
+    return f"{member.partition('-')[0]}-" if is_elsewhere(member) else ""
+
+
 def is_newcomer(member: str) -> bool:
     """Whether a member was started beside a group that had begun before."""
     return not member.endswith(".0")
@@ -99,6 +108,11 @@ class TermFolder:
         self.path.mkdir()
         if shared:
             (self.path / _SHARED).touch()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is kept like those of other machines."""
+        return self._was_said(_SHARED)
 
     def publish(self, term: Term) -> None:
         """Let the members know a new term."""
@@ -178,6 +192,10 @@ class TermFolder:
         """Whether a member was asked to."""
         return self._was_said(f"{member}.leave")
 
+    def machine_may_leave(self, prefix: str) -> bool:
+        """Whether members of a machine were asked to; `prefix`: what their names begin with."""
+        return any(mark.startswith(prefix) and mark.endswith(".leave") for mark in self.marks())
+
     def lose(self, member: str) -> None:
         """Say that a member's process has ended before all was trained."""
         self._say(f"{member}.dead")
@@ -188,7 +206,7 @@ class TermFolder:
 
     def is_gone(self, member: str) -> bool:
         """Whether a member's machine is lost."""
-        return is_elsewhere(member) and self._was_said(f"{member.partition('-')[0]}-all.gone")
+        return is_elsewhere(member) and self._was_said(f"{machine_of(member)}all.gone")
 
     def is_lost(self, member: str) -> bool:
         """Whether a member has ended, or its machine is lost."""
@@ -242,7 +260,7 @@ class TermFolder:
             newest = self.newest()
             if term is not None and newest is not None and newest.number > term:
                 return False
-            if term is not None and not self.is_closed and self._was_said(_SHARED):
+            if term is not None and not self.is_closed and self.is_shared:
                 self._say(f"{term}-members.closing")
                 return None
             self._say(_CLOSED)

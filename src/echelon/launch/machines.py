@@ -143,6 +143,12 @@ class FirstMachine:
         log.folder.lose_machine(machine_prefix(round_.machine, round_.beside))
         return True
 
+    def was_asked_to_leave(self, round_: Round) -> bool:
+        """Whether the members of a machine that is in a round were asked to leave, while the others go on."""
+        if self._log is None or self._log.round != round_.number or not round_.machine:
+            return False
+        return self._log.folder.machine_may_leave(machine_prefix(round_.machine, round_.beside))
+
     def takes_in(self, number: int) -> bool | None:
         """Whether a machine may come beside the others in a round now; None: its machines begin and end together."""
         log = self._log

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, TermFolder, is_elsewhere, machine_prefix, member_name
+from echelon.core.terms import (
+    MEMBER_VARIABLE,
+    TERMS_VARIABLE,
+    TermFolder,
+    is_elsewhere,
+    machine_of,
+    machine_prefix,
+    member_name,
+)
 from echelon.launch.rounds import Round
 from echelon.launch.term_keeper import TermKeeper
 
@@ -90,10 +98,35 @@ class GroupMembers:
             return "the run has no such member now"
         if keeper is None:
             return "give this command on the first machine"
-        return self.drain_members([self._member(name) for name in names])
+        return self._drain([self._member(name) for name in names])
 
-    def drain_members(self, members: Collection[str]) -> str:
-        """Ask members of any machine to leave, on the first one; returns why they cannot, or nothing."""
+    @property
+    def span_machines(self) -> bool:
+        """Whether members of other machines follow what is decided here."""
+        return self._keeper is not None and self._folder is not None and self._folder.is_shared
+
+    def here(self, ranks: Collection[int]) -> list[int]:
+        """Return the ranks whose members are on this machine, which is the first one."""
+        assert self._keeper is not None
+        members = self._keeper.members
+        return [rank for rank in ranks if rank < len(members) and not is_elsewhere(members[rank])]
+
+    def drain_ranks(self, ranks: Collection[int]) -> str:
+        """Ask members of any machine to leave, by their ranks now; returns why they cannot, or nothing.
+
+        Another machine leaves as a whole: what it starts with again is what it was started with.
+        """
+        assert self._keeper is not None
+        members = self._keeper.members
+        if any(rank >= len(members) for rank in ranks):
+            return "the run has no such rank now"
+        asked = {members[rank] for rank in ranks}
+        for machine in {machine_of(member) for member in asked if is_elsewhere(member)}:
+            if rest := [i for i, m in enumerate(members) if machine_of(m) == machine and m not in asked]:
+                return f"its machine leaves as a whole, with rank {', '.join(map(str, rest))}"
+        return self._drain(asked)
+
+    def _drain(self, members: Collection[str]) -> str:
         folder, keeper = self._folder, self._keeper
         assert folder is not None and keeper is not None
         stay = [each for each in keeper.members if each not in members and not folder.may_leave(each)]

@@ -262,6 +262,9 @@ class Machines(Protocol):
     def lose(self, round_: Round) -> bool:
         """Let the others go on without a machine that is in a round; returns whether that is tried."""
 
+    def was_asked_to_leave(self, round_: Round) -> bool:
+        """Whether the members of a machine that is in a round were asked to leave, while the others go on."""
+
     def takes_in(self, number: int) -> bool | None:
         """Whether a machine may come beside the others in a round now; None: its machines begin and end together."""
 
@@ -341,7 +344,10 @@ class Rendezvous:
         return order
 
     def _answer(self, machine: _Machine, state: State, now: float) -> Order:
-        name = machine.name
+        name, current = machine.name, self._rounds.get(machine.name)
+        if isinstance(state, Finished) and current is not None and self._does.was_asked_to_leave(current):
+            machine.leaves = True
+            del self._rounds[name]
         if machine.leaves and self.over is None and not isinstance(state, Running):
             machine.left_s, machine.present, machine.state = machine.left_s or now, False, state
             return Over(LEFT)
@@ -377,12 +383,6 @@ class Rendezvous:
     def begin_anew(self, now: float) -> None:
         """Begin another round, because members are lost without which the others cannot go on."""
         self._break_round(now, gracefully=False)
-
-    def leave_round(self, number: int) -> str:
-        """Let a machine leave whose members do, by its number; returns its name."""
-        name = list(self._machines)[number]
-        self._machines[name].leaves = True
-        return name
 
     def all_know(self) -> bool:
         """Whether every machine that is there has been told that the run is over."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -132,6 +132,7 @@ class Watch:
         saved: how many checkpoints of new steps there are since the last call.
         changes: of the members that a user has asked for since the last call.
         another: a process beyond those of the job, by its number from 0; raises `UserError` where there can be none.
+        on_asked: ranks of other machines were asked to leave: their process ids by their names.
         on_leave: a process has left, as it was asked to; how many of its group go on.
         on_refused: a change is not made, and why.
     """
@@ -147,6 +148,7 @@ class Watch:
     saved: Callable[[], int] = lambda: 0
     changes: Callable[[], Sequence[Change]] = tuple
     another: Callable[[int], Process] = _no_other
+    on_asked: Callable[[Mapping[str, int]], None] = _nothing
     on_leave: Callable[[Started, int], None] = _nothing
     on_refused: Callable[[str], None] = _nothing
 
@@ -372,19 +374,23 @@ class _Supervisor:
             if self._stop_by:
                 raise UserError("the run is being stopped")
             if change.pids:
-                self._let_leave(change.pids)
+                self._let_leave(change)
             if change.add:
                 self._let_join(change.add)
         except UserError as reason:
             self._watch.on_refused(str(reason))
 
-    def _let_leave(self, pids: Collection[int]) -> None:
+    def _let_leave(self, change: Change) -> None:
         """Let members leave a group that can do without them.
 
         Raises:
             UserError: there is none, or they cannot.
         """
+        pids = change.pids
         for group in self._groups:
+            if group.members is not None and group.members.span_machines:
+                self._let_ranks_leave(group.members, change)
+                return
             names = [name for name in group.alive & group.started.keys() if group.started[name].pid in pids]
             if not names:
                 continue
@@ -392,6 +398,18 @@ class _Supervisor:
                 raise UserError(f"{' and '.join(names)} cannot leave: {why}")
             return
         raise UserError("who was asked to leave is no member now")
+
+    def _let_ranks_leave(self, members: GroupMembers, change: Change) -> None:
+        """Let members leave of whichever machines; those of others tell it there.
+
+        Raises:
+            UserError: they cannot.
+        """
+        pids = {int(name.removeprefix("rank")): pid for name, pid in zip(change.workers, change.pids, strict=True)}
+        here = members.here(pids)
+        if why := members.drain_ranks(pids):
+            raise UserError(f"{' and '.join(change.workers)} cannot leave: {why}")
+        self._watch.on_asked({f"rank{rank}": pid for rank, pid in pids.items() if rank not in here})
 
     def _let_join(self, count: int) -> None:
         """Start processes beside those that run: those that have left, and then new ones.

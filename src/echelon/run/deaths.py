@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
@@ -117,10 +117,10 @@ class _Chronicle:
     ) -> None:
         self._path, self._record, self._scheduler, self._tell = path, record, machine.scheduler, tell
         self._notifier = Notifier(run.described.tracking.notify, path)
-        can_change = machine.scheduler is not None or any(g.restart is Restart.BESIDE for g in machine.job.groups)
-        ranges = machine.rounds is not None and run.nodes.least < run.nodes.most
+        beside = any(group.restart is Restart.BESIDE for group in machine.job.groups)
+        ranges = machine.rounds is not None and run.nodes.least < run.nodes.most and not beside
         self._machines = machine.rounds if ranges else None
-        self._requests = Requests(path) if can_change or ranges else None
+        self._requests = Requests(path) if machine.scheduler is not None or beside or ranges else None
         self._run, self._job = run, machine.job
         self._most_restarts = run.config.launch.max_restarts
         self._saved = SavedSteps(path / "checkpoints")
@@ -136,7 +136,12 @@ class _Chronicle:
         watch = Watch(self.on_death, stop, self.on_start, say, failures=self._failures)
         watch = replace(watch, saved=self._saved.count_new)
         watch = replace(
-            watch, changes=self._changes, another=self._another, on_leave=self.on_leave, on_refused=self.on_refused
+            watch,
+            changes=self._changes,
+            another=self._another,
+            on_leave=self.on_leave,
+            on_refused=self.on_refused,
+            on_asked=self.on_asked,
         )
         return replace(watch, remedy=self._remedy)
 
@@ -179,6 +184,15 @@ class _Chronicle:
             self._job, number, config.data.batch_size if divides else 0, gpus if gpus >= self._workers else 0
         )
         return process if self.board is None else self.board.add(process)
+
+    def on_asked(self, pids: Mapping[str, int]) -> None:
+        """Record, and say, that ranks of other machines were asked to leave."""
+        if not pids:
+            return
+        words = f"{' and '.join(pids)} will leave after the step under way, as it was asked to; the others go on"
+        for name, pid in pids.items():
+            self._record.write(WorkerLeft(words, name, pid=pid))
+        self._tell(words)
 
     def on_leave(self, process: Started, stay: int) -> None:
         """Record, and say, that a process has left as it was asked to."""

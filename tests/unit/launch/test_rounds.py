@@ -45,6 +45,9 @@ class Machines:
     def lose(self, round_: Round) -> bool:
         return False
 
+    def was_asked_to_leave(self, round_: Round) -> bool:
+        return False
+
     def takes_in(self, number: int) -> bool | None:
         return None
 
