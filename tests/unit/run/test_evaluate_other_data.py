@@ -16,6 +16,7 @@ from echelon.data import DataInfo, Source, open_data
 from echelon.data.sources import SourceChoice
 from echelon.run.evaluator import as_trained_on, left_out
 from tests.unit.data.images import make_image
+from tests.unit.data.test_parallel_text import make_parallel
 
 KEPT = DataInfo("own", ("r", "g", "b"), 1, 24, 8, 2, (4, 4), mean=(0.5,), std=(0.25,))
 
@@ -96,6 +97,14 @@ def test_one_row_alone_and_a_text_are_evaluated_whole(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be " * 400)
     whole, part = opened(tmp_path / "text.txt", tokeniser="characters")
     assert part == "" and whole == pytest.approx(19 * 400 / 128, abs=1)
+
+
+def test_pairs_without_parts_are_evaluated_whole_and_none_is_said_to_be_held_out(tmp_path: Path) -> None:
+    folder = make_parallel(tmp_path / "pairs", {"train": 20})
+    config = DataConfig(str(folder), root=str(tmp_path), input="en", target="de", tokeniser="bpe(300)")
+    source, part = SourceChoice(config, 0, "translation").open_other()
+    evaluated: Any = source.evaluation
+    assert (len(evaluated), part) == (20, "") and not any("held out" in note for note in source.notes)
 
 
 @pytest.mark.parametrize("kind", ["images", "sounds", "texts"])
