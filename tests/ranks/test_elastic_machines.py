@@ -142,3 +142,21 @@ def test_a_machine_joins_a_run_that_takes_more(tmp_path: Path) -> None:
         wait_for_size(first, 3)
         check_ended(first, second, third)
         assert sizes(first) == [2, 3]
+
+
+@pytest.mark.slow
+def test_a_machine_leaves_after_the_step_under_way_and_comes_again(tmp_path: Path) -> None:
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        group = Group(runs, network, "nodes=2", pace_s=1.0)
+        first, second = (group.start(i) for i in range(2))
+        reach(first, 2)
+        refused = runs.start("nodes", first.folder, "drain", "rank0")
+        assert refused.end() == 2 and "nobody of the first machine" in refused.text(), refused.text()
+        asked = runs.start("nodes", first.folder, "drain", "rank1")
+        assert asked.end() == 0, asked.text()
+        wait_for_size(first, 1)
+        assert second.end() == 0 and "have left the run, which goes on" in second.text(), second.text()
+        again = group.start(1)
+        wait_for_size(first, 2)
+        check_ended(first, again)
+        assert sizes(first) == [2, 1, 2] and not first.events("worker_died")

@@ -44,6 +44,27 @@ def test_any_number_of_workers_finds_the_same(folder: Path) -> None:
         echelon.evaluate(folder / "run", workers=1, checkpoint="7")
 
 
+def test_a_file_that_says_nothing_of_a_split_is_evaluated_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def table(name: str, parts: tuple[str, ...]) -> Path:
+        head = "a,b,y" + ",fold" * bool(parts)
+        rows = [f"{i},{i * i % 7},{'xy'[i % 2]}{',' + parts[i % len(parts)] if parts else ''}" for i in range(60)]
+        (tmp_path / name).write_text("\n".join([head, *rows]) + "\n")
+        return tmp_path / name
+
+    own = table("own.csv", ("train", "val", "test"))
+    settings = {"target": "y", "split": "fold", "max_steps": 4, "batch_size": 8, "device": "cpu", "workers": 1}
+    echelon.train("auto", own, tmp_path / "run", **settings)  # type: ignore[arg-type]
+    for data, said in (
+        (table("other.csv", ()), f"echelon: all 60 samples of {tmp_path}/other.csv evaluated in"),
+        (table("parts.csv", ("train", "test")), f"echelon: the test part of {tmp_path}/parts.csv, 30 samples, eval"),
+        (own, "echelon: 20 samples evaluated in"),
+    ):
+        echelon.evaluate(tmp_path / "run", data=str(data), workers=1)
+        assert said in capfd.readouterr().err
+
+
 def test_ctrl_c_ends_an_evaluation_and_a_mistake_is_one_line(folder: Path) -> None:
     with Runs(folder) as runs:
         run = runs.start("evaluate", folder / "run", "--workers", "2")

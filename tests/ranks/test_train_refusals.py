@@ -109,6 +109,14 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_is(tmp_path: Path) -> Non
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
     _run_cases(tmp_path, [(["resume", "run", flag, "slrm"], (flag,)) for flag in ("--on", "--timeout")])
     assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
+    file = tmp_path / "run" / "config.yaml"
+    file.write_bytes(b"# a note of its user's\r\n" + file.read_bytes())
+    described = file.read_bytes()
+    longer = ["resume", "run", "--max-steps", "4"]
+    (refused,) = run_many(tmp_path, [[*longer, "--workers", "4", "--parallel", "pp=4"]])  # by its ranks, which read it
+    assert refused.code == 2 and "--parallel pp=4" in refused.err and file.read_bytes() == described, refused
+    (resumed,) = run_many(tmp_path, [longer])
+    assert resumed.code == 0 and file.read_bytes() != described, resumed
 
 
 def test_a_dry_run_refuses_before_it_prints_and_says_that_the_batch_is_too_large(tmp_path: Path) -> None:

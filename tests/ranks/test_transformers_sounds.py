@@ -1,4 +1,4 @@
-"""Runs of models of transformers for sounds, by a folder: the same function on two workers, resumed, used, exported."""
+"""Runs of models of transformers for sounds, by a folder: the same function in layouts, resumed, used, exported."""
 
 from __future__ import annotations
 
@@ -42,28 +42,35 @@ def _sounds(task: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(("task", "kind"), [("speech_classification", "Hubert"), ("speech_recognition", "Wav2Vec2")])
-def test_two_workers_train_what_one_does_and_a_stop_changes_nothing(task: str, kind: str, tmp_path: Path) -> None:
+def test_two_workers_train_what_one_does_in_any_layout_and_a_stop_changes_nothing(
+    task: str, kind: str, tmp_path: Path
+) -> None:
     model, data = f"transformers/{_folder(kind, tmp_path / 'model')}", _sounds(task, tmp_path)
     known = {**SETTINGS, "weights": "pretrained"}
     echelon.train(model, data, tmp_path / "one", workers=1, **known)
-    two = echelon.train(model, data, tmp_path / "two", workers=2, **known)
-    # The newest: the best may be of another step.
-    weights, others = (best_weights(tmp_path / each, "newest") for each in ("one", "two"))
-    for name, tensor in weights.items():
-        torch.testing.assert_close(others[name], tensor, atol=2e-4, rtol=2e-3, msg=name)
+    weights = best_weights(tmp_path / "one", "newest")  # the best may be another step
+    for layout in ("fsdp=2", "tp=2", "dp=2"):
+        two = echelon.train(model, data, tmp_path / layout, workers=2, parallel=layout, **known)
+        others = best_weights(tmp_path / layout, "newest")
+        for name, tensor in weights.items():
+            torch.testing.assert_close(others[name], tensor, atol=2e-4, rtol=2e-3, msg=f"{layout}: {name}")
+    with pytest.raises(UserError, match=r"is not known to be a chain of blocks: .* or use fsdp=N or tp=N instead"):
+        echelon.train(model, data, tmp_path / "pp", workers=2, parallel="pp=2", **known)
+    assert not (tmp_path / "pp").exists()
     echelon.train(model, data, tmp_path / "stopped", workers=1, max_steps=2, **known)
     echelon.resume(tmp_path / "stopped", max_steps=0)
     for name, tensor in best_weights(tmp_path / "stopped", "newest").items():
         torch.testing.assert_close(tensor, weights[name], atol=0, rtol=0, msg=name)
-    scored = echelon.evaluate(tmp_path / "two")
+    scored = echelon.evaluate(two.folder)
     both = set(scored) & set(two.metrics)
     assert both and all(scored[name] == pytest.approx(two.metrics[name], rel=1e-4) for name in both)
-    [row] = echelon.predict(tmp_path / "two", next(Path(data).rglob("*.wav")), device="cpu")
+    [row] = echelon.predict(two.folder, next(Path(data).rglob("*.wav")), device="cpu")
     assert isinstance(row.prediction.value, str)
-    exported = echelon.export(tmp_path / "two", tmp_path / "folder")
-    assert exported.agreement is not None and exported.agreement.difference < 1e-4
+    for file in ("folder", "model.onnx", "model.pt2"):
+        exported = echelon.export(two.folder, tmp_path / file)
+        assert exported.agreement is not None and exported.agreement.difference < 1e-4, file
     extractor = transformers.AutoFeatureExtractor.from_pretrained(tmp_path / "folder")
-    assert extractor.sampling_rate == 8000 and api.trained_model(tmp_path / "two").info.rate == 8000
+    assert extractor.sampling_rate == 8000 and api.trained_model(two.folder).info.rate == 8000
 
 
 def test_whisper_classifies_and_is_refused_for_transcripts(tmp_path: Path) -> None:
@@ -76,7 +83,7 @@ def test_whisper_classifies_and_is_refused_for_transcripts(tmp_path: Path) -> No
         given = {"training.max_steps": 2, "launch.workers": 1, "training.device": "cpu", "data.batch_size": 8}
         resolved = build(None, {**given, **MAKERS[task](tmp_path), "model.name": name, "run": str(tmp_path / task)})
         described = with_task_defaults(resolved, None, True).config
-        assert described.data.features == str(tmp_path / "model")
+        assert described.data.features == name
         return start_in_process(launch_request(described), None)
 
     assert started("speech_classification").status == "completed"

@@ -45,8 +45,8 @@ def evaluate_command() -> Any:
         parameter("follow_links", bool, typer.Option(
             False, "--follow-links", help="follow links that lead out of the data folder")),
         parameter("data", str, typer.Option(
-            "", "--data", help="other data than the run's, here or at a URL: its test set, or the part that training "
-            "would hold out")),
+            "", "--data", help="other data than the run's, here or at a URL: its test part, else its val part; all of "
+            "data without parts")),
         parameter("checkpoint", str, typer.Option(
             "best", "--checkpoint", metavar="best|newest|STEP", help="the checkpoint to evaluate [default: best]")),
         parameter("workers", int, typer.Option(

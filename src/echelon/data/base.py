@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,8 @@ class DataRequest:
         task: its name, for messages; `auto`: the data's own.
         folder: of the run, which keeps the tokeniser; None: there is none.
         brought: where data at a URL lies on this machine; None: its name says where it is.
+        tell_whole: of data that is not the run's, and is evaluated: is called where it has no part for that, and so is
+            evaluated whole; None: a share is held out there.
     """
 
     config: DataConfig
@@ -118,6 +121,7 @@ class DataRequest:
     task: str = "auto"
     folder: Path | None = None
     brought: Path | None = None
+    tell_whole: Callable[[], None] | None = None
 
     @property
     def path(self) -> Path:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.core.errors import UserError
+from echelon.core.own import TRANSFORMERS
 from echelon.tasks.nest import TensorSpec
 
 BANDS = 64
@@ -142,7 +143,7 @@ class Waveform(SoundFeatures):
 
     def extractor(self, rate: int) -> Any:
         """Return a Wav2Vec2FeatureExtractor."""
-        return _transformers(WAVEFORM).Wav2Vec2FeatureExtractor(
+        return _transformers(f"--features {WAVEFORM}").Wav2Vec2FeatureExtractor(
             sampling_rate=rate, do_normalize=self.normalised, return_attention_mask=True
         )
 
@@ -201,6 +202,8 @@ class ExtractedFeatures(SoundFeatures):
 def read_features(text: str) -> SoundFeatures:
     """Read `auto`, `log_mel`, `waveform`, or a folder, or `config.json`, of a model of transformers for sounds.
 
+    What the name of a model tells (`transformers/FOLDER`) is refused as that of `--model`.
+
     Raises:
         UserError: it is none of these, or the model in the folder is given something else, or none of sounds.
     """
@@ -208,15 +211,21 @@ def read_features(text: str) -> SoundFeatures:
         return LogMel()
     if text == WAVEFORM:
         return Waveform()
-    path = Path(text).expanduser()
+    of_model = _is_of_model(text)
+    path = Path(text.removeprefix(TRANSFORMERS) if of_model else text).expanduser()
+    name = f"{'--model' if of_model else '--features'} {text}"
     file = path / _MODEL_FILE if path.is_dir() else path
     settings = _extractor_settings(file.parent)
     if not file.is_file() and not settings:
-        raise UserError(
-            f"--features {text}: write log_mel, waveform, or a folder with a {_OWN_FILE} or {_MODEL_FILE} of "
-            "transformers"
-        )
-    return _of_model(f"--features {text}", _model_config(text, file) if file.is_file() else None, settings)
+        files = f"a folder with a {_OWN_FILE} or {_MODEL_FILE} of transformers"
+        raise UserError(f"{name}: " + (f"name {files}" if of_model else f"write log_mel, waveform, or {files}"))
+    return _of_model(name, _model_config(name, file) if file.is_file() else None, settings)
+
+
+def _is_of_model(text: str) -> bool:
+    """Whether a text is a model's name: no folder named `transformers` in the current one is meant."""
+    folder = text.removeprefix(TRANSFORMERS)
+    return folder != text and (Path(folder).expanduser().exists() or not Path(text).exists())
 
 
 def _extractor_settings(folder: Path) -> ExtractorSettings:
@@ -237,19 +246,19 @@ def _extractor_settings(folder: Path) -> ExtractorSettings:
     return {}
 
 
-def _model_config(text: str, file: Path) -> Any:
+def _model_config(name: str, file: Path) -> Any:
     try:
-        return _transformers(text).AutoConfig.from_pretrained(str(file), local_files_only=True)
+        return _transformers(name).AutoConfig.from_pretrained(str(file), local_files_only=True)
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"--features {text}: {file} describes no model that is known here ({reason})") from error
+        raise UserError(f"{name}: {file} describes no model that is known here ({reason})") from error
 
 
-def _transformers(text: str) -> Any:
+def _transformers(name: str) -> Any:
     try:
         import transformers
     except ImportError:
-        raise UserError(f"--features {text} needs transformers: pip install 'echelon[transformers]'") from None
+        raise UserError(f"{name} needs transformers: pip install 'echelon[transformers]'") from None
     return transformers
 
 

@@ -105,9 +105,12 @@ class TableParts:
         config, measured = request.config, MeasuredColumns(request.folder)
         if config.split == NO_SPLIT:
             return self
+        is_other = request.tell_whole is not None
+        if config.split and is_other and (len(self.files) > 1 or config.split not in self.files[0].names):
+            return replace(self, split=config.split)  # the run's column, which this data does without
         if config.split:
             self._check_split(config)
-            return self._divided_by(config.split, config.split)
+            return self._divided_by(config.split, config.split, is_other)
         names = [name for name in self.files[0].names if name.lower() in _SPLIT_NAMES]
         used = {*listed(config.input), *listed(config.target)}
         columns, notes = [], list(self.notes)
@@ -126,7 +129,7 @@ class TableParts:
                 f"and leave out the other with --input, or use --split {NO_SPLIT}"
             )
         parts = replace(self, notes=tuple(notes))
-        return parts._divided_by(columns[0]) if columns else parts
+        return parts._divided_by(columns[0], is_other=is_other) if columns else parts
 
     def _check_split(self, config: DataConfig) -> None:
         where = f"data {self.source}: --split {config.split}"
@@ -141,11 +144,12 @@ class TableParts:
             shown = ", ".join(others) if others else "no strings"
             raise UserError(f"{where}: it holds {shown}; values are names of parts: train, val, test")
 
-    def _divided_by(self, column: str, wanted: str = "") -> TableParts:
+    def _divided_by(self, column: str, wanted: str = "", is_other: bool = False) -> TableParts:
         """Return the parts by a column of their names.
 
         Args:
             wanted: the column, where the user named it.
+            is_other: these are not a run's own rows, and nothing is trained on them.
 
         Raises:
             UserError: the user did, and no row is for training.
@@ -158,6 +162,8 @@ class TableParts:
         rows = {part: np.flatnonzero(part_of_row == part) for part in (TRAIN, VALIDATION, TEST)}
         there = {part: each for part, each in rows.items() if len(each)}
         told = ", ".join(f"{len(each):,} {part}" for part, each in there.items())
+        if is_other and TRAIN not in there:
+            there = {TRAIN: next(reversed(there.values())), **there}
         if TRAIN not in there:
             if wanted:
                 raise UserError(f"data {self.source}: --split {column}: no row is for training, but {told}")

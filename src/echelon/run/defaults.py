@@ -94,7 +94,7 @@ def _with_task_defaults(resolved: Resolved, task: Task | None, opens_data: bool)
         config = replace(config, data=replace(config.data, tokeniser=folder))
         origins["data.tokeniser"] = f"model {config.model.name}"
     if origins["data.features"] == DEFAULT and task.encoding.reads_sounds and _is_of_transformers(config.model.name):
-        config = replace(config, data=replace(config.data, features=config.model.name.removeprefix(TRANSFORMERS)))
+        config = replace(config, data=replace(config.data, features=config.model.name))
         origins["data.features"] = f"model {config.model.name}"
     for name, value in _settings(task.defaults_for(config.data, outline), origins["optimizer.name"] == DEFAULT):
         if origins[name] == DEFAULT:

@@ -119,9 +119,13 @@ def submitted_again(path: Path, config: RunConfig, cluster: Cluster, has_objects
     check_described(_on(config, config.launch.on), cluster, has_objects)
     home = home_of(replace(config, run=str(path)))
     cluster.check(Submission(path.absolute(), home=home), versions())
-    folders.prepare(path, _on(config, config.launch.on), time.time())
-    _fill(path, home)
-    return _hand_over(path, cluster)
+    before = folders.prepare(path, _on(config, config.launch.on), time.time())
+    try:
+        _fill(path, home)
+        return _hand_over(path, cluster)
+    except UserError:
+        folders.put_back(path, before)
+        raise
 
 
 def text_for(config: RunConfig, cluster: Cluster, model: str) -> str:

@@ -38,6 +38,8 @@ def rescore(
 ) -> Mapping[str, float | None]:
     """Evaluate a checkpoint of a run on its test data, or where there is none apart, on its evaluation data.
 
+    Other data than the run's is evaluated whole where it has no parts.
+
     Returns the metrics, the same on any number of processes.
 
     Args:

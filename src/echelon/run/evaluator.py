@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.config import RunConfig
+from echelon.config import RunConfig, load_run_config
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
 from echelon.core.units import first_few, format_seconds
@@ -32,10 +32,11 @@ from echelon.run.parcel import Parcel
 from echelon.run.resolve import resolve
 from echelon.trainer.assemble import UserObjects
 from echelon.trainer.evaluate import evaluate
-from echelon.trainer.folder import SECRET_FOLDER
+from echelon.trainer.folder import CONFIG_FILE, SECRET_FOLDER
 from echelon.trainer.inputs import model_input
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.process import leave, log_to, one_line, place_of
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.saving import state_of
 from echelon.trainer.start_weights import rebuild, without_tuning
 from echelon.trainer.state import averaged
@@ -84,7 +85,8 @@ def evaluate_part(
     objects = objects or UserObjects()
     run = resolve(replace(config, run=str(folder)))  # a folder may have been moved
     with join_world(run, folder / SECRET_FOLDER, RankNotes()) as world:
-        source, kept = objects.source or run.source.open(), read_info(folder)
+        source, part = _opened(run, folder, objects)
+        kept = read_info(folder)
         if kept is not None:
             source = as_trained_on(source, kept)
         task = run.task.fitted(source.info, objects.of_task)
@@ -109,12 +111,13 @@ def evaluate_part(
                     autocast = PRECISIONS[config.training.precision].autocast
                     report = evaluate(model, loader, task, world, bar.advance, autocast)
                 if world.leads:
-                    took = f"{report.samples:,} samples evaluated in {format_seconds(report.seconds)}"
+                    took = f"{_samples(report.samples, source, part)} evaluated in {format_seconds(report.seconds)}"
                     # in the place of the launcher's bar, which may still be there
                     screen.say(f"echelon: {took}, with the checkpoint of step {step}")
         finally:
             loader.close()
-        if world.leads and kept is not None and kept.name != source.info.name and source.test is None:
+        is_other = kept is not None and kept.name != source.info.name
+        if world.leads and is_other and source.test is None and part != "":
             say(left_out(source))
     return {"loss": report.loss, **report.metrics}
 
@@ -138,11 +141,38 @@ def as_trained_on(source: Source, kept: DataInfo) -> Source:
     return measured_as(source, kept)
 
 
+def _opened(run: ResolvedRun, folder: Path, objects: UserObjects) -> tuple[Source, str | None]:
+    """Return the data, and the part of it that is evaluated (`SourceChoice.open_other`); None: it is the run's own.
+
+    Raises:
+        UserError: there is no such data, or it cannot be used.
+    """
+    if objects.source is not None:
+        return objects.source, None
+    own = load_run_config(folder / CONFIG_FILE).data.source
+    return (run.source.open(), None) if _is_same(own, run.described.data.source) else run.source.open_other()
+
+
+def _is_same(own: str, named: str) -> bool:
+    """Whether data is a run's own, however its path is written."""
+    paths = [Path(each).expanduser() for each in (own, named)]
+    return own == named or (all(each.exists() for each in paths) and paths[0].samefile(paths[1]))
+
+
+def _samples(count: int, source: Source, part: str | None) -> str:
+    """Say how many samples were evaluated, and of other data than the run's which these are."""
+    if part is None:
+        return f"{count:,} samples"
+    if not part:
+        return f"all {count:,} samples of {source.info.name}"
+    return f"the {part} part of {source.info.name}, {count:,} samples,"
+
+
 def left_out(source: Source) -> str:
-    """Say that a part of other data is not evaluated, which a user may not expect of data without parts."""
+    """Say that a part of other data is not evaluated."""
     return (
         f"{source.info.train_size:,} samples of {source.info.name} are its part for training and were not evaluated: "
-        "what lies in a folder's test/ (of tables: test.csv) is evaluated whole"
+        "it has no test part, which would be"
     )
 
 

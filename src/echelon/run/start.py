@@ -214,8 +214,12 @@ def _start_again_here(
         if is_worker():
             run = resolve(config)
             check_micro_batches(run, int(os.environ["WORLD_SIZE"]))
-            folders.prepare(path, config)
-            return _as_worker(path, run, user_objects)
+            before = folders.prepare(path, config)
+            try:
+                return _as_worker(path, run, user_objects)
+            except UserError:
+                folders.put_back(path, before)
+                raise
         if nothing_left(path, config):
             return outcome_of(path, "completed")
         check_objects(path, user_objects.needed if user_objects else ())
@@ -231,9 +235,10 @@ def _start_again_here(
             if rescan:
                 take_new_samples(path, run, user_objects is not None and user_objects.source is not None)
             config = settled(run, plan, user_objects)
-            folders.prepare(path, config, given_t, _is_first(plan))
+            before = folders.prepare(path, config, given_t, _is_first(plan))  # ranks read it
             opening.runs_in(path)
-            return _run_here(resolve(config), plan_of(request, path, parcel), path, place, opening, user_objects)
+            plan = plan_of(request, path, parcel)
+            return _run_here(resolve(config), plan, path, place, opening, user_objects, before)
 
 
 def check(
@@ -423,9 +428,19 @@ def _parcel(user_objects: UserObjects | None) -> Parcel | None:
 
 
 def _run_here(
-    run: ResolvedRun, plan: LaunchPlan, path: Path, place: Place, opening: Opening, user_objects: UserObjects | None
+    run: ResolvedRun,
+    plan: LaunchPlan,
+    path: Path,
+    place: Place,
+    opening: Opening,
+    user_objects: UserObjects | None,
+    before: str = "",
 ) -> Outcome:
-    """Run this machine's processes to the end; a signal stops them after a checkpoint."""
+    """Run this machine's processes to the end; a signal stops them after a checkpoint.
+
+    Args:
+        before: the description that a resumed run had, which it has again where this one is refused.
+    """
     plan = elastic_plan(plan, run)
     opened = closing(Recorder(path, patience_s=run.io_patience_s))
     with full_disk_in_words(path), stop_on_signals(raises=True) as stop, opened as record:
@@ -439,6 +454,7 @@ def _run_here(
                 if ended.closes:
                     _end_before_start(path, record)
             except UserError as error:
+                folders.put_back(path, before)
                 if plan.node_rank is None:  # else the node command tells
                     notifier.end("failed", str(error))
                 raise

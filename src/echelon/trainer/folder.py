@@ -23,7 +23,7 @@ from echelon.observe.environment import command_given_t, command_line
 from echelon.records.events import Event
 from echelon.records.file import newest
 from echelon.records.going import LAUNCH_FILE, LOCK_FILE, Launch, read_launch, resumed_by
-from echelon.records.kinds import Steps
+from echelon.records.kinds import Start, Steps
 from echelon.records.segments import RECORD_FILE
 
 SECRET_FOLDER = "machines"  # below a run's folder: what its machines share
@@ -239,12 +239,15 @@ def _not_writable(folder: Path, error: OSError) -> UserError:
     return UserError(f"--run {folder} cannot be written ({error.strerror}): name a folder that can be, or a new one")
 
 
-def prepare(folder: Path, config: RunConfig, given_t: float | None = None, leads: bool = True) -> None:
+def prepare(folder: Path, config: RunConfig, given_t: float | None = None, leads: bool = True) -> str:
     """Write the description and how the run was started.
 
     Args:
         leads: whether this machine is the one whose command is the run's; another one, which may share the folder and
             join late, leaves what that one wrote.
+
+    Returns:
+        the description that was there, for `put_back` where this one is refused; empty: none, or the same.
 
     Raises:
         UserError: the folder cannot be written.
@@ -253,9 +256,22 @@ def prepare(folder: Path, config: RunConfig, given_t: float | None = None, leads
         folder.mkdir(parents=True, exist_ok=True)
         if leads or not _goes_on(folder, config):
             _write_launch(folder, config, given_t)
-        write_atomic(folder / CONFIG_FILE, to_yaml(config))  # last: who sees it can tell whose it is
+        file, text = folder / CONFIG_FILE, to_yaml(config)
+        before = file.read_bytes().decode() if file.exists() else ""
+        write_atomic(file, text)  # last: who sees it can tell whose it is
+        return before if before != text else ""
     except OSError as error:
         raise _not_writable(folder, error) from None
+
+
+def put_back(folder: Path, description: str) -> None:
+    """Write back the description of a run that was there before a command that is refused; empty: it stays.
+
+    A run that has begun anew by that command goes on as it says.
+    """
+    begun = next(newest(folder, Start), None)
+    if description and (begun is None or begun.t < (read_launch(folder).launched_t or 0.0)):
+        write_atomic(folder / CONFIG_FILE, description)
 
 
 def _write_launch(folder: Path, config: RunConfig, given_t: float | None) -> None:

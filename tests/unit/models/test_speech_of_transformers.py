@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from echelon.config import build as build_config
+from echelon.config.build import SettingValue
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
 from echelon.data.sound_features import read_features
 from echelon.models import ModelInput, build_model, load_weights
+from echelon.run.defaults import with_task_defaults
 from echelon.tasks.base import TightSample
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -128,6 +131,25 @@ def test_models_of_other_inputs_are_refused(config: str, reason: str, tmp_path: 
         read_features(str(tmp_path))
     with pytest.raises(UserError, match="write log_mel, waveform, or a folder"):
         read_features(str(tmp_path / "nowhere"))
+
+
+def test_a_model_is_refused_by_its_own_option_where_its_name_tells_the_features(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    transformers.BertConfig().save_pretrained("bert")
+    given: dict[str, SettingValue] = {"task": "speech-classification", "model.name": "transformers/bert"}
+    features = with_task_defaults(build_config(None, {**given, "data.source": "nowhere"})).config.data.features
+    for text, said in (
+        (features, r"^--model transformers/bert is of a bert"),
+        ("bert", "^--features bert is of a ber"),
+    ):
+        with pytest.raises(UserError, match=said):
+            read_features(text)
+    with pytest.raises(UserError, match=r"^--model transformers/gone: name a folder with a preprocessor_config\.json"):
+        read_features("transformers/gone")
+    small("Wav2Vec2").save_pretrained("transformers/own")
+    assert read_features("transformers/own").rate == 16_000, "a folder that is there, by its path"
 
 
 def test_features_that_a_model_does_not_take_are_refused(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ import soundfile
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data import DataInfo, Source, open_data
+from echelon.data.sources import SourceChoice
 from echelon.run.evaluator import as_trained_on, left_out
 from tests.unit.data.images import make_image
+from tests.unit.data.test_parallel_text import make_parallel
 
 KEPT = DataInfo("own", ("r", "g", "b"), 1, 24, 8, 2, (4, 4), mean=(0.5,), std=(0.25,))
 
@@ -58,3 +60,67 @@ def test_targets_are_in_the_units_of_the_run_and_sounds_at_its_rate(tmp_path: Pa
     assert sounds.info.rate == sounds.evaluation.rate == 16000
     assert len(sounds.evaluation.wave(0)) == 8000
     assert sounds.evaluation.frames.tolist() == [51] * len(sounds.evaluation)
+
+
+def opened(path: Path, **settings: str) -> tuple[int, str]:
+    """Return how many samples of other data are evaluated, and of which part."""
+    source, part = SourceChoice(DataConfig(source=str(path), **settings), 0).open_other()  # type: ignore[arg-type]
+    evaluated: Any = source.evaluation if source.test is None else source.test
+    return len(evaluated), part
+
+
+@pytest.mark.parametrize(
+    ("parts", "settings", "found"),
+    [
+        ((), {}, (30, "")),
+        ((), {"split": "fold"}, (30, "")),  # the run's own column
+        (("train", "val", "test"), {"split": "fold"}, (10, "test")),
+        (("train", "val", "test"), {}, (10, "test")),
+        (("train", "val"), {}, (15, "val")),
+        (("test", "val"), {"split": "fold"}, (15, "test")),
+        (("test",), {}, (30, "test")),
+        (("val",), {}, (30, "val")),
+        (("train",), {}, (30, "")),
+    ],
+)
+def test_rows_of_a_file_are_evaluated_by_the_parts_that_it_names_else_all(
+    parts: tuple[str, ...], settings: dict[str, str], found: tuple[int, str], tmp_path: Path
+) -> None:
+    rows = [f"{i},{i * i % 7},{'xy'[i % 2]}" + (f",{parts[i % len(parts)]}" if parts else "") for i in range(30)]
+    (tmp_path / "other.csv").write_text("\n".join(["a,b,y" + ",fold" * bool(parts), *rows]) + "\n")
+    assert opened(tmp_path / "other.csv", target="y", **settings) == found
+
+
+def test_one_row_alone_and_a_text_are_evaluated_whole(tmp_path: Path) -> None:
+    (tmp_path / "one.csv").write_text("a,b,y\n1,2,3.5\n")
+    assert opened(tmp_path / "one.csv", target="y") == (1, "")
+    (tmp_path / "text.txt").write_text("to be or not to be " * 400)
+    whole, part = opened(tmp_path / "text.txt", tokeniser="characters")
+    assert part == "" and whole == pytest.approx(19 * 400 / 128, abs=1)
+
+
+def test_pairs_without_parts_are_evaluated_whole_and_none_is_said_to_be_held_out(tmp_path: Path) -> None:
+    folder = make_parallel(tmp_path / "pairs", {"train": 20})
+    config = DataConfig(str(folder), root=str(tmp_path), input="en", target="de", tokeniser="bpe(300)")
+    source, part = SourceChoice(config, 0, "translation").open_other()
+    evaluated: Any = source.evaluation
+    assert (len(evaluated), part) == (20, "") and not any("held out" in note for note in source.notes)
+
+
+@pytest.mark.parametrize("kind", ["images", "sounds", "texts"])
+def test_folders_of_classes_are_evaluated_whole_where_they_are_no_parts(kind: str, tmp_path: Path) -> None:
+    def write(folder: Path, i: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if kind == "images":
+            make_image(folder / f"{i}.png", (20, 20))
+        elif kind == "sounds":
+            soundfile.write(folder / f"{i}.wav", np.zeros(4000, np.float32), 8000)
+        else:
+            (folder / f"{i}.txt").write_text(f"text {i} of {folder.name}")
+
+    for part, count in (("train", 3), ("test", 2)):
+        for each in ("low", "high"):
+            for i in range(count):
+                write(tmp_path / "parts" / part / each, i)
+    assert opened(tmp_path / "parts") == (4, "test")
+    assert opened(tmp_path / "parts" / "train") == (6, "")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,20 @@ import pytest
 
 from echelon.config import LaunchConfig, RunConfig, load_run_config
 from echelon.core.errors import UserError
+from echelon.records.file import Recorder
 from echelon.records.going import read_launch
-from echelon.trainer.folder import CONFIG_FILE, claim, claimed, default_folder, locked, mark_ended, reserved
+from echelon.records.kinds import Start
+from echelon.trainer.folder import (
+    CONFIG_FILE,
+    claim,
+    claimed,
+    default_folder,
+    locked,
+    mark_ended,
+    prepare,
+    put_back,
+    reserved,
+)
 
 MANY = 10
 CLAIM = """
@@ -135,3 +148,16 @@ def test_a_run_is_made_in_the_folder_that_is_held_and_refused_with_it(tmp_path: 
         mark_ended(Path(named.run))
         raise UserError("no")
     assert [each.name for each in root.iterdir()] == ["digits-mlp-1"]
+
+
+def test_the_description_before_a_refused_command_is_put_back_unless_the_run_has_begun_by_it(tmp_path: Path) -> None:
+    first, later = RunConfig(), replace(RunConfig(), training=replace(RunConfig().training, epochs=7))
+    assert prepare(tmp_path, first, 1.0) == "" and prepare(tmp_path, first, 2.0) == ""
+    described = (tmp_path / CONFIG_FILE).read_bytes()
+    put_back(tmp_path, prepare(tmp_path, later, 3.0))
+    assert (tmp_path / CONFIG_FILE).read_bytes() == described
+    before = prepare(tmp_path, later, 4.0)
+    with closing(Recorder(tmp_path)) as record:
+        record.write(Start())  # now
+    put_back(tmp_path, before)
+    assert load_run_config(tmp_path / CONFIG_FILE) == later

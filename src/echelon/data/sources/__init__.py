@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from echelon.core.registry import Registry
 from echelon.data.base import DataOutline, DataRequest, Source
 from echelon.data.by_url import check_there, local_path
 from echelon.data.measures import measured_as, measures_for
+from echelon.data.parts import TEST, VALIDATION
 from echelon.data.sources.base import SourceKind
 from echelon.data.transforms import Transforms, own_transform
 from echelon.data.weights import check_weights
@@ -21,7 +23,13 @@ from echelon.tasks.registry import AUTO, build_task
 SOURCES = Registry("echelon.data.sources", "kind of data", "SOURCE")
 
 
-def open_data(config: DataConfig, seed: int, task: str = AUTO, folder: Path | None = None) -> Source:
+def open_data(
+    config: DataConfig,
+    seed: int,
+    task: str = AUTO,
+    folder: Path | None = None,
+    tell_whole: Callable[[], None] | None = None,
+) -> Source:
     """Open data by name: `digits`, a torchvision name, a folder, a text, or `module:function`.
 
     A known name wins over a folder of that name; write `./cifar10` for the folder.
@@ -31,12 +39,13 @@ def open_data(config: DataConfig, seed: int, task: str = AUTO, folder: Path | No
         seed: of the split, where the data has none.
         task: name of what is learnt, which says what is made of columns.
         folder: of the run, which keeps the tokeniser.
+        tell_whole: as in `DataRequest`.
 
     Raises:
         UserError: there is no such data, it cannot be used, or there is no such task.
     """
     encoding = Encoding.AUTO if task == AUTO else build_task(task).encoding
-    kind, request = _asked(DataRequest(config, seed, encoding, task, folder))
+    kind, request = _asked(DataRequest(config, seed, encoding, task, folder, tell_whole=tell_whole))
     kept, source = measures_for(request), replace(kind.open(request), reads=kind.reads)
     return source if kept is None else measured_as(source, kept)
 
@@ -127,6 +136,19 @@ class SourceChoice:
     def open(self) -> Source:
         """Open the data (`open_data`)."""
         return open_data(self.config, self.seed, self.task, self.folder)
+
+    def open_other(self) -> tuple[Source, str]:
+        """Open data that is not the run's, to be evaluated.
+
+        Returns:
+            the data, and the part that is evaluated, `test` or `val`; empty: all of it, as it has no parts.
+
+        Raises:
+            UserError: as `open_data`.
+        """
+        whole: list[bool] = []
+        source = open_data(self.config, self.seed, self.task, self.folder, lambda: whole.append(True))
+        return source, "" if whole else VALIDATION if source.test is None else TEST
 
 
 def kind_of(name: str) -> SourceKind:

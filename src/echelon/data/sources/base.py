@@ -97,6 +97,8 @@ class HeldOut:
 def held_out(request: DataRequest, count: int, has_test: bool, noun: str = "sample") -> HeldOut:
     """Divide `count` training samples by the seed: where there is a test set, a tenth at most is held out.
 
+    Of data that is evaluated and is not the run's, all are in both parts.
+
     Args:
         noun: what one of them is called.
 
@@ -104,6 +106,10 @@ def held_out(request: DataRequest, count: int, has_test: bool, noun: str = "samp
         UserError: there is one alone.
     """
     source = request.config.source
+    if request.tell_whole is not None:
+        if not has_test:
+            request.tell_whole()
+        return HeldOut(np.arange(count), np.arange(count))
     if count < 2:
         raise UserError(f"data {source}: one {noun} cannot be split into training and evaluation; give more, or val/")
     if not has_test:

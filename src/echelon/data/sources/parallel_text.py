@@ -97,7 +97,8 @@ class ParallelText(SourceKind):
         sample_index = RowSampleIndex.of(request.folder, request.config.source, len(train), train.digest)
         parts["train"] = train.take(np.arange(sample_index.count))
         if "val" not in parts:
-            notes.append(_hold_out(parts, request, sample_index))
+            held = _hold_out(parts, request, sample_index)
+            notes += [held] if request.tell_whole is None else []
         tests = _test_stems(folder, languages)
         if len(tests) > 1:
             notes.append(f"the test set is {stems['test']}, the first by name of {', '.join(tests)}")

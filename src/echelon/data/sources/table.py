@@ -360,7 +360,9 @@ class _Rows:
             columns=self.inputs,
         )
         values = inputs["numbers"] if numbers else inputs
-        notes += [*self._unseen(encoding, targets, info), *self._marks_note(request, encoding, info)]
+        if request.tell_whole is None:  # else nothing is trained on these rows
+            notes += self._unseen(encoding, targets, info)
+        notes += self._marks_note(request, encoding, info)
         return self._cut(values, targets, info, notes, unknown)
 
     def _unseen(self, encoding: Encoding, targets: NDArray[np.generic], info: DataInfo) -> list[str]:

@@ -88,9 +88,16 @@ class TextParts:
 
     @classmethod
     def of(cls, request: DataRequest, text: str, held: str = "", test: str = "") -> TextParts:
-        """Return the parts of a text; without one to validate by, its last part is held out, contiguous."""
+        """Return the parts of a text; without one to validate by, its last part is held out, contiguous.
+
+        Of data that is evaluated and is not the run's, all of the text is in both parts.
+        """
         if held:
             return cls(text, held, test)
+        if request.tell_whole is not None:
+            if not test:
+                request.tell_whole()
+            return cls(text, text, test)
         share = min(HELD_OF_TRAIN, request.config.holdout) if test else request.config.holdout
         cut = round(len(text) * (1 - share))
         return cls(text[:cut], text[cut:], test, is_end=True)
