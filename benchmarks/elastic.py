@@ -1,6 +1,8 @@
-"""How long the survivors of a killed worker stand still, with `--elastic on`: digits, plain replicas of one machine.
+"""How long the survivors of a killed worker stand still, with `--elastic on`: digits, plain replicas.
 
-python -m benchmarks.elastic [--workers 3] [--kills 12]
+python -m benchmarks.elastic [--workers 3] [--machines 1] [--kills 12]
+
+With `--machines 3` the workers are on so many machines: network namespaces on links of 1 Gbit/s, one worker on each.
 """
 
 from __future__ import annotations
@@ -8,42 +10,75 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks._common import command_line, environment_line, median, update_section
+from echelon.launch.link import ShapedNetwork, parse_link
 from echelon.records.file import read_records
 from echelon.records.kinds import Start, Steps
 
 DEADLINE_S = 100.0  # for all kills
+LINK = "1gbit"
 ECHELON = [sys.executable, "-m", "echelon"]
 
 
-def stalls_s(folder: Path, workers: int, kills: int) -> list[float]:
+@contextmanager
+def training(folder: Path, workers: int, machines: int, kills: int) -> Iterator[Path]:
+    """Train on workers, or on one of each machine; gives the run's folder, with its record."""
+    common = ["--device", "cpu", "--threads", "1", "--epochs", "10000", "--eval-every", "0", "--elastic", "on"]
+    common += ["--max-restarts", str(kills)]
+    if machines == 1:
+        with _commands([["--workers", str(workers), *common, "--run", str(folder / "run")]], [[]]):
+            yield folder / "run"
+        return
+    with ShapedNetwork(machines, parse_link(LINK)) as network:
+        common += ["--workers", "1", "--nodes", str(machines), "--rendezvous", f"{network.addresses[0]}:29400"]
+        arguments = [[*common, "--run", str(folder / f"machine{i}")] for i in range(machines)]
+        with _commands(arguments, [network.command_prefix(i) for i in range(machines)]):
+            yield folder / "machine0"
+
+
+@contextmanager
+def _commands(arguments: Sequence[Sequence[str]], prefixes: Sequence[Sequence[str]]) -> Iterator[None]:
+    environment = {**os.environ, "ECHELON_RUN_SECRET": secrets.token_hex(32)}
+    started = [
+        subprocess.Popen(
+            [*prefix, *ECHELON, "train", "digits", *rest], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        for rest, prefix in zip(arguments, prefixes, strict=True)
+    ]  # fmt: skip
+    try:
+        yield
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait(60)
+
+
+def stalls_s(run: Path, workers: int, kills: int) -> list[float]:
     """Kill workers other than the first, each when all are there; return seconds from a kill to the next steps."""
-    command = [*ECHELON, "train", "digits", "--workers", str(workers), "--device", "cpu", "--threads", "1"]
-    command += ["--epochs", "10000", "--eval-every", "0", "--elastic", "on", "--max-restarts", str(kills)]
-    process = subprocess.Popen([*command, "--run", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     stalls: list[float] = []
     draws, ends = random.Random(0), time.monotonic() + DEADLINE_S
-    try:
-        while len(stalls) < kills and time.monotonic() < ends and process.poll() is None:
-            starts = read_records(folder, Start) if folder.exists() else []
-            time.sleep(0.5 + draws.random())
-            if not starts or starts[-1].world_size < workers or len(read_records(folder, Start)) > len(starts):
-                continue
-            killed_t = time.time()
-            os.kill(starts[-1].pids[draws.randrange(1, workers)], signal.SIGKILL)
-            if (stall := _next_start_s(folder, len(starts), killed_t)) is not None:
-                stalls.append(stall)
-        return stalls
-    finally:
-        process.terminate()
-        process.wait(60)
+    while len(stalls) < kills and time.monotonic() < ends:
+        starts = read_records(run, Start) if run.exists() else []
+        time.sleep(0.5 + draws.random())
+        if not starts or starts[-1].world_size < workers or len(read_records(run, Start)) > len(starts):
+            continue
+        killed_t = time.time()
+        os.kill(starts[-1].pids[draws.randrange(1, workers)], signal.SIGKILL)
+        if (stall := _next_start_s(run, len(starts), killed_t)) is not None:
+            stalls.append(stall)
+    return stalls
 
 
 def _next_start_s(folder: Path, before: int, killed_t: float) -> float | None:
@@ -60,22 +95,24 @@ def main() -> None:
     """Measure, print and write the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--machines", type=int, default=1)
     parser.add_argument("--kills", type=int, default=12)
     options = parser.parse_args()
+    workers = options.workers if options.machines == 1 else options.machines
     with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        stalls = sorted(stalls_s(run, options.workers, options.kills))
+        with training(Path(folder), workers, options.machines, options.kills) as run:
+            stalls = sorted(stalls_s(run, workers, options.kills))
         steps = [s for w in read_records(run, Steps) for s in range(w.step - w.count + 1, w.step + 1)]
     once = "each step is recorded once" if steps == list(range(1, len(steps) + 1)) else "steps are missing or doubled"
+    where = "" if options.machines == 1 else f", each on a machine of its own (links of {LINK}),"
     text = (
-        f"- SIGKILL of one of {options.workers} workers to the survivors' next step ({len(stalls)} kills): median "
+        f"- SIGKILL of one of {workers} workers{where} to the survivors' next step ({len(stalls)} kills): median "
         f"{median(stalls):.2f} s, from {stalls[0]:.2f} to {stalls[-1]:.2f} s; the aim is a median below 0.5 s. "
         f"{once.capitalize()}."
     )
     print(text)
-    update_section(
-        "Elastic: survivors of a killed worker", f"{environment_line(command_line('benchmarks.elastic'))}\n\n{text}\n"
-    )
+    title = "Elastic: survivors of a killed worker" + ("" if options.machines == 1 else " on several machines")
+    update_section(title, f"{environment_line(command_line('benchmarks.elastic'))}\n\n{text}\n")
 
 
 if __name__ == "__main__":
