@@ -10,8 +10,9 @@ from types import TracebackType
 class GarbageClock:
     """Adds up the seconds of garbage collections inside its `with`; they are part of whatever phase they fall in.
 
-    What was made before is frozen meanwhile. CPython collects its oldest generation once a quarter of it is new: beside
-    half a million objects of imported libraries, cyclic garbage of training would pile up for hours.
+    What was made before is frozen meanwhile, unless something is already. CPython collects its oldest generation once a
+    quarter of it is new: beside half a million objects of imported libraries, cyclic garbage of training would pile up
+    for hours.
 
     Attributes:
         seconds: so far.
@@ -22,9 +23,12 @@ class GarbageClock:
         self.seconds = 0.0
         self.collections = 0
         self._began_s: float | None = None
+        self._freezes = False
 
     def __enter__(self) -> GarbageClock:
-        gc.freeze()
+        self._freezes = not gc.get_freeze_count()
+        if self._freezes:
+            gc.freeze()
         gc.collect()  # of nothing, so that the collector counts from here
         gc.callbacks.append(self._called)
         return self
@@ -33,7 +37,8 @@ class GarbageClock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         gc.callbacks.remove(self._called)
-        gc.unfreeze()
+        if self._freezes:
+            gc.unfreeze()
 
     def _called(self, moment: str, info: dict[str, int]) -> None:
         if moment == "start":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import gc
 import os
 import sys
 import time
@@ -466,6 +467,8 @@ def assemble(
     info, config = ground.source.info, resolved.config
     work = ground.work
     pristine = own_copy(user_objects.model) if resolved.tuning.until and user_objects.model is not None else None
+    if membership is not None:
+        gc.freeze()  # a new term collects what wrapped the model: to look at all that is imported takes half a second
     with _connecting(None if is_newcomer else membership):
         run_parts = build_parts(resolved, work, world, ground.clock)
     keep_cuts(run_parts, world, path)
