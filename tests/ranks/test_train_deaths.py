@@ -45,7 +45,9 @@ def test_where_nobody_says_the_others_go_on_and_the_curve_stays(tmp_path: Path, 
         assert death["pid"] == pid and "the others go on, and it joins them again" in death["message"]
         assert not run.events("resumed") and {start["attempt"] for start in run.records("start")} == {0}
         assert not run.left_behind()
-        assert run.losses() == pytest.approx(undisturbed, abs=0.02), "within the rounding of sums of other parts"
+        assert run.losses() == pytest.approx(undisturbed, abs=0.2), "what the dead one had not told is estimated"
+        apart = [step for step, loss in run.losses().items() if abs(loss - undisturbed[step]) > 0.02]
+        assert len(apart) <= 12, "within the rounding of sums of other parts, but for a window"
 
 
 @pytest.mark.long

@@ -269,7 +269,9 @@ class OtherMachine:
                 self._changed.wait(_POLL_MS / 1000)
             if self._error is not None:
                 raise self._error
-            return self._order or self._unanswered(time.monotonic())
+            now, order = time.monotonic(), self._order
+            is_silent = now - self._heard > LOST_S and not isinstance(order, Over)
+            return self._unanswered(now) if order is None or is_silent else order
 
     def share(self, observed: Sequence[Observed]) -> None:
         """Tell the first machine, with the next report, what this one's processes are at."""
