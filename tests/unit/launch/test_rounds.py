@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from echelon.core.errors import UserError
+from echelon.core.errors import LEFT, UserError
 from echelon.launch.rounds import (
     INCIDENT_S,
     LAST_CALL_S,
@@ -33,23 +33,25 @@ from echelon.launch.rounds import (
 class Machines:
     """A rendezvous, a clock, and the state of each machine's processes."""
 
-    def __init__(self, least: int, most: int, max_restarts: int = 3) -> None:
+    def __init__(self, least: int, most: int, max_restarts: int = 3, elastic: bool = False) -> None:
         self.now = 0.0
         self.stores: Iterator[int] = count(1)
-        terms = RoundSettings(least, most, max_restarts, arrival_s=100.0, return_s=20.0)
+        self.elastic, self.lost, self.asked = elastic, list[Round](), False
+        terms = RoundSettings(least, most, max_restarts, arrival_s=100.0, return_s=20.0, elastic=elastic)
         self.rendezvous = Rendezvous(terms, 0.0, self)
 
     def open_store(self, name: str) -> str:
         return f"store {next(self.stores)}"
 
     def lose(self, round_: Round) -> bool:
-        return False
+        self.lost.append(round_)
+        return self.elastic
 
     def was_asked_to_leave(self, round_: Round) -> bool:
-        return False
+        return self.asked
 
     def takes_in(self, number: int) -> bool | None:
-        return None
+        return True if self.elastic else None
 
     def ask(self, name: str, state: State) -> Order:
         self.rendezvous.admit(name, 2, self.now)
@@ -262,3 +264,42 @@ def test_machines_that_cannot_leave(ranks: list[int], reason: str) -> None:
     number = machines.begin("a", "b", "c")
     assert reason in machines.rendezvous.drain(ranks, machines.now)
     assert machines.ask("a", Running(number)) == Continue()
+
+
+def test_where_survivors_go_on_a_lost_machine_joins_the_same_round_again() -> None:
+    machines = Machines(2, 2, elastic=True)
+    number = machines.begin("a", "b")
+    machines.wait(LOST_S + 2, ("a", Running(number)))
+    assert [(round_.machine, round_.beside) for round_ in machines.lost] == [(1, 0)]
+    order = machines.ask("a", Running(number))
+    assert order == Continue("b is lost; the others go on, and it joins them when back", waits=False)
+    assert machines.ask("b", Running(number)) == Leave(gracefully=False)
+    back = machines.ask("b", Ready(number))
+    assert isinstance(back, Go) and (back.round.number, back.round.machine, back.round.beside) == (number, 1, 1)
+    assert machines.ask("b", Ready(number)) == back, "an order that is lost is given again"
+    assert machines.ask("b", Running(number)) == machines.ask("a", Running(number)) == Continue()
+
+
+def test_where_survivors_go_on_a_command_that_is_given_again_at_once_joins_as_another_one() -> None:
+    machines = Machines(2, 2, elastic=True)
+    number = machines.begin("a", "b")
+    again = machines.ask("b", Ready())
+    assert isinstance(again, Go) and again.round.beside == 1 and len(machines.lost) == 1
+    assert machines.ask("a", Running(number)) == Continue()
+
+
+def test_where_survivors_go_on_a_machine_whose_members_left_is_told_so() -> None:
+    machines = Machines(2, 2, elastic=True)
+    number = machines.begin("a", "b")
+    machines.asked = True
+    order = machines.ask("b", Finished(number, stopped=False))
+    assert isinstance(order, Over) and order.status == LEFT
+    machines.asked = False
+    assert machines.ask("a", Finished(number, stopped=False)) == Over("completed")
+
+
+def test_where_survivors_go_on_a_failure_is_the_whole_groups() -> None:
+    machines = Machines(2, 2, elastic=True)
+    number = machines.begin("a", "b")
+    machines.ask("b", Ready(number, "rank 1 died"))
+    assert machines.ask("a", Running(number)) == Leave(gracefully=False) and not machines.lost
