@@ -73,12 +73,17 @@ class StateReport(Content):
 
 @content(65)
 class StateOrder(Content):
-    """What follows from the report `number`, for the machine with this number in the run."""
+    """What follows from the report `number`, for the machine with this number in the run.
+
+    Attributes:
+        checkpoints: of new steps, saved since the first machine's command began.
+    """
 
     machine: int
     number: int
     order: Order
     news: MarkNews = MarkNews()
+    checkpoints: int = 0
 
 
 class FirstMachine:
@@ -101,6 +106,7 @@ class FirstMachine:
         """
         self._arrival, self._terms, self._scratch = arrival, terms, scratch
         self._log: MarkLog | None = None
+        self._checkpoints = 0
         self.open_store = open_store
         self._rendezvous = Rendezvous(terms, time.monotonic(), self)
         self._rendezvous.admit(arrival.machine, arrival.workers, time.monotonic())
@@ -115,7 +121,12 @@ class FirstMachine:
     def saved(self, checkpoints: int) -> None:
         """Note that checkpoints of new steps were saved."""
         with self._lock:
+            self._checkpoints += checkpoints
             self._rendezvous.saved(checkpoints)
+
+    def checkpoints_told(self) -> int:
+        """Return none: the first machine's are seen here."""
+        return 0
 
     def open_terms(self, round_: Round) -> TermFolder | None:
         """Make the folder of a round's terms; what members of other machines say comes there, too.
@@ -184,7 +195,8 @@ class FirstMachine:
             order = self._rendezvous.handle(arrival.machine, report.state, now)
             self._observed[arrival.machine] = report.observed
             news = self._log.answer(report.marks) if self._log is not None else MarkNews()
-        return StateOrder(machine, report.number, order, news)
+            checkpoints = self._checkpoints
+        return StateOrder(machine, report.number, order, news, checkpoints)
 
     def share(self, observed: Sequence[Observed]) -> None:
         """Do nothing: this machine judges."""
@@ -246,6 +258,7 @@ class OtherMachine:
         self._order: Order | None = None
         self._observed: tuple[Observed, ...] = ()
         self._copy: MarkCopy | None = None
+        self._checkpoints = self._checkpoints_taken = 0
         self._error: Exception | None = None
         self._known = False
         self.number = 1
@@ -283,7 +296,13 @@ class OtherMachine:
         return Elsewhere(is_complete=False)
 
     def saved(self, checkpoints: int) -> None:
-        """Do nothing: the first machine counts restarts, and sees what its first rank saves."""
+        """Do nothing: the first machine counts restarts of the whole group, and sees what its first rank saves."""
+
+    def checkpoints_told(self) -> int:
+        """Return of how many new checkpoints the first machine has told since the last call."""
+        with self._changed:
+            new, self._checkpoints_taken = self._checkpoints - self._checkpoints_taken, self._checkpoints
+        return new
 
     def open_terms(self, round_: Round) -> TermFolder | None:
         """Make the folder of a round's terms, which is kept like that of the first machine."""
@@ -381,6 +400,12 @@ class OtherMachine:
             raise UserError(answer.reason)
         assert isinstance(answer, StateOrder)
         with self._changed:
+            if not self._known:
+                self._checkpoints_taken = answer.checkpoints
+            self._checkpoints = answer.checkpoints
+            self._checkpoints_taken = min(
+                self._checkpoints_taken, answer.checkpoints
+            )  # its command may have begun anew
             self._known, self._heard, self._reason, self.number = True, time.monotonic(), "", answer.machine
             if self._copy is not None:
                 self._copy.take(answer.news)

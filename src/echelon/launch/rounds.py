@@ -132,6 +132,9 @@ class Rounds(Protocol):
     def saved(self, checkpoints: int) -> None:
         """Note that checkpoints of new steps were saved."""
 
+    def checkpoints_told(self) -> int:
+        """Return of how many new checkpoints another machine has told since the last call."""
+
     def resize(self, workers: int) -> None:
         """Begin later starts of the group with so many processes of this machine."""
 
@@ -192,6 +195,10 @@ class OwnRounds:
     def saved(self, checkpoints: int) -> None:
         """Note that checkpoints of new steps were saved."""
         self._restarts.saved(checkpoints)
+
+    def checkpoints_told(self) -> int:
+        """Return none: no other machine tells."""
+        return 0
 
     def resize(self, workers: int) -> None:
         """Do nothing: no process is told how many there are."""

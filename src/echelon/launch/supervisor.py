@@ -405,7 +405,7 @@ class _Supervisor:
         Raises:
             UserError: they cannot.
         """
-        pids = {int(name.removeprefix("rank")): pid for name, pid in zip(change.workers, change.pids, strict=True)}
+        pids = {int(name.removeprefix("rank")): pid for name, pid in zip(change.workers, change.pids, strict=False)}
         here = members.here(pids)
         if why := members.drain_ranks(pids):
             raise UserError(f"{' and '.join(change.workers)} cannot leave: {why}")
@@ -618,7 +618,7 @@ class _Supervisor:
 
     def _look_for_checkpoints(self) -> None:
         self._looked_s = time.monotonic()
-        if checkpoints := self._watch.saved():
+        if checkpoints := self._watch.saved() + sum(group.rounds.checkpoints_told() for group in self._groups):
             for restarts in self._restarts:
                 restarts.saved(checkpoints)
 

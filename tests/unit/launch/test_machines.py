@@ -56,6 +56,12 @@ def test_machines_meet_run_a_round_and_end_together(tmp_path: Path, rendezvous: 
     assert theirs.round.environment == ours.round.environment
     assert (ours.round.first_rank, theirs.round.first_rank) == (0, 1)
     assert isinstance(first.order(Running(1)), Continue) and isinstance(other.order(Running(1)), Continue)
+    first.saved(2)
+    ends = time.monotonic() + DEADLINE_S
+    while not (told := other.checkpoints_told()):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    assert told == 2 and other.checkpoints_told() == 0, "so that restarts come back there, too"
     assert isinstance(first.order(Finished(1, stopped=True)), Continue)
     assert _wait(lambda: other.order(Finished(1, stopped=True)), Over) == Over("stopped")
     assert first.order(Finished(1, stopped=True)) == Over("stopped")

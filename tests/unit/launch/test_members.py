@@ -113,6 +113,9 @@ class _OneRound:
     def begin_anew(self) -> None:
         pass
 
+    def checkpoints_told(self) -> int:
+        return 0
+
 
 def _supervised(place: Script, store: Path, restarts: int = 3, begin: bool = True) -> list[tuple[Death, Aftermath]]:
     deaths: list[tuple[Death, Aftermath]] = []
