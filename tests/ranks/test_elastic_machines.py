@@ -76,8 +76,12 @@ def test_workers_of_each_machine_die_and_join_the_others_again(tmp_path: Path) -
         first = group.start(0, ("rank0.0", "forward", 5), workers=2)
         second = group.start(1, ("machine1-rank1.0", "after update", 9), ("machine1-rank0.0", "sum", 20), workers=2)
         check_ended(first, second)
-        deaths = [*first.events("worker_died"), *second.events("worker_died")]
-        assert len(deaths) >= 3 and all("the others go on" in death["message"] for death in deaths)
+        deaths = first.events("worker_died")  # of all machines
+        assert (
+            len(deaths) >= 3
+            and len(second.events("worker_died")) >= 2
+            and all("the others go on" in death["message"] for death in deaths)
+        )
 
 
 @pytest.mark.long
@@ -103,7 +107,7 @@ def test_a_machine_is_lost_and_comes_back_between_two_steps(tmp_path: Path) -> N
         again = group.start(1)
         wait_for_size(first, 2)
         check_ended(first, again)
-        assert sizes(first) == [2, 1, 2] and "is lost; the others go on" in first.text()
+        assert sizes(first) == [2, 1, 2] and "is lost with its workers; the others go on" in first.text()
 
 
 @pytest.mark.long

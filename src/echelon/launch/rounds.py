@@ -93,10 +93,9 @@ class Go:
 
 @dataclass(frozen=True)
 class Continue:
-    """Go on as you are; `reason`: what is waited for, or what is to be said where nothing `waits`."""
+    """Go on as you are; `reason`: what is waited for."""
 
     reason: str = ""
-    waits: bool = True
 
 
 @dataclass(frozen=True)
@@ -266,7 +265,7 @@ class Machines(Protocol):
     def open_store(self, name: str) -> str:
         """Open a store for the round of a name; returns where it is."""
 
-    def lose(self, round_: Round) -> bool:
+    def lose(self, name: str, round_: Round) -> bool:
         """Let the others go on without a machine that is in a round; returns whether that is tried."""
 
     def was_asked_to_leave(self, round_: Round) -> bool:
@@ -364,7 +363,7 @@ class Rendezvous:
             case Running(round=number):
                 machine.state = state
                 if self.over is not None or (number == self._number and name in self._rounds):
-                    return self.over or self._goes_on(name)
+                    return self.over or Continue()
                 return Leave(self._gracefully and not self._rounds)
             case Finished():
                 return self._finished(machine, state)
@@ -411,7 +410,7 @@ class Rendezvous:
             if state.death and (why := self._restarts.take(_RANKS, state.failures, now)):
                 self.over = Over("failed", state.death, why)
             began_anew = not state.death and state.after < current.number  # with its supervisor
-            if not (began_anew and self._does.lose(current)):
+            if not (began_anew and self._does.lose(machine.name, current)):
                 self._break_round(now, gracefully=False)
             else:
                 return self._come_beside(machine)
@@ -441,14 +440,6 @@ class Rendezvous:
         self._rounds[machine.name] = Round(self._number, environment, self._next_rank, number, self._besides)
         self._next_rank += machine.workers
         return Go(self._rounds[machine.name])
-
-    def _goes_on(self, name: str) -> Continue:
-        """Return what a machine in a round does; the first one is told who is lost."""
-        gone = [m.name for m in self._machines.values() if not m.present and m.left_s is None]
-        if not gone or not self._terms.elastic or name != next(iter(self._machines)):
-            return Continue()
-        are, them = ("is", "it joins") if len(gone) == 1 else ("are", "they join")
-        return Continue(f"{' and '.join(gone)} {are} lost; the others go on, and {them} them when back", waits=False)
 
     def _finished(self, machine: _Machine, state: Finished) -> Order:
         machine.state = state
@@ -503,7 +494,7 @@ class Rendezvous:
     def _go(self, machine: _Machine, now: float) -> None:
         machine.present, machine.state = False, Ready()
         current = self._rounds.get(machine.name)
-        if current is not None and self._does.lose(current):
+        if current is not None and self._does.lose(machine.name, current):
             del self._rounds[machine.name]
         elif current is not None:
             self._break_round(now, gracefully=False)

@@ -468,8 +468,8 @@ class _Supervisor:
                     self._leave(group, gracefully=True)
                 else:
                     group.over = order
-            case Continue(reason=reason, waits=waits) if reason and reason != self._waits_for:
-                self._waits_since_s = (self._waits_since_s or time.monotonic()) if waits else 0.0
+            case Continue(reason=reason) if reason and reason != self._waits_for:
+                self._waits_since_s = self._waits_since_s or time.monotonic()
                 self._waits_for = reason
                 self._watch.on_wait(reason)
             case Continue(reason="") if isinstance(group.state, Running):
@@ -477,7 +477,7 @@ class _Supervisor:
 
     def _end_wait(self, had_begun: bool) -> None:
         """Forget what is waited for; how long is told, unless it was for the first start."""
-        if self._waits_since_s and had_begun:
+        if self._waits_for and had_begun:
             self._watch.on_wait(f"goes on after {format_seconds(time.monotonic() - self._waits_since_s)} of waiting")
         self._waits_for, self._waits_since_s = "", 0.0
 

@@ -59,6 +59,7 @@ def watched(
             machine.scheduler.connect()
         if machine.first is not None:
             machine.first.check()
+        chronicle.look_elsewhere()
 
     if not hasattr(os, "memfd_create"):  # Linux alone
         yield machine.job, replace(chronicle.watch(), on_look=lambda _: look_around())
@@ -119,7 +120,7 @@ class _Chronicle:
         self._notifier = Notifier(run.described.tracking.notify, path)
         beside = any(group.restart is Restart.BESIDE for group in machine.job.groups)
         ranges = machine.rounds is not None and run.nodes.least < run.nodes.most and not beside
-        self._machines = machine.rounds if ranges else None
+        self._rounds, self._machines = machine.rounds, machine.rounds if ranges else None
         self._requests = Requests(path) if machine.scheduler is not None or beside or ranges else None
         self._run, self._job = run, machine.job
         self._most_restarts = run.config.launch.max_restarts
@@ -219,6 +220,8 @@ class _Chronicle:
         message = f"{what}; {then.no_restart or follows}"
         role = death.name if death.rank is None else None
         self._record.write(WorkerDied(message, death.rank, role, death.host, death.pid, death.exit_code))
+        if then.others and self._rounds is not None:
+            self._rounds.tell(message)
         if not then.no_restart:
             self._notifier.trouble(message)
             at_step = "" if "in step" in reason else self._at_step(death)
@@ -227,6 +230,13 @@ class _Chronicle:
             self._scheduler.died(death.name, "died", death.pid)
             for name, pid in death.others:
                 self._scheduler.died(name, f"ended with {death.name}", pid)
+
+    def look_elsewhere(self) -> None:
+        """Record, and say, what other machines have lost."""
+        for message in self._rounds.news() if self._rounds is not None else ():
+            self._record.write(WorkerDied(message))
+            self._notifier.trouble(message)
+            self._tell(message)
 
     def _at_step(self, death: Death) -> str:
         note = self.board.note(death.name, death.pid) if self.board is not None else None
