@@ -5,13 +5,26 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.ranks.counting_parts import EPOCHS, FAULTS, LEFT, PACE, STEPS, WIDTH, left_behind, moved, waiting
+from tests.ranks.counting_parts import (
+    BATCH,
+    EPOCHS,
+    FAULTS,
+    LEFT,
+    PACE,
+    SPEEDS,
+    STEPS,
+    WIDTH,
+    left_behind,
+    moved,
+    waiting,
+)
 from tests.ranks.run_many import python_path
 from tests.ranks.runs import Run, Runs
 
@@ -32,6 +45,7 @@ class Case:
         return pytest.mark.long if self.name in IN_EACH_PHASE else pytest.mark.slow
 
 
+NO_SPEEDS: Mapping[str, float] = {}
 IN_EACH_PHASE = ("in a sum", "between the halves of a sum", "the one that leads between averages")
 CASES = (
     Case("in forward", 2, (("rank1.0", "forward", 5),)),
@@ -47,9 +61,11 @@ CASES = (
 )
 
 
-def start(runs: Runs, case: Case, *settings: str, pace_s: float = 0.0, width: int = 1) -> Run:
-    """Start a counting run with the faults of a case."""
-    environment = {FAULTS: json.dumps(case.faults), PACE: str(pace_s), WIDTH: str(width)}
+def start(
+    runs: Runs, case: Case, *settings: str, pace_s: float = 0.0, width: int = 1, speeds: Mapping[str, float] = NO_SPEEDS
+) -> Run:
+    """Start a counting run with the faults of a case; `speeds`: seconds that a member needs for a sample."""
+    environment = {FAULTS: json.dumps(case.faults), PACE: str(pace_s), WIDTH: str(width), SPEEDS: json.dumps(speeds)}
     if width > 1:
         environment[LEFT] = str(runs.root)
     environment["PYTHONPATH"] = python_path()
@@ -153,3 +169,33 @@ def test_a_round_that_lost_a_replica_is_trained_again(sync: str, case: Case, tmp
             assert torch.allclose(weights, torch.full_like(weights, EPOCHS), atol=1e-9), run.text()[-3000:]
         else:
             assert moved(run.folder).min() > 0 and moved(run.folder).max() <= EPOCHS + 1e-9
+
+
+BALANCED = Case("shares by speed", 3, (("rank0.0", "backward", 21), ("rank1.0", "error in forward", 30)))
+
+
+@pytest.mark.long
+def test_shares_by_speed_go_on_among_those_that_are_left_and_come(tmp_path: Path) -> None:
+    """Rank 2 is slow, and rank 0 dies once parts are unequal: the others keep their proportions, then it comes back.
+
+    Later an error ends all of them: they go back to a checkpoint, and its parts.
+    """
+    slow = {"rank0.0": 0.05, "rank0.1": 0.05, "rank1.0": 0.05, "rank2.0": 0.2}
+    with Runs(tmp_path) as runs:
+        settings = ("balance=auto", "elastic=auto", "checkpoint_every=16", "eval_every=0")
+        run = start(runs, BALANCED, *settings, speeds=slow)
+        assert run.end() == 0, run.text()[-3000:]
+        assert torch.equal(moved(run.folder), torch.full_like(moved(run.folder), EPOCHS)), run.text()[-3000:]
+        assert len(run.events("worker_died")) == 2 and len(run.events("resumed")) == 1
+        events = run.events("shares_dealt")
+        dealt = [event["sizes"] for event in events]
+        assert all(sum(sizes) == BATCH for sizes in dealt), dealt
+        assert len(dealt[0]) == 3 and min(dealt[0][:2]) > dealt[0][2], dealt
+        of_two = next(sizes for sizes in dealt if len(sizes) == 2)
+        assert of_two[0] > of_two[1], dealt
+        starts = run.records("start")
+        first, alone, whole, resumed = [each["shares"] for each in starts]
+        assert (first, alone, len(whole)) == ([], of_two, 3) and whole in dealt
+        before = [e["sizes"] for e in events if e["step"] <= starts[3]["start_step"] and e["t"] < starts[3]["t"]]
+        assert resumed == before[-1] == dealt[0]
+        assert any("as when these steps were trained before" in e["message"] and e["sizes"] == whole for e in events)

@@ -81,14 +81,13 @@ def _check_epochs_of_tuning(run: ResolvedRun) -> None:
 def survivors_go_on(run: ResolvedRun, ranks: int) -> bool:
     """Whether the others go on when one of a run's ranks dies: as asked for, or where it can be and costs nothing.
 
-    A codec's memory would be copied in each step; shares by speed are of ranks that stay, and what a start with less
-    memory needs is known to the ranks of that start alone.
+    A codec's memory would be copied in each step, and what a start with less memory needs is known to the ranks of that
+    start alone.
     """
     launch = run.config.launch
     if launch.elastic != "auto" or ranks == 1:
         return launch.elastic == "on" and ranks > 1
-    stay = launch.balance == "auto" or run.config.training.on_oom != "fail"
-    return not (stay or run.compression.encodes or _against_elastic(run, ranks))
+    return not (run.config.training.on_oom != "fail" or run.compression.encodes or _against_elastic(run, ranks))
 
 
 def _check_elastic(run: ResolvedRun, ranks: int) -> None:

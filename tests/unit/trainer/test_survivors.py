@@ -23,15 +23,14 @@ from echelon.trainer.compatibility import check_strategies, survivors_go_on
         ({"strategy.collective": "ring"}, False),
         ({"strategy.parallel": "fsdp=-1"}, False),
         ({"strategy.parallel": "zero1"}, False),
-        ({"launch.balance": "auto"}, False),
+        ({"launch.balance": "auto"}, True),
         ({"launch.elastic": "off"}, False),
-        ({"launch.nodes": "2", "launch.rendezvous": "a:1"}, False),
+        ({"launch.nodes": "2", "launch.rendezvous": "a:1"}, True),
         ({"training.on_oom": "halve"}, False),
         ({"model.tune": "head"}, False),
         ({"model.compile": True}, False),
         ({"model.sync_batchnorm": True}, False),
         ({"launch.elastic": "on", "strategy.compression": "int8"}, True),
-        ({"launch.elastic": "on", "launch.balance": "auto"}, True),
     ],
 )
 def test_survivors_go_on_where_they_can_and_it_costs_nothing(settings: dict[str, object], go_on: bool) -> None:
