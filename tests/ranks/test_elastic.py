@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import shutil
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from echelon.trainer.saving import state_of
 from tests.ranks.counting_parts import (
     BATCH,
     EPOCHS,
@@ -26,7 +30,7 @@ from tests.ranks.counting_parts import (
     waiting,
 )
 from tests.ranks.run_many import python_path
-from tests.ranks.runs import Run, Runs
+from tests.ranks.runs import SMALL, Run, Runs
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -199,3 +203,32 @@ def test_shares_by_speed_go_on_among_those_that_are_left_and_come(tmp_path: Path
         before = [e["sizes"] for e in events if e["step"] <= starts[3]["start_step"] and e["t"] < starts[3]["t"]]
         assert resumed == before[-1] == dealt[0]
         assert any("as when these steps were trained before" in e["message"] and e["sizes"] == whole for e in events)
+
+
+NORMED = ("digits", "--model", "normed_parts:normed", "--sync-batchnorm", "--batch-size", "96", "--epochs", "9",
+          "--max-steps", "60", "--eval-every", "0", "--lr", "0.05", *SMALL)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param(3, marks=pytest.mark.long, id="two go on"), pytest.param(2, marks=pytest.mark.slow, id="one")],
+)
+def test_statistics_of_a_batch_stay_those_of_all_its_samples(workers: int, tmp_path: Path) -> None:
+    """A run of one worker has the same ones: so its losses and weights are the same, but for rounding."""
+    shutil.copy(Path(__file__).parent / "normed_parts.py", tmp_path)
+    with Runs(tmp_path) as runs:
+        run = runs.start("train", *NORMED, "--workers", str(workers), "--elastic", "on", folder="run")
+        run.wait_for_step(15)
+        os.kill(run.pids()[1], signal.SIGKILL)
+        assert run.end() == 0, run.text()[-3000:]
+        alone = runs.start("train", *NORMED, "--workers", "1", folder="alone")
+        assert alone.end() == 0, alone.text()[-3000:]
+        assert not run.events("resumed")
+        died, *others = [(r["world_size"], r["start_step"]) for r in run.records("start")][1:]
+        assert died[0] == workers - 1 and (workers, 60) >= others[-1] > (workers, died[1])
+        losses, expected = run.losses(), alone.losses()
+        after = range(died[1] + 1, 61)
+        assert len(after) > 20
+        assert all(losses[step] == pytest.approx(expected[step], rel=1e-9) for step in after)
+        for name, tensor in state_of(alone.folder, "newest")["model"].items():
+            torch.testing.assert_close(state_of(run.folder, "newest")["model"][name], tensor, rtol=1e-8, atol=1e-10)

@@ -50,6 +50,7 @@ from echelon.observe.profile import StepProfiler, TracedClock, rank_trace
 from echelon.observe.tensorboard import TensorBoard
 from echelon.optim.build import Schedule, build_schedule
 from echelon.optim.own import OptimizerFactory, described
+from echelon.parallel.sync_batchnorm import regroup_sync_batchnorm
 from echelon.ps.split_worker import SplitWorker
 from echelon.ps.worker_rank import WorkerRank
 from echelon.records.events import Event, WeightsLoaded
@@ -384,7 +385,8 @@ class Rebuilder:
         return self.resolved.config.training.seed
 
     def leave(self, run: TrainingRun) -> None:
-        """Let go of the groups that the strategy works in."""
+        """Let go of the groups that the strategy and the layers work in."""
+        regroup_sync_batchnorm(run.parts.model, None)
         self._builds = regroupable(run).leave()
 
     def recorded(self) -> int:
@@ -404,6 +406,7 @@ class Rebuilder:
         assert self._builds is not None
         ground, same = self._ground, (run.world.data_rank, run.world.data_size) == (world.data_rank, world.data_size)
         with _connecting(self._membership):
+            regroup_sync_batchnorm(run.parts.model, world.data_group)
             run.world, run.parts = world, replace(run.parts, sync=self._builds(world.group))
         if ground.balances:
             run.balance = Balancer(BatchParts(ground.full_batch, world.size), cursor.shares)

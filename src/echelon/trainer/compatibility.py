@@ -109,7 +109,6 @@ def _against_elastic(run: ResolvedRun, ranks: int) -> str:
         (run.compression.codec.control() is not None, f"--compression {given.compression}"),
         (run.path.is_choice or not run.path.by_backend, f"--collective {given.collective}"),
         (layout.splits or layout.zero1 or layout.table > 1, f"--parallel {given.parallel}"),
-        (config.model.sync_batchnorm, "--sync-batchnorm"),
         (config.model.compile, "--compile"),
         (not run.tuning.changes_nothing, f"--tune {run.tuning.text}"),
         (config.training.device != "cpu" and torch.cuda.device_count() > 0, f"--device {config.training.device}"),

@@ -29,7 +29,7 @@ from echelon.trainer.compatibility import check_strategies, survivors_go_on
         ({"training.on_oom": "halve"}, False),
         ({"model.tune": "head"}, False),
         ({"model.compile": True}, False),
-        ({"model.sync_batchnorm": True}, False),
+        ({"model.sync_batchnorm": True}, True),
         ({"launch.elastic": "on", "strategy.compression": "int8"}, True),
     ],
 )
