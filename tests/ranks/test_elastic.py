@@ -232,3 +232,29 @@ def test_statistics_of_a_batch_stay_those_of_all_its_samples(workers: int, tmp_p
         assert all(losses[step] == pytest.approx(expected[step], rel=1e-9) for step in after)
         for name, tensor in state_of(alone.folder, "newest")["model"].items():
             torch.testing.assert_close(state_of(run.folder, "newest")["model"][name], tensor, rtol=1e-8, atol=1e-10)
+
+
+TUNED = ("digits", "--model", "normed_parts:normed", "--tune", "head", "--batch-size", "96", "--epochs", "9",
+         "--max-steps", "60", "--eval-every", "0", "--lr", "0.05", "--checkpoint-every", "10", *SMALL)  # fmt: skip
+
+
+@pytest.mark.long
+def test_what_tuning_freezes_stays_whoever_leads(tmp_path: Path) -> None:
+    """The one that leads is killed once it has written what is frozen: checkpoints of the next one have it all."""
+    shutil.copy(Path(__file__).parent / "normed_parts.py", tmp_path)
+    with Runs(tmp_path) as runs:
+        run = runs.start("train", *TUNED, "--workers", "2", "--elastic", "on", folder="run")
+        run.wait_for(lambda: run.records("checkpoint"), "a checkpoint")
+        os.kill(run.pids()[0], signal.SIGKILL)
+        assert run.end() == 0, run.text()[-3000:]
+        alone = runs.start("train", *TUNED, "--workers", "1", folder="alone")
+        assert alone.end() == 0, alone.text()[-3000:]
+        assert not run.events("resumed") and [r["world_size"] for r in run.records("start")][:2] == [2, 1]
+        state, expected = (state_of(each.folder, "newest")["model"] for each in (run, alone))
+        assert state.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
+            if not name.startswith("layers.3"):
+                assert torch.equal(state[name], tensor), f"{name} is frozen"
+        resumed = runs.start("resume", run.folder, "--epochs", "9", "--max-steps", "70", folder="run")
+        assert resumed.end() == 0, resumed.text()[-3000:]

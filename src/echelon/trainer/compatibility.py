@@ -110,7 +110,7 @@ def _against_elastic(run: ResolvedRun, ranks: int) -> str:
         (run.path.is_choice or not run.path.by_backend, f"--collective {given.collective}"),
         (layout.splits or layout.zero1 or layout.table > 1, f"--parallel {given.parallel}"),
         (config.model.compile, "--compile"),
-        (not run.tuning.changes_nothing, f"--tune {run.tuning.text}"),
+        (run.tuning.changes_later, f"--tune {run.tuning.text}"),
         (config.training.device != "cpu" and torch.cuda.device_count() > 0, f"--device {config.training.device}"),
     )
     return next((flag for stands, flag in against if stands), "")
