@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from echelon.checkpoint import RANKS
 from echelon.trainer.saving import state_of
 from tests.ranks.counting_parts import (
     BATCH,
@@ -27,6 +28,7 @@ from tests.ranks.counting_parts import (
     WIDTH,
     left_behind,
     moved,
+    remembered,
     waiting,
 )
 from tests.ranks.run_many import python_path
@@ -258,3 +260,21 @@ def test_what_tuning_freezes_stays_whoever_leads(tmp_path: Path) -> None:
                 assert torch.equal(state[name], tensor), f"{name} is frozen"
         resumed = runs.start("resume", run.folder, "--epochs", "9", "--max-steps", "70", folder="run")
         assert resumed.end() == 0, resumed.text()[-3000:]
+
+
+@pytest.mark.long
+def test_codecs_of_averages_keep_what_they_have_not_sent(tmp_path: Path) -> None:
+    """Who dies in the first round has nothing in memory: what has moved and what waits is each sample once an epoch."""
+    case = Case("in the first round", 3, (("rank1.0", "backward", 2),))
+    with Runs(tmp_path) as runs:
+        codec = "topk(0.05, warmup_steps=0, finish_steps=0)"
+        run = start(runs, case, "sync=local(4, warmup=0)", f"compression={codec}", pace_s=0.15, width=32)
+        assert run.end() == 0, run.text()[-3000:]
+        check_recorded(run)
+        assert len(run.events("worker_died")) == 1 and not run.events("resumed")
+        assert [record["world_size"] for record in run.records("start")][:2] == [3, 2]
+        ranks = state_of(run.folder, "newest")[RANKS].values()
+        waits = -remembered([each["sync"]["fragments"][0]["codec"] for each in ranks], 32) / BATCH
+        assert waits.abs().max() > 0.1, "something waits"
+        counted = moved(run.folder) + waits
+        torch.testing.assert_close(counted, torch.full_like(counted, EPOCHS), rtol=0, atol=1e-5)

@@ -103,9 +103,10 @@ def _check_elastic(run: ResolvedRun, ranks: int) -> None:
 def _against_elastic(run: ResolvedRun, ranks: int) -> str:
     """Return the first setting with which survivors cannot go on; empty: they can."""
     given, config, layout = run.described.strategy, run.config, run.layout_for(ranks)
+    encodes_means = run.compression.encodes and not run.sync.sums_in_backward
     against = (
         (not run.sync.regroups, f"--sync {given.sync}"),
-        (run.compression.encodes and not run.sync.sums_in_backward, f"--compression {given.compression}"),
+        (encodes_means and run.compression.codec.linear, f"--compression {given.compression}"),
         (run.compression.codec.control() is not None, f"--compression {given.compression}"),
         (run.path.is_choice or not run.path.by_backend, f"--collective {given.collective}"),
         (layout.splits or layout.zero1 or layout.table > 1, f"--parallel {given.parallel}"),

@@ -191,6 +191,9 @@ class ElasticLoop:
         cursor = replace(commit.cursor(), shares=self._rebuilder.shares([member.part for member in members]))
         dead = max(0, run.world.size - survivors)
         self._rebuilder.enter(run, world, cursor, sent)
+        if commit.between:  # what a codec remembers is of other elements now
+            commit = replace(commit, draws=Draws.of(run))
+            batches.commit = commit
         self._rebuilder.tell(run, cursor, time.monotonic() - began, dead)
         recorded = max(agreed.recorded, commit.step - len(results))  # of a round that is trained again, too
         resumption = Resumption(commit, recorded, results, batches.saved_s)
