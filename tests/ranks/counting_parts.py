@@ -28,6 +28,7 @@ STEPS = SAMPLES // BATCH * EPOCHS
 WIDTH = "ECHELON_TEST_WIDTH"
 LEFT = "ECHELON_TEST_LEFT"  # where who dies in a coded sum leaves what its codec remembers
 PACE = "ECHELON_TEST_PACE_S"  # seconds that a forward pass takes
+SPEEDS = "ECHELON_TEST_SPEEDS"  # seconds that a sample takes in training, by member
 
 
 class Numbers(Dataset[tuple[Tensor, int]]):
@@ -167,6 +168,9 @@ class Counting(nn.Module):
             self.fault.at("forward" if training else "evaluation")
             if self.fault.is_due("error in forward"):
                 raise RuntimeError("as the test wants it")
+        if training:
+            speeds = json.loads(os.environ.get(SPEEDS, "{}"))
+            time.sleep(len(x) * speeds.get(os.environ.get("ECHELON_MEMBER", ""), 0.0))
         own = self.w[x[:, 0].long()].sum(dim=1)
         if training and len(x):
             self.fault.at("sum", after_s=0.001)

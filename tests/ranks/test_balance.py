@@ -38,7 +38,7 @@ def dealt(run: Run) -> list[tuple[int, list[int]]]:
 def test_a_slow_rank_gets_less_and_does_so_again_when_steps_are_trained_again(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parent / "slow_parts.py", tmp_path)
     with Runs(tmp_path) as runs:
-        run = runs.start("train", "digits", *SETTINGS, "--balance", "auto", folder="auto")
+        run = runs.start("train", "digits", *SETTINGS, "--balance", "auto", "--elastic", "off", folder="auto")
 
         def first() -> Any:
             return dealt(run)

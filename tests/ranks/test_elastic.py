@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import shutil
+import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.ranks.counting_parts import EPOCHS, FAULTS, LEFT, PACE, STEPS, WIDTH, left_behind, moved, waiting
+from echelon.checkpoint import RANKS
+from echelon.trainer.saving import state_of
+from tests.ranks.counting_parts import (
+    BATCH,
+    EPOCHS,
+    FAULTS,
+    LEFT,
+    PACE,
+    SPEEDS,
+    STEPS,
+    WIDTH,
+    left_behind,
+    moved,
+    remembered,
+    waiting,
+)
 from tests.ranks.run_many import python_path
-from tests.ranks.runs import Run, Runs
+from tests.ranks.runs import SMALL, Run, Runs
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -32,6 +51,7 @@ class Case:
         return pytest.mark.long if self.name in IN_EACH_PHASE else pytest.mark.slow
 
 
+NO_SPEEDS: Mapping[str, float] = {}
 IN_EACH_PHASE = ("in a sum", "between the halves of a sum", "the one that leads between averages")
 CASES = (
     Case("in forward", 2, (("rank1.0", "forward", 5),)),
@@ -47,9 +67,11 @@ CASES = (
 )
 
 
-def start(runs: Runs, case: Case, *settings: str, pace_s: float = 0.0, width: int = 1) -> Run:
-    """Start a counting run with the faults of a case."""
-    environment = {FAULTS: json.dumps(case.faults), PACE: str(pace_s), WIDTH: str(width)}
+def start(
+    runs: Runs, case: Case, *settings: str, pace_s: float = 0.0, width: int = 1, speeds: Mapping[str, float] = NO_SPEEDS
+) -> Run:
+    """Start a counting run with the faults of a case; `speeds`: seconds that a member needs for a sample."""
+    environment = {FAULTS: json.dumps(case.faults), PACE: str(pace_s), WIDTH: str(width), SPEEDS: json.dumps(speeds)}
     if width > 1:
         environment[LEFT] = str(runs.root)
     environment["PYTHONPATH"] = python_path()
@@ -153,3 +175,106 @@ def test_a_round_that_lost_a_replica_is_trained_again(sync: str, case: Case, tmp
             assert torch.allclose(weights, torch.full_like(weights, EPOCHS), atol=1e-9), run.text()[-3000:]
         else:
             assert moved(run.folder).min() > 0 and moved(run.folder).max() <= EPOCHS + 1e-9
+
+
+BALANCED = Case("shares by speed", 3, (("rank0.0", "backward", 21), ("rank1.0", "error in forward", 30)))
+
+
+@pytest.mark.long
+def test_shares_by_speed_go_on_among_those_that_are_left_and_come(tmp_path: Path) -> None:
+    """Rank 2 is slow, and rank 0 dies once parts are unequal: the others keep their proportions, then it comes back.
+
+    Later an error ends all of them: they go back to a checkpoint, and its parts.
+    """
+    slow = {"rank0.0": 0.05, "rank0.1": 0.05, "rank1.0": 0.05, "rank2.0": 0.2}
+    with Runs(tmp_path) as runs:
+        settings = ("balance=auto", "elastic=auto", "checkpoint_every=16", "eval_every=0")
+        run = start(runs, BALANCED, *settings, speeds=slow)
+        assert run.end() == 0, run.text()[-3000:]
+        assert torch.equal(moved(run.folder), torch.full_like(moved(run.folder), EPOCHS)), run.text()[-3000:]
+        assert len(run.events("worker_died")) == 2 and len(run.events("resumed")) == 1
+        events = run.events("shares_dealt")
+        dealt = [event["sizes"] for event in events]
+        assert all(sum(sizes) == BATCH for sizes in dealt), dealt
+        assert len(dealt[0]) == 3 and min(dealt[0][:2]) > dealt[0][2], dealt
+        of_two = next(sizes for sizes in dealt if len(sizes) == 2)
+        assert of_two[0] > of_two[1], dealt
+        starts = run.records("start")
+        first, alone, whole, resumed = [each["shares"] for each in starts]
+        assert (first, alone, len(whole)) == ([], of_two, 3) and whole in dealt
+        before = [e["sizes"] for e in events if e["step"] <= starts[3]["start_step"] and e["t"] < starts[3]["t"]]
+        assert resumed == before[-1] == dealt[0]
+        assert any("as when these steps were trained before" in e["message"] and e["sizes"] == whole for e in events)
+
+
+NORMED = ("digits", "--model", "normed_parts:normed", "--sync-batchnorm", "--batch-size", "96", "--epochs", "9",
+          "--max-steps", "60", "--eval-every", "0", "--lr", "0.05", *SMALL)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param(3, marks=pytest.mark.long, id="two go on"), pytest.param(2, marks=pytest.mark.slow, id="one")],
+)
+def test_statistics_of_a_batch_stay_those_of_all_its_samples(workers: int, tmp_path: Path) -> None:
+    """A run of one worker has the same ones: so its losses and weights are the same, but for rounding."""
+    shutil.copy(Path(__file__).parent / "normed_parts.py", tmp_path)
+    with Runs(tmp_path) as runs:
+        run = runs.start("train", *NORMED, "--workers", str(workers), "--elastic", "on", folder="run")
+        run.wait_for_step(15)
+        os.kill(run.pids()[1], signal.SIGKILL)
+        assert run.end() == 0, run.text()[-3000:]
+        alone = runs.start("train", *NORMED, "--workers", "1", folder="alone")
+        assert alone.end() == 0, alone.text()[-3000:]
+        assert not run.events("resumed")
+        died, *others = [(r["world_size"], r["start_step"]) for r in run.records("start")][1:]
+        assert died[0] == workers - 1 and (workers, 60) >= others[-1] > (workers, died[1])
+        losses, expected = run.losses(), alone.losses()
+        after = range(died[1] + 1, 61)
+        assert len(after) > 20
+        assert all(losses[step] == pytest.approx(expected[step], rel=1e-9) for step in after)
+        for name, tensor in state_of(alone.folder, "newest")["model"].items():
+            torch.testing.assert_close(state_of(run.folder, "newest")["model"][name], tensor, rtol=1e-8, atol=1e-10)
+
+
+TUNED = ("digits", "--model", "normed_parts:normed", "--tune", "head", "--batch-size", "96", "--epochs", "9",
+         "--max-steps", "60", "--eval-every", "0", "--lr", "0.05", "--checkpoint-every", "10", *SMALL)  # fmt: skip
+
+
+@pytest.mark.long
+def test_what_tuning_freezes_stays_whoever_leads(tmp_path: Path) -> None:
+    """The one that leads is killed once it has written what is frozen: checkpoints of the next one have it all."""
+    shutil.copy(Path(__file__).parent / "normed_parts.py", tmp_path)
+    with Runs(tmp_path) as runs:
+        run = runs.start("train", *TUNED, "--workers", "2", "--elastic", "on", folder="run")
+        run.wait_for(lambda: run.records("checkpoint"), "a checkpoint")
+        os.kill(run.pids()[0], signal.SIGKILL)
+        assert run.end() == 0, run.text()[-3000:]
+        alone = runs.start("train", *TUNED, "--workers", "1", folder="alone")
+        assert alone.end() == 0, alone.text()[-3000:]
+        assert not run.events("resumed") and [r["world_size"] for r in run.records("start")][:2] == [2, 1]
+        state, expected = (state_of(each.folder, "newest")["model"] for each in (run, alone))
+        assert state.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
+            if not name.startswith("layers.3"):
+                assert torch.equal(state[name], tensor), f"{name} is frozen"
+        resumed = runs.start("resume", run.folder, "--epochs", "9", "--max-steps", "70", folder="run")
+        assert resumed.end() == 0, resumed.text()[-3000:]
+
+
+@pytest.mark.long
+def test_codecs_of_averages_keep_what_they_have_not_sent(tmp_path: Path) -> None:
+    """Who dies in the first round has nothing in memory: what has moved and what waits is each sample once an epoch."""
+    case = Case("in the first round", 3, (("rank1.0", "backward", 2),))
+    with Runs(tmp_path) as runs:
+        codec = "topk(0.05, warmup_steps=0, finish_steps=0)"
+        run = start(runs, case, "sync=local(4, warmup=0)", f"compression={codec}", pace_s=0.15, width=32)
+        assert run.end() == 0, run.text()[-3000:]
+        check_recorded(run)
+        assert len(run.events("worker_died")) == 1 and not run.events("resumed")
+        assert [record["world_size"] for record in run.records("start")][:2] == [3, 2]
+        ranks = state_of(run.folder, "newest")[RANKS].values()
+        waits = -remembered([each["sync"]["fragments"][0]["codec"] for each in ranks], 32) / BATCH
+        assert waits.abs().max() > 0.1, "something waits"
+        counted = moved(run.folder) + waits
+        torch.testing.assert_close(counted, torch.full_like(counted, EPOCHS), rtol=0, atol=1e-5)

@@ -33,7 +33,8 @@ def test_random_deaths_lose_no_sample(seed: int, tmp_path: Path) -> None:
     """Random members of random groups die at random points."""
     sync, case = drawn(seed)
     with Runs(tmp_path) as runs:
-        run = start(runs, case, f"sync={sync}", "max_restarts=20")
+        balance = "auto" if seed % 2 else "off"
+        run = start(runs, case, f"sync={sync}", f"balance={balance}", "max_restarts=20")
         assert run.end() == 0, run.text()[-3000:]
         assert not run.events("resumed"), run.text()[-3000:]
         check_recorded(run)

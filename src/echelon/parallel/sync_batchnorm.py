@@ -81,7 +81,7 @@ class SyncBatchNormAct(_Activated, nn.SyncBatchNorm):
 
 def convert_sync_batchnorm(
     module: nn.Module,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     still: Set[str] = frozenset(),
 ) -> nn.Module:
     """Replace every BatchNorm in a module, in place; parameters and statistics stay the same objects.
@@ -90,6 +90,7 @@ def convert_sync_batchnorm(
     own, so that their collectives, issued while gradients already travel, never meet those of another rank's.
 
     Args:
+        group: None: this process is alone, and others may join it over gloo (see `regroup_sync_batchnorm`).
         still: names of those whose statistics no batch enters; they stay what they are.
 
     Returns:
@@ -100,10 +101,19 @@ def convert_sync_batchnorm(
     """
     if not any(isinstance(each, BatchNormBase) for each in module.modules()):
         return module
-    if dist.get_backend(group) == "gloo":
-        with closed_afterwards():
-            group = same_ranks_group(group, "gloo")
-    return _convert(module, group, still, "")
+    return _convert(module, _own_group(group), still, "")
+
+
+def regroup_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Let layers of a model measure the samples of other ranks from now on; all ranks of `group` call it together.
+
+    Args:
+        group: over gloo; None: this process is alone, and the layers measure its own samples.
+    """
+    layers = [each for each in module.modules() if isinstance(each, GlooSyncBatchNorm)]
+    own = _own_group(group) if layers else None
+    for layer in layers:
+        layer.process_group = own
 
 
 def has_sync_batchnorm(module: nn.Module) -> bool:
@@ -111,7 +121,15 @@ def has_sync_batchnorm(module: nn.Module) -> bool:
     return any(isinstance(each, (nn.SyncBatchNorm, GlooSyncBatchNorm)) for each in module.modules())
 
 
-def _convert(module: nn.Module, group: dist.ProcessGroup, still: Set[str], path: str) -> nn.Module:
+def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return a group of the same ranks that nothing else uses, where it is one of gloo's."""
+    if group is None or dist.get_backend(group) != "gloo":
+        return group
+    with closed_afterwards():
+        return same_ranks_group(group, "gloo")
+
+
+def _convert(module: nn.Module, group: dist.ProcessGroup | None, still: Set[str], path: str) -> nn.Module:
     if isinstance(module, BatchNormBase):
         return module if path in still else _replacement(module, group)
     for name, child in module.named_children():
@@ -121,9 +139,9 @@ def _convert(module: nn.Module, group: dist.ProcessGroup, still: Set[str], path:
     return module
 
 
-def _replacement(old: BatchNormBase, group: dist.ProcessGroup) -> BatchNormBase:
+def _replacement(old: BatchNormBase, group: dist.ProcessGroup | None) -> BatchNormBase:
     children = dict(old.named_children())
-    over_gloo = dist.get_backend(group) == "gloo"
+    over_gloo = group is None or dist.get_backend(group) == "gloo"
     kind: type[GlooSyncBatchNorm | nn.SyncBatchNorm]
     if type(old) in PLAIN:
         kind = GlooSyncBatchNorm if over_gloo else nn.SyncBatchNorm

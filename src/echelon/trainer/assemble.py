@@ -50,6 +50,7 @@ from echelon.observe.profile import StepProfiler, TracedClock, rank_trace
 from echelon.observe.tensorboard import TensorBoard
 from echelon.optim.build import Schedule, build_schedule
 from echelon.optim.own import OptimizerFactory, described
+from echelon.parallel.sync_batchnorm import regroup_sync_batchnorm
 from echelon.ps.split_worker import SplitWorker
 from echelon.ps.worker_rank import WorkerRank
 from echelon.records.events import Event, WeightsLoaded
@@ -60,7 +61,7 @@ from echelon.sync.base import Sync
 from echelon.tasks.base import Task
 from echelon.tasks.own_loss import LossFunction
 from echelon.tasks.registry import TaskObjects
-from echelon.trainer.balance import Balancer, BatchParts, make_balancer, why_not
+from echelon.trainer.balance import Balancer, BatchParts, Deal, dealt_anew, make_balancer, why_not
 from echelon.trainer.compatibility import (
     batchnorm_notes,
     interplay_notes,
@@ -180,6 +181,11 @@ class _Groundwork:
         if self.user_objects.source is None:
             return OwnMarks(loss=loss)
         return OwnMarks(samples_digest(self.source), evaluation_digest(self.source), loss)
+
+    @property
+    def full_batch(self) -> int:
+        """Samples of a full batch."""
+        return min(self.resolved.config.data.batch_size, self.source.info.train_size)
 
     @property
     def _least_samples(self) -> int:
@@ -379,12 +385,17 @@ class Rebuilder:
         return self.resolved.config.training.seed
 
     def leave(self, run: TrainingRun) -> None:
-        """Let go of the groups that the strategy works in."""
+        """Let go of the groups that the strategy and the layers work in."""
+        regroup_sync_batchnorm(run.parts.model, None)
         self._builds = regroupable(run).leave()
 
     def recorded(self) -> int:
         """Return the last step that the run's record tells of."""
         return next((window.step for window in newest(self._path, Steps)), 0)
+
+    def shares(self, before: Sequence[int]) -> tuple[int, ...]:
+        """Return the parts of a full batch of ranks that had such parts, 0 for new ones; empty: parts are equal."""
+        return dealt_anew(self._ground.full_batch, before) if self._ground.balances else ()
 
     def enter(self, run: TrainingRun, world: World, cursor: Cursor, sent: int) -> None:
         """Build what depends on the ranks for those of a world, which all call it together.
@@ -395,7 +406,10 @@ class Rebuilder:
         assert self._builds is not None
         ground, same = self._ground, (run.world.data_rank, run.world.data_size) == (world.data_rank, world.data_size)
         with _connecting(self._membership):
+            regroup_sync_batchnorm(run.parts.model, world.data_group)
             run.world, run.parts = world, replace(run.parts, sync=self._builds(world.group))
+        if ground.balances:
+            run.balance = Balancer(BatchParts(ground.full_batch, world.size), cursor.shares)
         if world.leads and not self._leads:
             self._lead(run, world, cursor)
         ground = self._ground = replace(ground, world=world)
@@ -403,8 +417,11 @@ class Rebuilder:
             for loader in (run.train_loader, run.eval_loader, run.test_loader):
                 if loader is not None:
                     loader.close()
-            loaders = _loaders_of(self.resolved, world, ground.source, ground.task, ground.user_objects)
+            objects = ground.user_objects
+            loaders = _loaders_of(self.resolved, world, ground.source, ground.task, objects, ground.balances)
             run.train_loader, run.eval_loader, run.test_loader = loaders
+        if cursor.shares:
+            run.train_loader.deal(replace(run.train_loader.shard, weights=cursor.shares))
         run.step = ground.step(run.parts, self._path, run.progress)
         run.saver.go_on(RanksState(run.parts, world, run.progress.record.patience), run.progress.record, sent)
 
@@ -430,6 +447,8 @@ class Rebuilder:
             workers = f"{start.world_size} workers go on" if start.world_size > 1 else "1 worker goes on"
             lost = f"; what the codec of {dead} had not sent yet is lost" if dead and self._remembers else ""
             run.progress.note("members", f"{workers} from step {cursor.step}; agreed in {seconds:.2f} s{lost}")
+            if cursor.shares:
+                run.progress.happened(Deal(cursor.shares, anew=True).event(cursor.step))
 
     @property
     def _remembers(self) -> bool:
@@ -462,7 +481,7 @@ def assemble(
         resolved = resolved.for_single_worker()
     resolved, goes_on = (resolved, False) if is_newcomer else as_it_goes_on(resolved, path, world)
     resolved, chosen = with_chosen_paths(with_kept_cuts(resolved, world, path), world, path)
-    balances, unbalanced = _balances(resolved, world)
+    balances, unbalanced = _balances(resolved, world, membership is not None)
     ground = _groundwork(resolved, path, world, user_objects, world.data_size, world.rank, balances)
     info, config = ground.source.info, resolved.config
     work = ground.work
@@ -490,7 +509,7 @@ def assemble(
     progress = RunProgress(record, listeners, display)
     saver.on_saved = progress.saved
     run = ground.run(run_parts, saver, progress)
-    run.balance = _balancer(ground, cursor, path)
+    run.balance = None if is_newcomer else _balancer(ground, cursor, path)
     if resolved.tuning.changes_later:
         run.retuning = ground.retuning(saver, progress, path, pristine)
     notes += [*length_notes(resolved, ground.steps, world.size), *unbalanced, *_model_notes(resolved, run_parts, world)]
@@ -536,11 +555,15 @@ def _tell_beginning(ground: _Groundwork, work: Work, run: TrainingRun, notes: Se
         progress.note(name, note)
 
 
-def _balances(resolved: ResolvedRun, world: World) -> tuple[bool, list[str]]:
-    """Return whether parts of a batch follow the ranks' speed, and what to say where they cannot."""
+def _balances(resolved: ResolvedRun, world: World, changes: bool) -> tuple[bool, list[str]]:
+    """Return whether parts of a batch follow the ranks' speed, and what to say where they cannot.
+
+    Args:
+        changes: ranks may come and go.
+    """
     if resolved.config.launch.balance == "off":
         return False, []
-    reason = why_not(resolved, world)
+    reason = why_not(resolved, world, changes)
     return not reason, [f"--balance auto does nothing: {reason}"] if reason else []
 
 
@@ -550,9 +573,9 @@ def _balancer(ground: _Groundwork, cursor: Cursor, path: Path) -> Balancer | Non
     if not ground.balances:
         cursor.shares = ()
         return None
-    samples = min(ground.resolved.config.data.batch_size, ground.source.info.train_size)
     replicas = world.placement.layout.dp if world.placement is not None else world.size
-    balancer = make_balancer(BatchParts(samples, replicas, world.data_size // replicas), world, cursor, path)
+    division = BatchParts(ground.full_batch, replicas, world.data_size // replicas)
+    balancer = make_balancer(division, world, cursor, path)
     loader.deal(replace(loader.shard, weights=cursor.shares))
     return balancer
 

@@ -6,6 +6,8 @@ in the checkpoint, and made again at the same step where steps are trained again
 
 Shares change slowly: after three looks of two seconds each that agree, and to half or twice at most. Equal shares stay
 unless a step is to take 10% less; unequal ones unless it is 4%.
+
+Where ranks come or go and the others go on, parts are dealt anew in the proportions in force, and measured anew.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import takewhile
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from echelon.core.shares import share_sizes
 from echelon.observe.phases import PHASES, Phase
@@ -45,16 +47,20 @@ class Deal:
         gain: how many times as long a step would take as before; 0: it was decided when these steps were trained
             first.
         slowest: the replica whose samples take longest, and how many times as long as the fastest one's.
+        anew: ranks have come or gone.
     """
 
     sizes: Sizes
     gain: float = 0.0
     slowest: tuple[int, float] = (0, 1.0)
+    anew: bool = False
 
     def event(self, step: int) -> SharesDealt:
         """Return what the record has of it, after a step."""
         parts = ", ".join(map(str, self.sizes))
         said = f"from step {step + 1} on, parts of a batch are {parts} samples"
+        if self.anew:
+            return SharesDealt(f"{said}, in the proportions that were known", step, self.sizes)
         if not self.gain:
             return SharesDealt(f"{said}, as when these steps were trained before", step, self.sizes)
         replica, times = self.slowest
@@ -169,6 +175,23 @@ def decide(looks: Sequence[Sequence[float]], sizes: Sizes) -> Sizes | None:
     return chosen if all(_longest(sizes, each) >= enough * _longest(chosen, each) for each in costs) else None
 
 
+def dealt_anew(samples: int, before: Sequence[int]) -> Sizes:
+    """Return the parts of ranks of which some are new: the others keep their proportions, a new one gets their mean.
+
+    Args:
+        before: samples of a full batch that each rank had; 0: it is new.
+
+    >>> dealt_anew(128, [80, 80, 20]), dealt_anew(128, [80, 20, 0]), dealt_anew(128, [43, 42])
+    ((57, 57, 14), (68, 17, 43), (64, 64))
+    """
+    known = [size for size in before if size] or [1]
+    weights = [size or max(1, round(fmean(known))) for size in before]
+    sizes = share_sizes(samples, len(weights), weights)
+    if max(weights) - min(weights) <= 1 or not all(sizes):
+        sizes = share_sizes(samples, len(weights))
+    return tuple(sizes)
+
+
 def best_sizes(samples: int, costs: Sequence[float], least: Sequence[int], most: Sequence[int]) -> Sizes:
     """Divide samples so that the longest part is as short as can be.
 
@@ -210,14 +233,16 @@ def _by_replica(steps: Steps, replicas: int) -> list[float]:
     return [max(own[first : first + each]) for first in range(0, len(own), each)]
 
 
-def why_not(run: ResolvedRun, world: World) -> str:
-    """Return why shares cannot follow speed in a run; empty where they can."""
-    if world.group is None:
+def why_not(run: ResolvedRun, world: World, changes: bool) -> str:
+    """Return why shares cannot follow speed in a run; empty where they can.
+
+    Args:
+        changes: ranks may come and go, each of them a replica.
+    """
+    if world.group is None and not changes:
         return "one worker has all of each batch"
-    if world.placement is not None and world.placement.layout.dp == 1:
+    if world.placement is not None and world.placement.layout.dp == 1 and not changes:
         return "there is one replica, whose ranks do each step together"
-    if run.config.launch.elastic == "on":
-        return "--elastic on divides batches equally over the ranks that are there"
     if run.config.model.sync_batchnorm:
         return "with --sync-batchnorm ranks wait for each other within layers, and which of them is slow is not seen"
     return ""

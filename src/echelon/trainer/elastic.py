@@ -38,14 +38,18 @@ _TOLD_BYTES = 2048  # of what each member tells the others first
 
 @dataclass(frozen=True)
 class _Member:
-    """What a member tells the others of itself. `recorded`: the last step in the record, as far as it knows.
+    """What a member tells the others of itself.
 
-    `commit` is None of a newcomer.
+    Attributes:
+        recorded: the last step in the record, as far as it knows.
+        commit: None of a newcomer.
+        part: samples that it had of a full batch, where parts follow speed; 0: it had none.
     """
 
     recorded: int
     leads: bool
     commit: Commit | None = None
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -184,9 +188,12 @@ class ElasticLoop:
         run.saver.best, run.saver.stagnation = BestResult.of(commit.best, commit.best_loss), commit.stagnation
         run.saver.owes_evaluation = commit.owes_evaluation
         results = _completed(_since(batches, agreed.recorded, commit.step, world), world)
-        cursor = commit.cursor()
+        cursor = replace(commit.cursor(), shares=self._rebuilder.shares([member.part for member in members]))
         dead = max(0, run.world.size - survivors)
         self._rebuilder.enter(run, world, cursor, sent)
+        if commit.between:  # what a codec remembers is of other elements now
+            commit = replace(commit, draws=Draws.of(run))
+            batches.commit = commit
         self._rebuilder.tell(run, cursor, time.monotonic() - began, dead)
         recorded = max(agreed.recorded, commit.step - len(results))  # of a round that is trained again, too
         resumption = Resumption(commit, recorded, results, batches.saved_s)
@@ -195,7 +202,8 @@ class ElasticLoop:
     def _told(self, run: TrainingRun, batches: EpochOrder) -> _Member:
         leads = run.world.leads
         commit = replace(batches.commit, draws=None) if batches.commit is not None else None  # draws are of one rank
-        return _Member(batches.recorded if leads else self._rebuilder.recorded(), leads, commit)
+        part = run.balance.sizes[run.world.rank] if run.balance is not None else 0
+        return _Member(batches.recorded if leads else self._rebuilder.recorded(), leads, commit, part)
 
     def _bring_up(self, run: TrainingRun, commit: Commit | None, agreed: _Agreed, world: World) -> int:
         """Give what all replicas share to those that lack it; returns the bytes that this rank sent."""

@@ -169,9 +169,10 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
         make_whole(work.user_model, work)
     elif isinstance(model, KerasModule) and not config.optimizer.loss:
         _check_compiled_loss(model, config.model.name)
-    if config.model.sync_batchnorm and world.data_group is not None and isinstance(model, KerasModule):
+    shares_norms = config.model.sync_batchnorm and (world.data_group is not None or config.launch.elastic == "on")
+    if shares_norms and isinstance(model, KerasModule):
         _check_keras_norms(model)
-    if config.model.sync_batchnorm and world.data_group is not None and not _is_split(world):
+    if shares_norms and not _is_split(world):
         model = convert_sync_batchnorm(model, world.data_group)
     if any(tensor.device != world.device for tensor in (*model.parameters(), *model.buffers())):
         model = model.to(world.device)  # not else: tensors without data, as in a rehearsal, cannot be moved at all

@@ -17,7 +17,7 @@ from echelon.parallel.base import alone
 from echelon.records.events import SharesDealt, StartedOver
 from echelon.records.file import Recorder
 from echelon.records.kinds import Steps
-from echelon.trainer.balance import MOST_CHANGE, Balancer, BatchParts, Deal, best_sizes, make_balancer
+from echelon.trainer.balance import MOST_CHANGE, Balancer, BatchParts, Deal, best_sizes, dealt_anew, make_balancer
 from echelon.trainer.state import Cursor, seed_layers
 from echelon.trainer.world import World
 
@@ -146,6 +146,19 @@ def test_a_run_that_starts_over_forgets_what_was_decided(tmp_path: Path) -> None
     record.close()
     balancer = _restored(tmp_path, Cursor(), BatchParts(64, 2))
     assert [step for step in range(50) if balancer.planned(step)] == [30]
+
+
+@given(st.integers(1, 200), st.lists(st.integers(0, 90), min_size=1, max_size=9))
+def test_ranks_that_come_and_go_divide_the_whole_batch(samples: int, before: list[int]) -> None:
+    sizes = dealt_anew(samples, before)
+    assert sum(sizes) == samples and len(sizes) == len(before)
+    assert min(sizes) > 0 or samples < len(before)
+
+
+def test_those_that_stay_keep_their_proportions_and_a_new_one_gets_the_mean() -> None:
+    assert dealt_anew(120, (60, 20)) == (90, 30) and dealt_anew(120, (60, 20, 0)) == (60, 20, 40)
+    assert dealt_anew(128, (43, 42)) == (64, 64) and dealt_anew(128, (0, 0)) == (64, 64)
+    assert "parts of a batch are 90, 30 samples, in the" in Deal((90, 30), anew=True).event(7).message
 
 
 @pytest.mark.parametrize("shares", [(30, 34, 0), (60, 5), (64, 0)])

@@ -48,7 +48,7 @@ def test_a_step_that_is_not_brought_here_may_be_done_again(
     rebuilder: Any = SimpleNamespace(recorded=lambda: 0)
     nothing: Any = None
     loop = elastic.ElasticLoop(rebuilder, nothing, nothing)
-    run: Any = SimpleNamespace(world=SimpleNamespace(leads=False))
+    run: Any = SimpleNamespace(world=SimpleNamespace(leads=False), balance=None)
     batches: Any = SimpleNamespace(commit=commit(own), recorded=0)
     world: Any = SimpleNamespace(rank=1)
     with pytest.raises(PeerLostError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from echelon.config import build
@@ -23,15 +25,16 @@ from echelon.trainer.compatibility import check_strategies, survivors_go_on
         ({"strategy.collective": "ring"}, False),
         ({"strategy.parallel": "fsdp=-1"}, False),
         ({"strategy.parallel": "zero1"}, False),
-        ({"launch.balance": "auto"}, False),
+        ({"launch.balance": "auto"}, True),
         ({"launch.elastic": "off"}, False),
-        ({"launch.nodes": "2", "launch.rendezvous": "a:1"}, False),
+        ({"launch.nodes": "2", "launch.rendezvous": "a:1"}, True),
         ({"training.on_oom": "halve"}, False),
-        ({"model.tune": "head"}, False),
+        ({"model.tune": "head"}, True),
+        ({"model.tune": "head+unfreeze(epoch=3)"}, False),
         ({"model.compile": True}, False),
-        ({"model.sync_batchnorm": True}, False),
+        ({"model.sync_batchnorm": True}, True),
         ({"launch.elastic": "on", "strategy.compression": "int8"}, True),
-        ({"launch.elastic": "on", "launch.balance": "auto"}, True),
+        ({"launch.elastic": "on", "strategy.compression": "int8", "strategy.sync": "local(8)"}, True),
     ],
 )
 def test_survivors_go_on_where_they_can_and_it_costs_nothing(settings: dict[str, object], go_on: bool) -> None:
@@ -41,7 +44,15 @@ def test_survivors_go_on_where_they_can_and_it_costs_nothing(settings: dict[str,
     check_strategies(run, 4)  # what is not asked for is not refused
 
 
-def test_what_is_asked_for_is_refused_where_it_cannot_be() -> None:
-    run = resolve(build(None, {"data.source": "digits", "launch.elastic": "on", "strategy.parallel": "fsdp=-1"}).config)
-    with pytest.raises(UserError, match="--elastic on does not go together with --parallel fsdp=-1 yet"):
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"strategy.parallel": "fsdp=-1"}, "--parallel fsdp=-1"),
+        ({"strategy.sync": "local(8)", "strategy.compression": "powersgd(4)"}, "--compression powersgd"),
+        ({"model.tune": "head+unfreeze(epoch=3)"}, "--tune head"),
+    ],
+)
+def test_what_is_asked_for_is_refused_where_it_cannot_be(settings: dict[str, object], flag: str) -> None:
+    run = resolve(build(None, {"data.source": "digits", "launch.elastic": "on", **settings}).config)
+    with pytest.raises(UserError, match=re.escape(f"--elastic on does not go together with {flag}")):
         check_strategies(run, 4)

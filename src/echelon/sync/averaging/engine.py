@@ -360,7 +360,7 @@ class Averaging:
             """Build the strategy for a group."""
             made = self._build(replace(self._context, group=group))
             assert isinstance(made, Averaging)
-            made.load_state_dict(self.state_dict())
+            made._go_on_from(self, dist.get_world_size(group) if group is not None else 1)
             for name, n_bytes in self.bytes_sent().items():
                 made._wire.add(name, n_bytes)
             return made
@@ -371,12 +371,26 @@ class Averaging:
         """Hear nothing: what a round has moved is loaded anew from its beginning."""
 
     def shared_memory(self) -> StateTree:
-        """Return all: at an agreement it is alike on all ranks."""
-        return self.state_dict()
+        """Return all but what a codec has not sent: at an agreement it is alike on all ranks."""
+        return {
+            "step": self._step,
+            "rule": self._rule.state_dict(),
+            "fragments": [fragment.shared() for fragment in self._fragments],
+        }
 
     def take_shared_memory(self, state: StateView) -> None:
         """Take over what `shared_memory` returned on a rank that is further."""
-        self.load_state_dict(dict(state))
+        self._step = int(state["step"])
+        self._rule.load_state_dict(state["rule"])
+        for fragment, shared in zip(self._fragments, state["fragments"], strict=True):
+            fragment.take_shared(shared)
+
+    def _go_on_from(self, former: Averaging, ranks: int) -> None:
+        """Take over, in a group of so many ranks, all that this rank had in another one."""
+        self._step = former._step
+        self._rule.load_state_dict(former._rule.state_dict())
+        for fragment, before in zip(self._fragments, former._fragments, strict=True):
+            fragment.go_on_from(before, ranks)
 
     def close(self) -> None:
         """Let what is on its way arrive, and end the threads."""

@@ -122,6 +122,10 @@ class Exchange:
         for bucket, reducer in self._buckets:
             codec_state.load_state_dict(bucket, reducer.shards, saved)
 
+    def load_common(self, saved: StateView) -> None:
+        """Take over the codec's counters and factors of another rank; memories stay."""
+        codec_state.load_common(self.shards(), saved)
+
 
 def weighted_sum(
     route: Route, values: Sequence[Value], tensors: Mapping[str, Tensor], weight: float

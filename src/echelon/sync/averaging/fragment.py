@@ -73,6 +73,7 @@ class Fragment:
         self.flight: PendingAverage | None = None
         self._exchange = exchange
         self._left_out: dict[str, Tensor] = {}
+        self._common: StateView = {}
         self._anchor = {v.name: v.read() for v in values}
 
     def count(self, samples: int, expected: int) -> None:
@@ -213,13 +214,33 @@ class Fragment:
 
     def load_state_dict(self, state: StateView) -> None:
         """Take back what `state_dict` gave on this rank."""
-        self._load_shared(state)
-        self.samples, self.expected = int(state["samples"]), int(state["expected"])
-        self.equal, self.fresh = bool(state["equal"]), bool(state.get("fresh"))
+        self._load_common_part(state)
         if self._exchange:
             self._exchange.load_state_dict(state["codec"])
         else:
             self._left_out = codec_state.left_out(self._merged([state]))
+
+    def shared(self) -> StateTree:
+        """Return, at an agreement, what is alike on all ranks."""
+        state = self.state_dict()
+        return {**state, "codec": codec_state.common(state["codec"])}
+
+    def take_shared(self, state: StateView) -> None:
+        """Take over what `shared` returned on another rank; what this one's codec has not sent stays."""
+        self._load_common_part(state)
+        self._common = state["codec"]
+
+    def go_on_from(self, former: Fragment, ranks: int) -> None:
+        """Take over a fragment of this rank, at an agreement, in a group of so many ranks."""
+        state = former.state_dict()
+        self._load_common_part(state)
+        if self._exchange is None:
+            self._left_out = codec_state.left_out(self._merged([state]))
+            return
+        numels = {v.name: v.tensor.numel() for v in self.values}
+        self._exchange.load_state_dict(codec_state.carried(state["codec"], numels, ranks))
+        if former._common:
+            self._exchange.load_common(codec_state.merge([former._common], {}))
 
     def load_resharded(self, states: Sequence[StateView]) -> None:
         """Take over what is the same on all former ranks; what codecs left out is divided, its sum kept.
@@ -238,6 +259,11 @@ class Fragment:
     def _merged(self, states: Sequence[StateView]) -> StateTree:
         numels = {v.name: v.tensor.numel() for v in self.values}
         return codec_state.merge([state["codec"] for state in states], numels)
+
+    def _load_common_part(self, state: StateView) -> None:
+        self._load_shared(state)
+        self.samples, self.expected = int(state["samples"]), int(state["expected"])
+        self.equal, self.fresh = bool(state["equal"]), bool(state.get("fresh"))
 
     def _load_shared(self, state: StateView) -> None:
         device = self.values[0].tensor.device if self.values else torch.device("cpu")
