@@ -136,9 +136,21 @@ def coded_points(fault: Fault) -> None:
 
 
 @cache
-def window_points(fault: Fault) -> None:
-    """Let this process come to the point `window` where it is about to meet the others of a new term."""
+def term_points(fault: Fault) -> None:
+    """Let this process come to points of a new term.
+
+    `enter`, `window`: where it is about to connect, and where it first meets the others before a step.
+    """
+    from echelon.trainer import elastic
     from echelon.trainer.window import Window
+
+    enter = elastic.enter_term
+
+    def entered(*arguments: Any) -> Any:
+        fault.at("enter")
+        return enter(*arguments)
+
+    elastic.enter_term = entered
 
     begin = Window.__init__
 
@@ -192,7 +204,7 @@ class Counting(nn.Module):
     def _in_backward(self, gradient: Tensor) -> None:
         self.fault.at("backward")
         coded_points(self.fault)
-        window_points(self.fault)
+        term_points(self.fault)
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
         if Fault.trains:

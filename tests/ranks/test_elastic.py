@@ -97,6 +97,18 @@ def test_who_is_stopped_is_ended_by_a_deadline_of_its_own_rhythm(tmp_path: Path)
         assert death["t"] - before < 20.0, death  # 2 s and the looks, on a busy machine
 
 
+@pytest.mark.slow
+def test_who_dies_before_all_of_a_term_are_connected_is_not_waited_for(tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        case = Case("as it connects", 3, (("rank1.0", "backward", 6), ("rank2.0", "enter", 1)))
+        run = start(runs, case, "timeout=200s")
+        assert run.end() == 0, run.text()[-3000:]
+        check_counted(run)
+        death, after = run.events("worker_died")[0], run.records("start")[1]
+        assert after["world_size"] == 1 and after["t"] - death["t"] < 60.0, run.text()[-3000:]
+        assert not run.events("resumed")
+
+
 CODED = (
     ("topk(0.05, warmup_steps=0, finish_steps=0)", Case("between the halves of a sum", 3, (("rank2.0", "spread", 7),))),
     ("topk(0.05, warmup_steps=0, finish_steps=0)", Case("alone from then on", 2, (("rank1.0", "collect", 9),))),

@@ -189,6 +189,15 @@ class Membership:
             return False
         return term.lost_by > self._term or self._folder.has_begun_term(term)
 
+    def check_term(self) -> None:
+        """Look whether the members of this process's term can still meet.
+
+        Raises:
+            TermOver: they cannot.
+        """
+        if self.must_leave():
+            raise TermOver("others were lost, or have left, before all were connected")
+
     def _look(self) -> None:
         # gloo's own thread may turn around a broken connection that it cannot handle: the process's time would hide it.
         trains = time.pthread_getcpuclockid(cast(int, threading.main_thread().ident))
