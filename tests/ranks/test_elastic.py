@@ -101,12 +101,12 @@ def test_who_is_stopped_is_ended_by_a_deadline_of_its_own_rhythm(tmp_path: Path)
 def test_who_dies_before_all_of_a_term_are_connected_is_not_waited_for(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         case = Case("as it connects", 3, (("rank1.0", "backward", 6), ("rank2.0", "enter", 1)))
-        run = start(runs, case, "timeout=200s")
+        run = start(runs, case, "timeout=200s", pace_s=0.3)
         assert run.end() == 0, run.text()[-3000:]
         check_counted(run)
-        death, after = run.events("worker_died")[0], run.records("start")[1]
-        assert after["world_size"] == 1 and after["t"] - death["t"] < 60.0, run.text()[-3000:]
-        assert not run.events("resumed")
+        death, (_, alone, *later) = run.events("worker_died")[0], run.records("start")
+        assert alone["world_size"] == 1 and alone["t"] - death["t"] < 60.0, run.text()[-3000:]
+        assert later and later[-1]["t"] - alone["t"] < 100.0 and not run.events("resumed"), run.text()[-3000:]
 
 
 CODED = (

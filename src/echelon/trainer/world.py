@@ -27,6 +27,7 @@ from echelon.observe.environment import allowed_cores
 from echelon.observe.notes import RankNotes
 from echelon.parallel.base import Placement, alone, place
 from echelon.ps.worker_rank import WorkerRank
+from echelon.torch_compat import forget_failed_groups
 from echelon.trainer.membership import Membership
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.term_store import TermStore
@@ -172,6 +173,8 @@ def leave_groups() -> None:
     """Leave all process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    else:  # the making of one may have failed
+        forget_failed_groups()
 
 
 def _store(size: int, secret_folder: Path, timeout: timedelta) -> dist.Store:
