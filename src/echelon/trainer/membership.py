@@ -168,10 +168,14 @@ class Membership:
             TimeoutError: one of them does not enter, nor die.
         """
         self._folder.enter(term, self.member)
+        complains_at = time.monotonic() + min(self._timeout_s / 2, _ENTER_S)  # who is stopped is ended then
         ends = time.monotonic() + max(self._timeout_s, _ENTER_S)
         while missing := self._folder.missing(term):
             if self.is_over():
                 return False
+            if time.monotonic() > complains_at:
+                self._folder.complain(term.number, self.member)
+                complains_at = ends
             if time.monotonic() > ends:
                 raise TimeoutError(f"{', '.join(missing)} did not enter term {term.number}")
             time.sleep(_POLL_S)

@@ -48,7 +48,7 @@ class TermStore(dist.Store):
         """Wait until all keys are there.
 
         Raises:
-            TimeoutError: they were not, in time.
+            DistStoreError: they were not, in time: one that is stopped, or so, is lost to this process.
         """
         limit = timeout or self._timeout
         began = looked = time.monotonic()
@@ -58,7 +58,7 @@ class TermStore(dist.Store):
                 self._check_term()
                 looked = now
             if now - began > limit.total_seconds():
-                raise TimeoutError(f"no member has set {', '.join(keys)} within {limit.total_seconds():g} s")
+                raise dist.DistStoreError(f"no member has set {', '.join(keys)} within {limit.total_seconds():g} s")
             time.sleep(_POLL_S)
 
     def delete_key(self, key: str) -> bool:
