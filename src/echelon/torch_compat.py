@@ -23,6 +23,8 @@ before it is asked for.
     has_comm_hook           DistributedDataParallel._comm_hooks
     unscales_itself, ...    torch.optim.Optimizer._step_supports_amp_scaling
     trunc_normal_replaced   torch.nn.init._no_grad_trunc_normal_
+    set_timeout             torch.distributed.set_timeout, before torch had it: distributed_c10d._set_pg_timeout
+    forget_failed_groups    torch.distributed.distributed_c10d._world.group_count
     mesh_join_replaced      DeviceMesh._concatenate
     step_microbatches       PipelineSchedule..._step_microbatches, _merge_outputs, before torch had them in `step`
 
@@ -50,6 +52,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
@@ -310,3 +313,17 @@ def _replaced(owner: object, name: str, replacement: object) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Change how long operations of the default process group wait."""
+    change = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    change(timeout)
+
+
+def forget_failed_groups() -> None:
+    """Number process groups from 0 again, where there are none.
+
+    One whose making failed counts: the next one would have another name than with other ranks, which would not meet.
+    """
+    distributed_c10d._world.group_count = 0

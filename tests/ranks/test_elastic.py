@@ -64,6 +64,7 @@ CASES = (
     Case("the one that leads", 3, (("rank0.0", "forward", 12),)),
     Case("two at once", 4, (("rank1.0", "backward", 6), ("rank3.0", "backward", 6))),
     Case("one after the other", 3, (("rank1.0", "backward", 6), ("rank2.0", "forward", 8))),
+    Case("one as the others begin a term without another", 3, (("rank1.0", "backward", 6), ("rank2.0", "window", 1))),
 )
 
 
@@ -87,11 +88,11 @@ def check_counted(run: Run) -> None:
     check_recorded(run)
 
 
-def check_recorded(run: Run) -> None:
+def check_recorded(run: Run, count: int = STEPS) -> None:
     """Check that each step is recorded once."""
     text = run.text()[-3000:]
     steps = [step for r in run.records("steps") for step in range(r["step"] - len(r["losses"]) + 1, r["step"] + 1)]
-    assert steps == list(range(1, STEPS + 1)), text
+    assert steps == list(range(1, count + 1)), text
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=case.mark, id=case.name) for case in CASES])
@@ -116,6 +117,18 @@ def test_who_is_stopped_is_ended_by_a_deadline_of_its_own_rhythm(tmp_path: Path)
         before = max(r["t"] for r in run.records("steps") if r["t"] < death["t"])
         assert "has been stopped (SIGSTOP) for" in death["message"] and "the others go on" in death["message"]
         assert death["t"] - before < 20.0, death  # 2 s and the looks, on a busy machine
+
+
+@pytest.mark.slow
+def test_who_dies_before_all_of_a_term_are_connected_is_not_waited_for(tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        case = Case("as it connects", 3, (("rank1.0", "backward", 6), ("rank2.0", "enter", 1)))
+        run = start(runs, case, "timeout=200s", pace_s=0.3)
+        assert run.end() == 0, run.text()[-3000:]
+        check_counted(run)
+        death, (_, alone, *later) = run.events("worker_died")[0], run.records("start")
+        assert alone["world_size"] == 1 and alone["t"] - death["t"] < 60.0, run.text()[-3000:]
+        assert later and later[-1]["t"] - alone["t"] < 100.0 and not run.events("resumed"), run.text()[-3000:]
 
 
 CODED = (

@@ -70,6 +70,8 @@ class EpochOrder:
         self._regroups = regroupable(run) if run.survives else None  # asked once: a protocol's check takes long
         self._trained = False
         self.reason = EARLY_STOP if self._is_stagnant else ""  # so it was saved
+        if resumption is not None:  # before this rank meets the others again, of whom some may be lost then
+            self._take_up(resumption)
         self._time = TimeLimit(run.settings.ends_s if run.world.leads else math.inf, len(run.eval_loader))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -166,6 +168,11 @@ class EpochOrder:
         """Whether the others have a part in all that this rank has done, so that it may go and nothing is lost."""
         return self.commit is not None and self.commit.step == self._cursor.step
 
+    def _take_up(self, resumption: Resumption) -> None:
+        self.saved_s = resumption.saved_s
+        self.commit, self.recorded, self.reason = resumption.commit, resumption.recorded, resumption.commit.reason
+        self.history.extend(enumerate(resumption.results, resumption.commit.step - len(resumption.results) + 1))
+
     def _resume(self) -> bool:
         """Go on where ranks have changed: with the steps that no record has, and what is due after the last one.
 
@@ -175,13 +182,9 @@ class EpochOrder:
         resumption, self._resumption = self._resumption, None
         if resumption is None:
             return False
-        self.saved_s = resumption.saved_s
-        self.commit, self.recorded, self.reason = resumption.commit, resumption.recorded, resumption.commit.reason
-        first = resumption.commit.step - len(resumption.results) + 1
-        for step, result in enumerate(resumption.results, first):
+        for result in resumption.results:
             self.window.add(result)
             self.window.end_step()
-            self.history.append((step, result))
         self._trained = bool(resumption.results)
         if resumption.commit.between:
             return False

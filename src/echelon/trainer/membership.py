@@ -68,6 +68,8 @@ class Membership:
         """Surround the making of a group's connections: they are broken when the term ends."""
         with self._lock:
             self._before = connections()
+        if self._thread.ident is None:
+            self._thread.start()
         try:
             yield
         finally:
@@ -75,8 +77,6 @@ class Membership:
                 before, self._before = self._before or {}, None
                 made = {fd: node for fd, node in connections().items() if before.get(fd) != node}
                 self._connections = {**self._connections, **made}
-        if not self._thread.is_alive():
-            self._thread.start()
 
     def begin(self) -> None:
         """Say that this process can go on without others from now on."""
@@ -168,10 +168,14 @@ class Membership:
             TimeoutError: one of them does not enter, nor die.
         """
         self._folder.enter(term, self.member)
+        complains_at = time.monotonic() + min(self._timeout_s / 2, _ENTER_S)  # who is stopped is ended then
         ends = time.monotonic() + max(self._timeout_s, _ENTER_S)
         while missing := self._folder.missing(term):
             if self.is_over():
                 return False
+            if time.monotonic() > complains_at:
+                self._folder.complain(term.number, self.member)
+                complains_at = ends
             if time.monotonic() > ends:
                 raise TimeoutError(f"{', '.join(missing)} did not enter term {term.number}")
             time.sleep(_POLL_S)
@@ -188,6 +192,15 @@ class Membership:
         if term is None or term.number <= self._term:
             return False
         return term.lost_by > self._term or self._folder.has_begun_term(term)
+
+    def check_term(self) -> None:
+        """Look whether the members of this process's term can still meet.
+
+        Raises:
+            TermOver: they cannot.
+        """
+        if self.must_leave():
+            raise TermOver("others were lost, or have left, before all were connected")
 
     def _look(self) -> None:
         # gloo's own thread may turn around a broken connection that it cannot handle: the process's time would hide it.

@@ -26,7 +26,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _KEPT, _LARGEST = 128 << 20, 32 << 20  # bytes; glibc gets to the second by itself once such a block was freed
 _LIMITS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
-_COMMUNICATION = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer")
+_COMMUNICATION = (
+    "gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer",
+    "Application timeout caused pair closure",
+)  # fmt: skip
 _LESS_MEMORY = (
     "divide the model with --parallel fsdp=N, tp=N or pp=N, or use --on-oom halve, --recompute blocks or a smaller "
     "--batch-size; --dry-run predicts what each rank needs"
@@ -58,7 +61,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_lost_wait(error: BaseException) -> bool:
-    """Whether an error says that other processes did not answer in time, or are gone."""
+    """Whether an error says that other processes did not answer in time, or are gone.
+
+    >>> is_lost_wait(RuntimeError("Application timeout caused pair closure"))  # of gloo, which does not say its name
+    True
+    """
     return isinstance(error, (DistError, PeerLostError, ClientFailed)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in _COMMUNICATION)
     )

@@ -27,10 +27,13 @@ from echelon.observe.environment import allowed_cores
 from echelon.observe.notes import RankNotes
 from echelon.parallel.base import Placement, alone, place
 from echelon.ps.worker_rank import WorkerRank
+from echelon.torch_compat import forget_failed_groups, set_timeout
 from echelon.trainer.membership import Membership
 from echelon.trainer.resolved import ResolvedRun
+from echelon.trainer.term_store import TermStore
 
 _STORES_FOLDER = "stores"
+_CONNECT = timedelta(seconds=30)  # who waits for a dead member's connection cannot be told that it is lost
 _HOST_BYTES = 64  # the longest host name on Linux
 _CORES_BYTES = 192
 
@@ -40,7 +43,8 @@ class World:
     """Where this process stands. `group` is None when it is alone.
 
     `placement` is where it stands in the layout; left out, every rank is a replica. `notes` are what it is at.
-    `meeting` is where ranks of several machines find each other, whenever they meet again.
+    `meeting` is where ranks of several machines find each other, whenever they meet again; `store` is where those of
+    this term do, which is referred to while its group is used.
     """
 
     rank: int
@@ -51,6 +55,7 @@ class World:
     placement: Placement | None = None
     notes: RankNotes = field(default_factory=RankNotes)
     meeting: MeetingStore | None = None
+    store: dist.Store | None = None
 
     @property
     def leads(self) -> bool:
@@ -146,26 +151,34 @@ def enter_term(run: ResolvedRun, membership: Membership, term: Term, before: Wor
 
     Args:
         before: the world that this process was in.
+
+    Raises:
+        TermOver: a member was lost before all were connected.
     """
     rank, size = term.members.index(membership.member), len(term.members)
     if size == 1 and not run.compression.encodes:  # a codec goes on remembering in a group of one
         return replace(before, rank=0, size=1, group=None, placement=alone())
     timeout = timedelta(seconds=run.timeout_s)
     if before.meeting is not None:
-        store: dist.Store = dist.PrefixStore(f"term{term.number}", before.meeting)
+        base: dist.Store = dist.PrefixStore(f"term{term.number}", before.meeting)
     else:
-        store = dist.FileStore(str(membership.store(term)), size)
-        store.set_timeout(timeout)
+        base = dist.FileStore(str(membership.store(term)), size)
+    store = TermStore(base, membership.check_term, timeout)
     with membership.connecting(), closed_afterwards():
-        dist.init_process_group(_backend(before.device), store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            _backend(before.device), store=store, rank=rank, world_size=size, timeout=min(timeout, _CONNECT)
+        )
+        set_timeout(timeout)
         placement = place(Layout({Axis.DP: size}), rank, before.device.type, timeout)
-    return replace(before, rank=rank, size=size, group=dist.group.WORLD, placement=placement)
+    return replace(before, rank=rank, size=size, group=dist.group.WORLD, placement=placement, store=store)
 
 
 def leave_groups() -> None:
     """Leave all process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    else:  # the making of one may have failed
+        forget_failed_groups()
 
 
 def _store(size: int, secret_folder: Path, timeout: timedelta) -> dist.Store:
