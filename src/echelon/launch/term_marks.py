@@ -1,6 +1,7 @@
 """The folders of a group's terms on several machines are kept alike: each tells the first one what its members say.
 
 Marks only become more, so it does not matter how often, or when, they are told. The first machine alone makes terms.
+Who asks says how many marks it has been told, and which of its own were not among them; so nothing is acknowledged.
 """
 
 from __future__ import annotations

@@ -153,10 +153,10 @@ def _opened(run: ResolvedRun, folder: Path, objects: UserObjects) -> tuple[Sourc
     return (run.source.open(), None) if _is_same(own, run.described.data.source) else run.source.open_other()
 
 
-def _is_same(own: str, named: str) -> bool:
+def _is_same(source: str, other: str) -> bool:
     """Whether data is a run's own, however its path is written."""
-    paths = [Path(each).expanduser() for each in (own, named)]
-    return own == named or (all(each.exists() for each in paths) and paths[0].samefile(paths[1]))
+    paths = [Path(each).expanduser() for each in (source, other)]
+    return source == other or (all(each.exists() for each in paths) and paths[0].samefile(paths[1]))
 
 
 def _samples(count: int, source: Source, part: str | None) -> str:

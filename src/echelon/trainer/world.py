@@ -28,9 +28,8 @@ from echelon.observe.notes import RankNotes
 from echelon.parallel.base import Placement, alone, place
 from echelon.ps.worker_rank import WorkerRank
 from echelon.torch_compat import forget_failed_groups, set_timeout
-from echelon.trainer.membership import Membership
+from echelon.trainer.membership import Membership, TermStore
 from echelon.trainer.resolved import ResolvedRun
-from echelon.trainer.term_store import TermStore
 
 _STORES_FOLDER = "stores"
 _CONNECT = timedelta(seconds=30)  # who waits for a dead member's connection cannot be told that it is lost

@@ -8,11 +8,10 @@ from echelon.core.errors import LEFT_EXIT_CODE
 from echelon.core.stop import StopFlag
 from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder
 from echelon.launch.changes import Change
-from echelon.launch.members import GroupMembers
+from echelon.launch.members import GroupMembers, TermKeeper
 from echelon.launch.places.base import Group, Job, Process, Restart
 from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, Round, Running, State
 from echelon.launch.supervisor import Aftermath, Death, Watch, supervise
-from echelon.launch.term_keeper import TermKeeper
 from tests.unit.launch.test_supervisor import Script
 
 

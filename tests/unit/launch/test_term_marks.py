@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from echelon.core.terms import Term, TermFolder
-from echelon.launch.term_keeper import TermKeeper
+from echelon.launch.members import TermKeeper
 from echelon.launch.term_marks import MarkCopy, MarkLog, MarkNews, Marks
 from echelon.messages.plain import from_plain, to_plain
 

@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from echelon.core.terms import Term, TermFolder
-from echelon.trainer.membership import Membership, TermOver
-from echelon.trainer.term_store import TermStore
+from echelon.trainer.membership import Membership, TermOver, TermStore
 
 
 def members(path: Path, timeout_s: float) -> tuple[TermFolder, Membership]:

@@ -385,12 +385,12 @@ class Averaging:
         for fragment, shared in zip(self._fragments, state["fragments"], strict=True):
             fragment.take_shared(shared)
 
-    def _go_on_from(self, former: Averaging, ranks: int) -> None:
+    def _go_on_from(self, previous: Averaging, ranks: int) -> None:
         """Take over, in a group of so many ranks, all that this rank had in another one."""
-        self._step = former._step
-        self._rule.load_state_dict(former._rule.state_dict())
-        for fragment, before in zip(self._fragments, former._fragments, strict=True):
-            fragment.go_on_from(before, ranks)
+        self._step = previous._step
+        self._rule.load_state_dict(previous._rule.state_dict())
+        for fragment, earlier in zip(self._fragments, previous._fragments, strict=True):
+            fragment.go_on_from(earlier, ranks)
 
     def close(self) -> None:
         """Let what is on its way arrive, and end the threads."""

@@ -230,17 +230,17 @@ class Fragment:
         self._load_common_part(state)
         self._common = state["codec"]
 
-    def go_on_from(self, former: Fragment, ranks: int) -> None:
+    def go_on_from(self, previous: Fragment, ranks: int) -> None:
         """Take over a fragment of this rank, at an agreement, in a group of so many ranks."""
-        state = former.state_dict()
+        state = previous.state_dict()
         self._load_common_part(state)
         if self._exchange is None:
             self._left_out = codec_state.left_out(self._merged([state]))
             return
         numels = {v.name: v.tensor.numel() for v in self.values}
         self._exchange.load_state_dict(codec_state.carried(state["codec"], numels, ranks))
-        if former._common:
-            self._exchange.load_common(codec_state.merge([former._common], {}))
+        if previous._common:
+            self._exchange.load_common(codec_state.merge([previous._common], {}))
 
     def load_resharded(self, states: Sequence[StateView]) -> None:
         """Take over what is the same on all former ranks; what codecs left out is divided, its sum kept.
