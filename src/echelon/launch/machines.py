@@ -336,7 +336,7 @@ class OtherMachine:
 
     def open_terms(self, round_: Round) -> TermFolder | None:
         """Make the folder of a round's terms, which is kept like that of the first machine."""
-        if not self._terms.elastic:
+        if not (round_.elastic and self._terms.elastic):
             return None
         folder = _term_folder(self._scratch, round_)
         folder.make(shared=True)

@@ -36,6 +36,7 @@ class Round:
         machine: the machine's number.
         beside: how many machines had come beside the others since it began, with this one; 0: it began with them.
         others: for the first machine, the names of the members of other machines, by rank.
+        elastic: survivors of a death go on, as the first machine decides: one with other devices would not.
     """
 
     number: int
@@ -44,6 +45,7 @@ class Round:
     machine: int = 0
     beside: int = 0
     others: tuple[str, ...] = ()
+    elastic: bool = False
 
 
 @dataclass(frozen=True)
@@ -437,7 +439,9 @@ class Rendezvous:
         self._besides += 1
         environment = {**any_round.environment, "LOCAL_WORLD_SIZE": str(machine.workers)}
         number = list(self._machines).index(machine.name)
-        self._rounds[machine.name] = Round(self._number, environment, self._next_rank, number, self._besides)
+        self._rounds[machine.name] = Round(
+            self._number, environment, self._next_rank, number, self._besides, elastic=True
+        )
         self._next_rank += machine.workers
         return Go(self._rounds[machine.name])
 
@@ -479,7 +483,9 @@ class Rendezvous:
             number = order.index(m.name)
             others = () if number else tuple(n for o in present if (i := order.index(o.name)) for n in _members(o, i))
             environment = {**common, "LOCAL_WORLD_SIZE": str(m.workers)}
-            self._rounds[m.name] = Round(self._number, environment, self._next_rank, number, others=others)
+            self._rounds[m.name] = Round(
+                self._number, environment, self._next_rank, number, others=others, elastic=self._terms.elastic
+            )
             self._next_rank += m.workers
 
     def _expire(self, now: float) -> None:
