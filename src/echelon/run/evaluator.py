@@ -58,7 +58,8 @@ def run_evaluator(
         leave(USER_ERROR_EXIT_CODE)
     except Exception as error:
         logging.exception("this rank failed")
-        with suppress(FileExistsError), files.failure.open("x") as file:  # the first one's: others follow from it
+        # The first one's: others follow from it. The folder is gone where the command was stopped.
+        with suppress(FileExistsError, FileNotFoundError), files.failure.open("x") as file:
             file.write(f"{one_line(error)} {place_of(error)}".strip())
         leave(1)
     if rank == "0":
