@@ -19,7 +19,7 @@ SETTINGS = ("train", "digits", *SMALL, "--model", "mlp", "--batch-size", "96", "
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Ray]:
-    short = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")  # room for names of sockets
+    short = tempfile.TemporaryDirectory(ignore_cleanup_errors=True, prefix="ray", dir="/tmp")  # room for names of sockets
     with short as folder, ray_cluster(Path(folder)) as cluster:
         yield cluster
 
