@@ -19,7 +19,8 @@ SETTINGS = ("train", "digits", *SMALL, "--model", "mlp", "--batch-size", "96", "
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Ray]:
-    short = tempfile.TemporaryDirectory(ignore_cleanup_errors=True, prefix="ray", dir="/tmp")  # room for names of sockets
+    # Room for names of sockets; Ray may still write there when it is removed.
+    short = tempfile.TemporaryDirectory(ignore_cleanup_errors=True, prefix="ray", dir="/tmp")
     with short as folder, ray_cluster(Path(folder)) as cluster:
         yield cluster
 
