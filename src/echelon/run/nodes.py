@@ -134,6 +134,8 @@ def drain(run: Path, words: Sequence[str]) -> list[str]:
     """
     pid, members = _asked(run), members_of(run)
     workers = [member for member in members if member.role == WORKER]
+    if not workers:
+        raise UserError(f"{run} has no record of workers here: give this command on the first machine, once they train")
     chosen: list[NodeMember] = []
     for word in words:
         found = [member for member in workers if word in (member.name, member.host)]

@@ -59,7 +59,7 @@ def find_incidents(record: RunRecord, stretches: list[Sitting]) -> list[Incident
         until = after[: bound + 1] if bound is not None else after
         not_the_last = any(isinstance(line, WorkerDied) for line in until)
         restarted = bound is not None and isinstance(after[bound], Start)
-        continued = not_the_last or restarted or _completed(until)
+        continued = not_the_last or restarted or _completed(until) or _was_told_late(lines[:i])
         cost, lost = (None, None) if not_the_last or not restarted else _cost(record, death, until)
         incidents.append(Incident(elapsed_s(stretches, death.t), death.message, cost, lost, continued))
     return incidents
@@ -70,9 +70,14 @@ def _ends_with_death(after: Sequence[Record]) -> bool:
     return isinstance(next((line for line in after if isinstance(line, Start | End | WorkerDied)), None), WorkerDied)
 
 
-def _completed(until: Sequence[Record]) -> bool:
+def _completed(until: Sequence[Record | None]) -> bool:
     """Whether a run came to its end without a start after a death, as where a process alone is started again."""
     return any(isinstance(line, End) and line.status == "completed" for line in until[-1:])
+
+
+def _was_told_late(before: Sequence[Record]) -> bool:
+    """Whether a run had completed when a death came into its record, as one that another machine tells."""
+    return _completed([next((line for line in reversed(before) if isinstance(line, Start | End)), None)])
 
 
 def _cost(record: RunRecord, death: WorkerDied, until_start: Sequence[Record]) -> tuple[float | None, int]:

@@ -184,6 +184,9 @@ def test_death_without_restart_says_that_it_ended_there(tmp_path: Path) -> None:
     assert "The run did not continue." in words and "gave up." in words
     _, words = rewrite(tmp_path / "went-on", [*lines[: died + 1], {**end, "status": "completed", "message": ""}])
     assert "was killed" in words and "did not continue" not in words  # others worked on
+    told_late = {**lines[died], "t": end["t"] + 0.1}  # by another machine
+    _, words = rewrite(tmp_path / "late", [*lines[:died], {**end, "status": "completed", "message": ""}, told_late])
+    assert "was killed" in words and "did not continue" not in words
 
 
 def test_deaths_before_the_first_step_are_each_told_and_the_last_ends_the_run(tmp_path: Path) -> None:
