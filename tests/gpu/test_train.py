@@ -32,6 +32,11 @@ def test_a_compiled_model_learns(tmp_path: Path) -> None:
     assert _train(tmp_path, "--workers", "1", "--precision", "bf16", "--compile")["top1"] >= 0.95
 
 
+def test_a_compiled_model_takes_a_shorter_last_batch(tmp_path: Path) -> None:
+    small = ("--model", "timm/resnet18", "--image-size", "32", "--epochs", "1", "--batch-size", "100")
+    _train(tmp_path, "--workers", "1", "--precision", "bf16", "--compile", *small)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("compression", ["none", "int8", "topk(density=0.1)", "powersgd(rank=2)"])
 def test_two_devices_learn_with_a_codec(tmp_path: Path, compression: str) -> None:

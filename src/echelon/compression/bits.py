@@ -52,34 +52,55 @@ def pack_codes(codes: Tensor, width: int) -> Tensor:
     """Pack integers below 2**width into uint8 [width * ceil(n / 8)]; 8-bit codes stay as they are."""
     if width == 8 and codes.dtype == torch.uint8:
         return codes
+    if codes.device.type != "cpu":
+        return _pack_planes(codes, width)
     stride = packed_size(codes.numel())
     out = empty(width * stride, torch.uint8, codes.device)
-    for start, end in _pieces(codes.numel(), codes.device):
+    for start, end in _pieces(codes.numel()):
         piece = codes[start:end]
         for bit in range(width):
             at = bit * stride + start // 8
             target = out[at : at + packed_size(end - start)]
-            if codes.device.type == "cpu":
-                target.numpy()[:] = np.packbits(piece.numpy() & (1 << bit), bitorder="little")
-            else:
-                target.copy_(pack_bits(piece & (1 << bit)))
+            target.numpy()[:] = np.packbits(piece.numpy() & (1 << bit), bitorder="little")
     return out
+
+
+def _pack_planes(codes: Tensor, width: int) -> Tensor:
+    """Pack in a few calls, whatever the width: on a GPU each call is a launch, and launches set the pace."""
+    if not width:
+        return empty(0, torch.uint8, codes.device)
+    bits = torch.arange(width, dtype=codes.dtype, device=codes.device).unsqueeze(1)
+    planes = torch.nn.functional.pad((codes >> bits) & 1, (0, -codes.numel() % 8)).view(width, -1, 8)
+    shifts = torch.arange(8, dtype=codes.dtype, device=codes.device)
+    return (planes << shifts).sum(dim=2, dtype=torch.uint8).view(-1)
+
+
+def _unpack_planes(packed: Tensor, width: int, n: int, dtype: torch.dtype) -> Tensor:
+    """Undo `_pack_planes`: codes [n]."""
+    eight = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    planes = ((packed.view(width, -1, 1) >> eight) & 1).view(width, -1)[:, :n]
+    bits = torch.arange(width, dtype=dtype, device=packed.device).unsqueeze(1)
+    return (planes.to(dtype) << bits).sum(dim=0, dtype=dtype)
 
 
 def unpack_codes(packed: Tensor, width: int, n: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     """Undo `pack_codes`: codes [n]."""
     if width == 8 and dtype == torch.uint8:
         return packed
+    if width == 0:
+        return torch.zeros(n, dtype=dtype, device=packed.device)
+    if packed.device.type != "cpu":
+        return _unpack_planes(packed, width, n, dtype)
     stride = packed_size(n)
-    codes = empty(n, dtype, packed.device).zero_() if width == 0 else empty(n, dtype, packed.device)
-    for start, end in _pieces(n, packed.device):
+    codes = empty(n, dtype, packed.device)
+    for start, end in _pieces(n):
         piece = codes[start:end]
         for bit in range(width):
             at = bit * stride + start // 8
             plane = unpack_bits(packed[at : at + packed_size(end - start)], end - start)
             if bit == 0:
                 piece.copy_(plane)
-            elif dtype == torch.uint8 and packed.device.type == "cpu":
+            elif dtype == torch.uint8:
                 # numpy has products of bytes vectorised, shifts not.
                 shifted = np.multiply(plane.numpy(), np.uint8(1 << bit), out=plane.numpy())
                 np.bitwise_or(piece.numpy(), shifted, out=piece.numpy())
@@ -88,9 +109,9 @@ def unpack_codes(packed: Tensor, width: int, n: int, dtype: torch.dtype = torch.
     return codes
 
 
-def _pieces(n: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) in whole bytes of bits; cache-sized on a CPU."""
-    size = 1 << 16 if device.type == "cpu" else max(n, 1)
+def _pieces(n: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) in whole bytes of bits, cache-sized."""
+    size = 1 << 16
     for start in range(0, n, size):
         yield start, min(start + size, n)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +35,14 @@ from echelon.sync.ps import ServerSettings
 class WorkerOptions:
     """How a worker takes part: the settings of `ps(...)`, and whose time waiting counts as communication.
 
-    `clip_norm`: each worker's gradient is clipped to this norm before it is pushed; 0: not at all. `compile_mode`:
-    how torch.compile works; empty: the model is not compiled. `reads_ahead`: it reads its parameters before its layers
-    are called; then, and when it is compiled, all are waited for before the forward pass. `momentum`: what the worker
-    does to its gradients; None: the servers do it.
+    `clip_norm`: each worker's gradient is clipped to this norm before it is pushed; 0: not at all. `reads_ahead`: the
+    model reads its parameters before its layers are called, as a compiled one does: then all are waited for before the
+    forward pass. `momentum`: what the worker does to its gradients; None: the servers do it.
     """
 
     settings: ServerSettings
     clip_norm: float
     clock: PhaseClock
-    compile_mode: str = ""
     reads_ahead: bool = False
     momentum: SgdTerms | None = None
 
@@ -121,12 +119,19 @@ class ParameterServer(PsStrategy):
         copy: the servers' copy that is evaluated at present.
     """
 
-    def __init__(self, model: nn.Module, table: KeyTable, client: Client, options: WorkerOptions) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        table: KeyTable,
+        client: Client,
+        options: WorkerOptions,
+        called: nn.Module | None = None,
+    ) -> None:
+        """Wrap a model; `called`: what computes with its parameters in its place, such as the same compiled."""
         self.held = model
         self.copy: ServersCopy | None = None
-        mode = options.compile_mode
-        self.module = cast(nn.Module, torch.compile(model, mode=mode)) if mode else model
-        self._waits_inside = not (mode or options.reads_ahead)
+        self.module = model if called is None else called
+        self._waits_inside = not options.reads_ahead
         self._table, self._client, self._settings = table, client, options.settings
         self._clip, self._clock = options.clip_norm, options.clock
         self._momentum = WorkerMomentum(options.momentum) if options.momentum else None

@@ -395,7 +395,6 @@ def _wrapped(context: SyncContext, tables: Collection[str]) -> DistributedDataPa
         ignore_in_ddp(context.model, list(tables))
     return DistributedDataParallel(
         context.model,
-        device_ids=[context.device] if context.device.type == "cuda" else None,
         process_group=context.group,
         gradient_as_bucket_view=True,
         find_unused_parameters=context.has_unused,

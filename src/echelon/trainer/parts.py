@@ -109,11 +109,28 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
     if split and _is_split(world):
         sync: Sync = SplitSync(model, split.pieces, lambda: _sync(built, local_model), clock)
     else:
-        mode = config.model.compile_mode
-        compiled = cast(nn.Module, torch.compile(model, mode=mode)) if config.model.compile else model
-        sync = _sync(built, compiled, has_unused=world.group is not None and bool(unused_parameters(model, work)))
+        sync = _sync(
+            built,
+            compiled(model, run, work),
+            has_unused=world.group is not None and bool(unused_parameters(model, work)),
+        )
     frozen, since = work.tuned.frozen, work.tuning.epoch
     return RunParts(model, optimizer, scaler, ema, sync, split, start_bytes, frozen, since, built.switches)
+
+
+def compiled(model: nn.Module, run: ResolvedRun, work: Work) -> nn.Module:
+    """Return the model compiled, where the run asks for it; else the model itself.
+
+    Batches of images come in two or three sizes, each of which is compiled for itself: that is faster than code for any
+    size, in which torch 2.11 also takes the strides of some convolutions' gradients for others.
+    """
+    config = run.config
+    if not config.model.compile:
+        return model
+    has_few_sizes = work.info.several is None and config.launch.balance == "off"
+    return cast(
+        nn.Module, torch.compile(model, mode=config.model.compile_mode, dynamic=False if has_few_sizes else None)
+    )
 
 
 def channels_last(config: RunConfig, device: torch.device) -> bool:

@@ -27,7 +27,7 @@ from echelon.ps.table import Cut, KeyTable, RowStart
 from echelon.ps.worker_rank import WorkerRank, worker_name
 from echelon.sync.ps import ServerSettings, server_settings
 from echelon.tasks.base import SAMPLE
-from echelon.trainer.parts import build_computing, build_split, build_whole, check_complex
+from echelon.trainer.parts import build_computing, build_split, build_whole, check_complex, compiled
 from echelon.trainer.precision import PRECISIONS, build_scaler
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.state import RunParts, seed_everything
@@ -125,11 +125,13 @@ def _connect(
     cut = Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element)
     table = model_table(model, cut, work.tuned.rates, work.row_starts or {})
     client.set_table(table)
-    compiled = config.model.compile_mode if config.model.compile and worker is None else ""
-    reads_ahead = PRECISIONS[config.training.precision].parameters is not None and worker is None
+    reads_ahead = worker is None and (
+        config.model.compile or PRECISIONS[config.training.precision].parameters is not None
+    )
     momentum = worker_momentum(run, process.workers)
-    options = WorkerOptions(settings, config.optimizer.clip_norm, clock, compiled, reads_ahead, momentum)
-    servers = ParameterServer(model, table, client, options)
+    options = WorkerOptions(settings, config.optimizer.clip_norm, clock, reads_ahead, momentum)
+    called = compiled(model, run, work) if worker is None else model
+    servers = ParameterServer(model, table, client, options, called)
     if worker is not None:
         worker.servers = servers
         client.while_waiting(worker.channel.tell_idle, worker.channel.idle_s)

@@ -22,6 +22,9 @@ def test_codes_of_any_width_come_back(n: int) -> None:
         packed = bits.pack_codes(codes, width)
         assert packed.numel() == (n if width == 8 else width * bits.packed_size(n))
         assert torch.equal(bits.unpack_codes(packed, width, n), codes)
+        if width < 8:  # as on a GPU
+            assert torch.equal(bits._pack_planes(codes, width), packed)
+            assert torch.equal(bits._unpack_planes(packed, width, n, torch.uint8), codes)
 
 
 @pytest.mark.parametrize(
