@@ -269,11 +269,12 @@ def main() -> None:
     for setting in settings:
         name, _, value = setting.partition("=")
         given[name] = int(value) if value.isdigit() and name not in ("checkpoint_every", "nodes") else value
-    echelon.train(
+    ended = echelon.train(
         Counting(), (Numbers(), Numbers()), run=folder, workers=int(workers), batch_size=BATCH, lr=float(BATCH),
         loss=weight_of_each, optimizer=CountingSGD, schedule="constant", weight_decay=0.0, device="cpu", threads=1,
         **given,
     )  # fmt: skip
+    sys.exit(ended.exit_code)
 
 
 if __name__ == "__main__":

@@ -148,6 +148,33 @@ def test_a_machine_joins_a_run_that_takes_more(tmp_path: Path) -> None:
         assert sizes(first) == [2, 3]
 
 
+@pytest.mark.long
+def test_a_machine_that_is_taken_away_leaves_the_others(tmp_path: Path) -> None:
+    with ShapedNetwork(3, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        group = Group(runs, network, "nodes=3", pace_s=0.5)
+        first, second, third = (group.start(i, workers=2 if i == 2 else 1) for i in range(3))
+        reach(first, 3)
+        third.process.send_signal(signal.SIGTERM)
+        assert third.end() == 143 and "have left the run, which goes on" in third.text(), third.text()
+        check_ended(first, second)
+        (left,) = first.events("worker_left")
+        assert "its workers leave after the step under way (SIGTERM)" in left["message"]
+        assert sizes(first)[-1] == 2 and not first.events("worker_died")
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_machines_stops_them_together(tmp_path: Path) -> None:
+    with ShapedNetwork(3, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        group = Group(runs, network, "nodes=3", pace_s=0.5)
+        machines = [group.start(i) for i in range(3)]
+        reach(machines[0], 3)
+        for machine in reversed(machines):
+            machine.process.send_signal(signal.SIGTERM)
+        assert [machine.end() for machine in machines[1:]] == [143] * 2, machines[1].text()
+        machines[0].check_stopped(signal.SIGTERM)
+        assert sizes(machines[0]) == [3] and not machines[0].events("worker_left")
+
+
 @pytest.mark.slow
 def test_a_machine_leaves_after_the_step_under_way_and_comes_again(tmp_path: Path) -> None:
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:

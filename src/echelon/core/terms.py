@@ -29,8 +29,9 @@ TERMINAL_VARIABLE = "ECHELON_TERMINAL"
 
 _SHARED = "shared"  # a file of the folder of one machine of several
 _CLOSED = "run.closed"
+_STOPPING = "run.stopping"
 _COARSE_NS = 100_000_000
-_MARK = re.compile(r"[\w.-]{1,80}\.(ready|begun|agreed|leave|lost|in|dead|missed|done|gone|closing|closed)")
+_MARK = re.compile(r"[\w.-]{1,80}\.(ready|begun|agreed|leave|lost|in|dead|missed|done|gone|closing|closed|stopping)")
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,15 @@ class TermFolder:
     def machine_may_leave(self, prefix: str) -> bool:
         """Whether members of a machine were asked to; `prefix`: what their names begin with."""
         return any(mark.startswith(prefix) and mark.endswith(".leave") for mark in self.marks())
+
+    def stop(self) -> None:
+        """Say that the whole run is being stopped."""
+        self._say(_STOPPING)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it is."""
+        return self._was_said(_STOPPING)
 
     def lose(self, member: str) -> None:
         """Say that a member's process has ended before all was trained."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zmq
@@ -34,6 +34,7 @@ from echelon.launch.rounds import (
     LOST_S,
     Continue,
     Left,
+    Loss,
     Order,
     Over,
     Rendezvous,
@@ -54,7 +55,7 @@ GOODBYE_S = 10.0
 _POLL_MS = 50
 _SOON_MS = 20
 _TOLD_S = 30.0
-_MOST_DEATHS = 100
+_MOST_LOSSES = 100
 _SOON_S = 0.02  # between questions while a member waits for what others say
 _SILENT_S = 2 * LOST_S
 
@@ -64,7 +65,7 @@ class StateReport(Content):
     """Another machine's processes are in a state; `number` rises with each report.
 
     `observed` is what they are at, where one of them has not moved for long; `marks` are what members have said,
-    and `deaths` what is to be recorded of those of the last half minute, after which the others went on.
+    and `losses` what is to be recorded of those of the last half minute, after which the others went on.
     """
 
     arrival: Arrival
@@ -72,7 +73,7 @@ class StateReport(Content):
     state: State
     observed: tuple[Observed, ...] = ()
     marks: Marks = Marks()
-    deaths: tuple[str, ...] = ()
+    losses: tuple[Loss, ...] = ()
 
 
 @content(65)
@@ -111,8 +112,8 @@ class FirstMachine:
         self._arrival, self._terms, self._scratch = arrival, terms, scratch
         self._log: MarkLog | None = None
         self._checkpoints = 0
-        self._told: set[tuple[str, str]] = set()
-        self._news: list[str] = []
+        self._told: set[tuple[str, Loss]] = set()
+        self._news: list[Loss] = []
         self.open_store = open_store
         self._rendezvous = Rendezvous(terms, time.monotonic(), self)
         self._rendezvous.admit(arrival.machine, arrival.workers, time.monotonic())
@@ -152,10 +153,10 @@ class FirstMachine:
         with self._lock:
             self._rendezvous.begin_anew(time.monotonic())
 
-    def tell(self, death: str) -> None:
-        """Do nothing: a death here is recorded here."""
+    def tell(self, loss: Loss) -> None:
+        """Do nothing: what is lost here is recorded here."""
 
-    def news(self) -> list[str]:
+    def news(self) -> list[Loss]:
         """Return what is to be recorded of other machines since the last call."""
         with self._lock:
             news, self._news = self._news, []
@@ -167,7 +168,9 @@ class FirstMachine:
         if not self._terms.elastic or log is None or log.round != round_.number or not round_.machine:
             return False
         log.folder.lose_machine(machine_prefix(round_.machine, round_.beside))
-        self._news.append(f"{name} is lost with its workers; the others go on, and they join them when it is back")
+        self._news.append(
+            Loss(f"{name} is lost with its workers; the others go on, and they join them when it is back")
+        )
         return True
 
     def was_asked_to_leave(self, round_: Round) -> bool:
@@ -210,10 +213,10 @@ class FirstMachine:
             machine = self._rendezvous.admit(arrival.machine, arrival.workers, now)
             order = self._rendezvous.handle(arrival.machine, report.state, now)
             self._observed[arrival.machine] = report.observed
-            self._news += [
-                f"on {arrival.machine}: {d}" for d in report.deaths if (arrival.machine, d) not in self._told
-            ]
-            self._told |= {(arrival.machine, death) for death in report.deaths}
+            for loss in report.losses:
+                if (arrival.machine, loss) not in self._told:
+                    self._told.add((arrival.machine, loss))
+                    self._news.append(replace(loss, words=f"on {arrival.machine}: {loss.words}"))
             news = self._log.answer(report.marks) if self._log is not None else MarkNews()
             checkpoints = self._checkpoints
         return StateOrder(machine, report.number, order, news, checkpoints)
@@ -278,7 +281,7 @@ class OtherMachine:
         self._order: Order | None = None
         self._observed: tuple[Observed, ...] = ()
         self._copy: MarkCopy | None = None
-        self._deaths: list[tuple[float, str]] = []
+        self._losses: list[tuple[float, Loss]] = []
         self._checkpoints = self._checkpoints_taken = 0
         self._error: Exception | None = None
         self._known = False
@@ -325,12 +328,12 @@ class OtherMachine:
             new, self._checkpoints_taken = self._checkpoints - self._checkpoints_taken, self._checkpoints
         return new
 
-    def tell(self, death: str) -> None:
-        """Let the first machine record a death here, after which the others go on."""
+    def tell(self, loss: Loss) -> None:
+        """Let the first machine record what is lost here, after which the others go on."""
         with self._changed:
-            self._deaths.append((time.monotonic(), death))
+            self._losses.append((time.monotonic(), loss))
 
-    def news(self) -> list[str]:
+    def news(self) -> list[Loss]:
         """Return nothing: the first machine records."""
         return []
 
@@ -422,8 +425,8 @@ class OtherMachine:
         with self._changed:
             self._number, self._sent = self._number + 1, now
             observed, marks = self._observed, self._copy.tell() if self._copy is not None else Marks()
-            deaths = tuple(death for t, death in self._deaths[-_MOST_DEATHS:] if now - t < _TOLD_S)
-        self._channel.send(StateReport(self._arrival, self._number, state, observed, marks, deaths))
+            losses = tuple(loss for t, loss in self._losses[-_MOST_LOSSES:] if now - t < _TOLD_S)
+        self._channel.send(StateReport(self._arrival, self._number, state, observed, marks, losses))
 
     def _take(self, message: Message) -> None:
         answer = message.content

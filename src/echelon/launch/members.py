@@ -199,6 +199,26 @@ class GroupMembers:
                 return f"its machine leaves as a whole, with rank {', '.join(map(str, rest))}"
         return self._drain(asked)
 
+    def say_stop(self) -> None:
+        """Let other machines know that the whole run is being stopped."""
+        if self._folder is not None:
+            self._folder.stop()
+
+    @property
+    def can_go(self) -> bool:
+        """Whether this machine can leave the others, which go on: it is not the first one, nor does the run end."""
+        folder = self._folder
+        if folder is None or self._keeper is not None or folder.is_stopping or folder.is_closed:
+            return False
+        inside = self._inside()
+        return bool(inside) and all(folder.has_begun(self._member(name)) for name in inside)
+
+    def go(self) -> None:
+        """Let all members of this machine leave after the step under way."""
+        assert self._folder is not None
+        for name in self._inside():
+            self._folder.let_leave(self._member(name))
+
     def _drain(self, members: Collection[str]) -> str:
         folder, keeper = self._folder, self._keeper
         assert folder is not None and keeper is not None

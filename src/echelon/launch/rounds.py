@@ -26,6 +26,14 @@ _RANKS = "ranks"
 
 
 @dataclass(frozen=True)
+class Loss:
+    """What another machine has lost, in words; `left`: not by a death, for it was asked to leave."""
+
+    words: str
+    left: bool = False
+
+
+@dataclass(frozen=True)
 class Round:
     """One start of a group.
 

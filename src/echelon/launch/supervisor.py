@@ -41,6 +41,7 @@ LOOK_S = 1.0  # between looks for new checkpoints
 GRACE_S = 10.0
 LEAVE_S = 60.0
 ASK_AGAIN_S = 1.0
+JOINT_S = 2.0  # in which the first machine says that the whole run is being stopped
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ class Watch:
         another: a process beyond those of the job, by its number from 0; raises `UserError` where there can be none.
         on_asked: ranks of other machines were asked to leave: their process ids by their names.
         on_leave: a process has left, as it was asked to; how many of its group go on.
+        on_go: all processes of this machine were asked to leave the others.
         on_refused: a change is not made, and why.
     """
 
@@ -150,6 +152,7 @@ class Watch:
     another: Callable[[int], Process] = _no_other
     on_asked: Callable[[Mapping[str, int]], None] = _nothing
     on_leave: Callable[[Started, int], None] = _nothing
+    on_go: Callable[[], None] = _nothing
     on_refused: Callable[[str], None] = _nothing
 
     def looking(self, look: Callable[[], None]) -> Watch:
@@ -331,6 +334,7 @@ class _Supervisor:
                 self._groups += [_Group((process,), OwnRounds(process.name, restarts)) for process in group.processes]
         self._by_name = {p.name: group for group in self._groups for p in group.processes}
         self._stop_by = self._ask_again_at = 0.0
+        self._goes_since_s = self._goes_by = 0.0
         self._waits_for, self._waits_since_s = "", 0.0
         self._made = 0  # processes beyond those of the job
 
@@ -356,8 +360,8 @@ class _Supervisor:
 
     def _look_at_members(self, group: _Group, members: GroupMembers) -> None:
         """See to what the members of a group have said since."""
-        if not self._stop_by:
-            members.look()
+        members.closing = members.closing or self._stop_by > 0  # what is lost on another machine is gone on without
+        members.look()
         if group.undecided:
             self._settle(group)
         if members.is_broken:
@@ -554,7 +558,7 @@ class _Supervisor:
             members.finish(name)
         if not dead:
             return bool(group.alive)
-        can = not stopping and all(_is_kill(code) or code == LEFT_EXIT_CODE for code in dead.values())
+        can = all((_is_kill(code) and not stopping) or code == LEFT_EXIT_CODE for code in dead.values())
         went_on = members.lose(dead) if can else False
         group.undecided = went_on is None
         if went_on is False:
@@ -639,9 +643,13 @@ class _Supervisor:
         if not self._stop:
             return
         now = time.monotonic()
+        if not self._stop_by and self._goes_alone(now):
+            return
         if not self._stop_by:
             self._stop_by = now + self._place.saving_s
             for group in self._groups:
+                if group.members is not None:
+                    group.members.say_stop()
                 told = group.alive if group.heeds_signals else group.alive - group.started.keys()
                 self._place.signal(sorted(told), signal.SIGTERM)
         if now >= self._ask_again_at:  # who is told by a message may not be listening yet, or have just died
@@ -649,6 +657,28 @@ class _Supervisor:
             self._watch.on_stop()
         if now > self._stop_by:
             raise StopCut
+
+    def _goes_alone(self, now: float) -> bool:
+        """Let this machine leave the others, which go on, as a machine that is taken away; returns whether it does.
+
+        Ctrl-C stops the whole run, and so do signals to all machines, as at the end of a job's time: then they save
+        together. So it waits a moment for the first machine's word.
+        """
+        group = next((g for g in self._groups if g.members is not None and isinstance(g.state, Running)), None)
+        if self._stop.signum != signal.SIGTERM or group is None or group.members is None:
+            return self._goes_by > now  # its members have left, and the others are about to hear it
+        if self._goes_by:
+            return self._goes_by > now
+        if not group.members.can_go:
+            return False
+        self._goes_since_s = self._goes_since_s or now
+        if now - self._goes_since_s > JOINT_S:
+            self._goes_by = now + self._place.saving_s / 2
+            self._place.signal(group.members.booting(), signal.SIGKILL)
+            group.members.closing = True
+            group.members.go()
+            self._watch.on_go()
+        return True
 
     def end_all(self, grace_s: float) -> None:
         """Give every process a moment to end by itself, then end it."""

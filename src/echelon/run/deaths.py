@@ -22,6 +22,7 @@ from echelon.launch.logs import LogLimit
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Job, Place, Process, Restart, Started
 from echelon.launch.plan import visible_gpus
+from echelon.launch.rounds import Loss
 from echelon.launch.slow import Slow
 from echelon.launch.supervisor import Aftermath, Death, Remedy, Watch
 from echelon.observe.oom import OUT_OF_MEMORY
@@ -141,6 +142,7 @@ class _Chronicle:
             changes=self._changes,
             another=self._another,
             on_leave=self.on_leave,
+            on_go=self.on_go,
             on_refused=self.on_refused,
             on_asked=self.on_asked,
         )
@@ -197,10 +199,23 @@ class _Chronicle:
 
     def on_leave(self, process: Started, stay: int) -> None:
         """Record, and say, that a process has left as it was asked to."""
-        who, go = f"process {process.pid} on {process.host}", "1 other goes on" if stay == 1 else f"{stay} others go on"
+        who = f"process {process.pid} on {process.host}"
+        go = (
+            "the others go on"
+            if self._rounds is not None and self._rounds.number
+            else "1 other goes on"
+            if stay == 1
+            else f"{stay} others go on"
+        )
         words = f"{who} has left after the step under way, as it was asked to; {go}"
         self._record.write(WorkerLeft(words, process.name, process.host, process.pid))
         self._tell(words)
+
+    def on_go(self) -> None:
+        """Let the first machine record that this one leaves, as a signal asked."""
+        if self._rounds is not None:
+            words = "its workers leave after the step under way (SIGTERM); the others go on"
+            self._rounds.tell(Loss(words, left=True))
 
     def on_refused(self, why: str) -> None:
         """Record why members stay as they are."""
@@ -221,7 +236,7 @@ class _Chronicle:
         role = death.name if death.rank is None else None
         self._record.write(WorkerDied(message, death.rank, role, death.host, death.pid, death.exit_code))
         if then.others and self._rounds is not None:
-            self._rounds.tell(message)
+            self._rounds.tell(Loss(message))
         if not then.no_restart:
             self._notifier.trouble(message)
             at_step = "" if "in step" in reason else self._at_step(death)
@@ -233,10 +248,11 @@ class _Chronicle:
 
     def look_elsewhere(self) -> None:
         """Record, and say, what other machines have lost."""
-        for message in self._rounds.news() if self._rounds is not None else ():
-            self._record.write(WorkerDied(message))
-            self._notifier.trouble(message)
-            self._tell(message)
+        for loss in self._rounds.news() if self._rounds is not None else ():
+            self._record.write(WorkerLeft(loss.words) if loss.left else WorkerDied(loss.words))
+            if not loss.left:
+                self._notifier.trouble(loss.words)
+            self._tell(loss.words)
 
     def _at_step(self, death: Death) -> str:
         note = self.board.note(death.name, death.pid) if self.board is not None else None

@@ -630,7 +630,8 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
             status = LEFT
         if status == LEFT:
             say("the workers of this machine have left the run, which goes on")
-        return ended("stopped" if stopped and status not in ("completed", CONTINUES, LEFT) else status)
+            return ended("stopped" if stop else status)  # by a signal, as who asked for its end expects
+        return ended("stopped" if stopped and status not in ("completed", CONTINUES) else status)
 
 
 def _refusal(here: _Here, machine: Machine) -> UserError:
