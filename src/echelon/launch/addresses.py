@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
+import time
+from collections.abc import Callable
 from typing import Any
 
 from echelon.core.address import Address
 from echelon.core.errors import UserError
 
+NETWORK_S = 30.0  # a machine that has just started, or whose cable was out, may have its network by then
+_AGAIN_S = 0.25
+_DOWN = (errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
 _ELSEWHERE = "198.51.100.1"  # reserved for documentation: nobody has it
 
 
-def own_address(rendezvous: Address) -> str:
+def own_address(rendezvous: Address, say: Callable[[str], None] | None = None) -> str:
     """Return this machine's address on the way to the rendezvous: host names often lead to loopback.
 
+    Where no network leads there, it is waited for; `say` is told so, once.
+
     Raises:
-        UserError: the host is unknown or there is no way to it.
+        UserError: the host is unknown, or after `NETWORK_S` there is still no way to it.
     """
-    host, port = rendezvous.host, rendezvous.port
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        own = _address_towards(family, address)
-    except OSError as error:
-        raise UserError(f"--rendezvous {rendezvous}: cannot be reached ({error.strerror})") from None
+    ends = time.monotonic() + NETWORK_S
+    while True:
+        try:
+            return _own_address(rendezvous.host, rendezvous.port)
+        except OSError as error:
+            reason = f"--rendezvous {rendezvous}: cannot be reached ({error.strerror})"
+            if error.errno not in _DOWN or time.monotonic() > ends:
+                raise UserError(reason) from None
+        if say is not None:
+            say(f"{reason}; waiting up to {NETWORK_S:g} s for a network")
+            say = None
+        time.sleep(_AGAIN_S)
+
+
+def _own_address(host: str, port: int) -> str:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    own = _address_towards(family, address)
     if not ipaddress.ip_address(own).is_loopback:
         return own
     try:  # this is the first machine, and knows its own name by loopback: others come by the default route

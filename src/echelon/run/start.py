@@ -146,7 +146,7 @@ def _check_rendezvous(request: LaunchRequest) -> None:
     if request.rendezvous is not None and request.node_rank is None:
         from echelon.launch.addresses import own_address
 
-        own_address(request.rendezvous)
+        own_address(request.rendezvous, say)
 
 
 def said_before(config: RunConfig) -> str:
