@@ -268,7 +268,7 @@ def main() -> None:
     given: dict[str, Any] = {"elastic": "on", "epochs": EPOCHS}
     for setting in settings:
         name, _, value = setting.partition("=")
-        given[name] = int(value) if value.isdigit() and name not in ("checkpoint_every", "nodes") else value
+        given[name] = int(value) if value.isdigit() else value
     ended = echelon.train(
         Counting(), (Numbers(), Numbers()), run=folder, workers=int(workers), batch_size=BATCH, lr=float(BATCH),
         loss=weight_of_each, optimizer=CountingSGD, schedule="constant", weight_decay=0.0, device="cpu", threads=1,

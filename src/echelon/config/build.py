@@ -141,6 +141,8 @@ _IN_PLAIN_WORDS = {"Input should be": "it must be", "a valid integer": "a whole 
 
 def _checked(value: SettingValue, known: tuple[Field[Any], Any], where: str) -> SettingValue:
     item, kind = known
+    if traits_of(item).counts and isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
     if isinstance(value, str):
         value = traits_of(item).renamed.get(value, value)
     try:

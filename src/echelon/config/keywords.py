@@ -68,6 +68,8 @@ class Keyword:
         values = ", ".join(f'"{value}"' for value in get_args(self.kind))
         if callables := traits_of(self.field).callables:
             return f"str | {callables}"
+        if traits_of(self.field).counts:
+            return "str | int"
         if words := ", ".join(f'"{word}"' for word in traits_of(self.field).renamed):
             return f"{self.kind.__name__} | Literal[{words}]"
         return f"Literal[{values}]" if values else str(self.kind.__name__)
@@ -76,7 +78,7 @@ class Keyword:
     def shown_kind(self) -> Any:
         """Its type in a signature: as text where it takes more than its kind, such as a word or a function."""
         traits = traits_of(self.field)
-        return self.type if traits.callables or traits.renamed else self.kind
+        return self.type if traits.callables or traits.renamed or traits.counts else self.kind
 
     @property
     def help(self) -> str:

@@ -28,6 +28,7 @@ class SettingTraits:
         renamed: other words for a value, such as those that runs were written with before.
         code: whether its value may be `module:name`, code that a run imports, or names such code among `calls`.
         callables: the type of the code itself, which may be given from Python too; empty: none may.
+        counts: its text may be a whole number, which may be given from Python as one.
     """
 
     help: str
@@ -37,6 +38,7 @@ class SettingTraits:
     renamed: Mapping[str, str] = field(default_factory=dict)
     code: Literal["", "value", "calls"] = ""
     callables: str = ""
+    counts: bool = False
 
 
 def traits_of(item: dataclasses.Field[Any]) -> SettingTraits:
@@ -55,6 +57,11 @@ def setting(
 ) -> Any:
     """Declare one field; see `SettingTraits`."""
     return field(default=default, metadata={"traits": SettingTraits(help, flag, above, below, renamed or {})})
+
+
+def count_setting(default: str, help: str, flag: str | None = None) -> Any:
+    """Declare a field of a text that may be a number, such as `2` beside `1:4`; see `SettingTraits`."""
+    return field(default=default, metadata={"traits": SettingTraits(help, flag, counts=True)})
 
 
 def code_setting(default: str, help: str, flag: str, callables: str = "") -> Any:
@@ -366,7 +373,7 @@ class LaunchConfig:
         "off",
         "divide a batch by the workers' measured speeds, so that they finish together: auto, or off (equal parts)",
     )
-    nodes: str = setting("1", "number of machines, or a range such as 1:4 within which machines may come and go")
+    nodes: str = count_setting("1", "number of machines, or a range such as 1:4 within which machines may come and go")
     rendezvous: str = setting(
         "",
         "HOST:PORT of the first machine, the same on all machines; they get the run's secret from a shared disk or "
@@ -397,7 +404,7 @@ class LaunchConfig:
 class CheckpointConfig:
     """When the run's state is written."""
 
-    every: str = setting("1m", "time or steps between checkpoints: 5m, or 200", "--checkpoint-every")
+    every: str = count_setting("1m", "time or steps between checkpoints: 5m, or 200", "--checkpoint-every")
     keep: int = setting(
         2, "how many of the newest checkpoints are kept, beside the best one", "--keep-checkpoints", above=1
     )

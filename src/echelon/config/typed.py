@@ -57,7 +57,7 @@ class ResumeSettings(TypedDict, total=False):
     """compute threads per worker; 0: cores / workers, or OMP_NUM_THREADS if that is less [default: 0]"""
     balance: Literal["auto", "off"]
     """divide a batch by the workers' measured speeds, so that they finish together: auto, or off (equal parts) [default: 'off']"""
-    nodes: str
+    nodes: str | int
     """number of machines, or a range such as 1:4 within which machines may come and go [default: '1']"""
     rendezvous: str
     """HOST:PORT of the first machine, the same on all machines; they get the run's secret from a shared disk or from ECHELON_RUN_SECRET"""
@@ -77,7 +77,7 @@ class ResumeSettings(TypedDict, total=False):
     """folder for logs and output of processes, below the run's name; empty: RUN/logs"""
     log_limit: str
     """limit for each process's log, and for what it prints; the oldest lines are dropped [default: '64mb']"""
-    checkpoint_every: str
+    checkpoint_every: str | int
     """time or steps between checkpoints: 5m, or 200 [default: '1m']"""
     keep_checkpoints: int
     """how many of the newest checkpoints are kept, beside the best one [default: 2]"""

@@ -242,7 +242,8 @@ class HangWatch:
         """Ask all processes for their stacks, and return what they are at."""
         noted = [(p, note) for p in living if (note := self._board.note(p.name, p.pid)) is not None]
         stopped = {p.name for p, _ in noted if self._place.is_silent(p.name)}
-        asked = [p for p, note in noted if note.answers and p.name not in stopped]
+        # By its name a signal would reach the next start of one that has just died, which has no handler yet.
+        asked = [p for p, note in noted if note.answers and p.name not in stopped and _runs(p.pid)]
         for process in asked:
             self._board.clear_stacks(process.name)
         self._place.signal([p.name for p in asked], STACK_SIGNAL)

@@ -149,3 +149,12 @@ def test_aliases_that_stand_for_little_are_read(tmp_path: Path) -> None:
 def test_studies_of_more_runs_than_anyone_could_do_are_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"at most|how many"):
         load_study(written(tmp_path, text))
+
+
+def test_a_text_that_may_be_a_number_takes_one_from_python_and_no_other_value() -> None:
+    given = {"launch.nodes": 2, "launch.rendezvous": "host:29400", "checkpoint.every": 100}
+    config = build(overrides=given, in_python=True).config
+    assert (config.launch.nodes, config.checkpoint.every) == ("2", "100")
+    for wrong in (2.5, True):
+        with pytest.raises(UserError, match="must be a string"):
+            build(overrides={"launch.nodes": wrong}, in_python=True)
