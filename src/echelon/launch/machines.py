@@ -184,6 +184,13 @@ class FirstMachine:
         log = self._log
         return None if log is None or log.round != number else not log.folder.is_closed
 
+    def complain(self) -> bool:
+        """Whether members have lost others, and nobody has said yet who that is."""
+        if self._log is None:
+            return False
+        term = self._log.folder.newest()
+        return self._log.folder.complains(term.number if term is not None else 0)
+
     def drain(self, ranks: Collection[int]) -> str:
         """Let the machines of some ranks leave after a checkpoint; returns why they cannot, or nothing."""
         with self._lock:

@@ -21,6 +21,7 @@ from echelon.launch.plan import ROUND_VARIABLE
 
 LAST_CALL_S = 2.0  # a run on some of its machines waits so long for more of them before it starts
 LOST_S = 6.0  # a machine that is silent for so long is gone
+SUSPECT_S = 2.5  # the same, while members complain that others are lost
 INCIDENT_S = 30.0  # what dies within so long of the first one died of the same, such as a machine's lack of memory
 _RANKS = "ranks"
 
@@ -284,6 +285,9 @@ class Machines(Protocol):
     def takes_in(self, number: int) -> bool | None:
         """Whether a machine may come beside the others in a round now; None: its machines begin and end together."""
 
+    def complain(self) -> bool:
+        """Whether members have lost others, and nobody has said yet who that is."""
+
 
 class Rendezvous:
     """Which machines are there, and their rounds. `handle(machine, state, now)` is the whole interface."""
@@ -498,7 +502,10 @@ class Rendezvous:
 
     def _expire(self, now: float) -> None:
         for m in list(self._machines.values())[1:]:  # the first one is where this state lives
-            if m.present and now - m.seen > LOST_S and not (self.over or isinstance(m.state, Finished)):
+            silent_s = now - m.seen
+            if not m.present or silent_s < SUSPECT_S or self.over or isinstance(m.state, Finished):
+                continue
+            if silent_s > LOST_S or (m.name in self._rounds and self._does.complain()):
                 self._go(m, now)
         waits_s = self._terms.return_s if self._number else self._terms.arrival_s
         present = sum(m.present for m in self._machines.values())

@@ -12,6 +12,7 @@ from echelon.launch.rounds import (
     INCIDENT_S,
     LAST_CALL_S,
     LOST_S,
+    SUSPECT_S,
     Continue,
     Finished,
     Go,
@@ -36,7 +37,7 @@ class Machines:
     def __init__(self, least: int, most: int, max_restarts: int = 3, elastic: bool = False) -> None:
         self.now = 0.0
         self.stores: Iterator[int] = count(1)
-        self.elastic, self.lost, self.asked = elastic, list[Round](), False
+        self.elastic, self.lost, self.asked, self.complains = elastic, list[Round](), False, False
         terms = RoundSettings(least, most, max_restarts, arrival_s=100.0, return_s=20.0, elastic=elastic)
         self.rendezvous = Rendezvous(terms, 0.0, self)
 
@@ -49,6 +50,9 @@ class Machines:
 
     def was_asked_to_leave(self, round_: Round) -> bool:
         return self.asked
+
+    def complain(self) -> bool:
+        return self.complains
 
     def takes_in(self, number: int) -> bool | None:
         return True if self.elastic else None
@@ -277,6 +281,16 @@ def test_where_survivors_go_on_a_lost_machine_joins_the_same_round_again() -> No
     assert isinstance(back, Go) and (back.round.number, back.round.machine, back.round.beside) == (number, 1, 1)
     assert machines.ask("b", Ready(number)) == back, "an order that is lost is given again"
     assert machines.ask("b", Running(number)) == machines.ask("a", Running(number)) == Continue()
+
+
+def test_a_silent_machine_is_lost_sooner_where_members_complain_that_others_are() -> None:
+    machines = Machines(2, 2, elastic=True)
+    number = machines.begin("a", "b")
+    machines.wait(4, ("a", Running(number)))
+    assert SUSPECT_S < 4 < LOST_S and not machines.lost
+    machines.complains = True
+    machines.wait(1, ("a", Running(number)))
+    assert len(machines.lost) == 1
 
 
 def test_where_survivors_go_on_a_command_that_is_given_again_at_once_joins_as_another_one() -> None:
