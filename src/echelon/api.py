@@ -563,6 +563,8 @@ def _check_objects(objects: Mapping[str, object], optimizer: object) -> None:
         UserError: says what to give.
     """
     for keyword, given in objects.items():
+        if given is None and keyword != "loss":
+            raise UserError(f"{keyword}=None: leave it out for the default, or give one")
         name = getattr(given, "__name__", "")
         if inspect.isclass(given):
             raise UserError(f"{keyword}={name} is a class: give an object of it, {name}(...)")

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -51,13 +51,16 @@ class StopFlag:
         since_s: when that was, on the monotonic clock.
         count: how many came.
         raises: whether it also raises `Stopped` where it comes, once; else who holds the flag looks at it.
+        waits: while it says so, a signal that has come does not count yet; None: it counts at once.
     """
+
+    waits: Callable[[], bool] | None = None
 
     def __init__(self, raises: bool = False) -> None:
         self.signum, self.raises, self.since_s, self.count = 0, raises, 0.0, 0
 
     def __bool__(self) -> bool:
-        return self.signum != 0
+        return self.signum != 0 and not (self.waits is not None and self.waits())
 
     def ask(self) -> None:
         """Ask to stop as SIGTERM does."""

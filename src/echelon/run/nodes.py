@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -133,6 +134,7 @@ def drain(run: Path, words: Sequence[str]) -> list[str]:
         UserError: it does not go on here, its workers cannot leave, or nobody would be left.
     """
     pid, members = _asked(run), members_of(run)
+    _check_host(members)
     workers = [member for member in members if member.role == WORKER]
     if not workers:
         raise UserError(f"{run} has no record of workers here: give this command on the first machine, once they train")
@@ -166,7 +168,9 @@ def add(run: Path, count: int) -> list[str]:
     Raises:
         UserError: it does not go on here, or cannot have them.
     """
-    pid, before = _asked(run), {member.pid for member in members_of(run)}
+    pid, members = _asked(run), members_of(run)
+    _check_host(members)
+    before = {member.pid for member in members}
     _check_can_change(run, "join")
 
     def joined() -> list[str]:
@@ -177,6 +181,17 @@ def add(run: Path, count: int) -> list[str]:
     asked = _Asked(pid, time.time())
     ask(run, pid, Change(add=count))
     return _waited(run, asked, joined, count, f"{count} more will join when they have started")
+
+
+def _check_host(members: Sequence[NodeMember]) -> None:
+    """Refuse what is asked on another machine than the one that leads, whose command would never see it.
+
+    Raises:
+        UserError: says which that is.
+    """
+    leads = next((m for m in members if m.role == "scheduler"), next((m for m in members if m.role == WORKER), None))
+    if leads is not None and leads.host and leads.host != socket.gethostname():
+        raise UserError(f"{leads.host} leads the run, and this is {socket.gethostname()}: give this command there")
 
 
 def how_to_come(run: Path, host: str) -> str:

@@ -20,6 +20,7 @@ from echelon.coordinator.addresses import ROLES_FOLDER, note_status
 from echelon.core.errors import LEFT, LEFT_EXIT_CODE, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import full_disk_in_words
 from echelon.core.stop import StopFlag, stop_on_signals
+from echelon.core.terms import MEMBER_VARIABLE
 from echelon.forecast.alternatives import record_alternatives
 from echelon.observe.callbacks import CallbackFailed
 from echelon.observe.notes import RankNotes, open_notes
@@ -59,6 +60,8 @@ def run_worker(folder: str, parcel: Parcel | None = None) -> None:
         leave(STOPPED_EXIT_CODE)
     if status == LEFT:
         leave(LEFT_EXIT_CODE)
+    if MEMBER_VARIABLE in os.environ:  # threads of a term that is over may wait for one that is gone
+        leave(0)
 
 
 def run_server_worker(folder: str, process: WorkerRank, parcel: Parcel | None = None) -> None:
@@ -155,6 +158,7 @@ def train_rank(
                 if membership is None:
                     status = fit(run, batches)
                 else:
+                    stop.waits = membership.waits_for_word
                     status, batches = ElasticLoop(rebuilder, membership, stop).fit(run, batches)
                 if status == LEFT:  # the others go on: nothing is done together any more
                     _close_loaders(run)

@@ -1,7 +1,7 @@
 """A loss of the user's own in place of a task's: a function of outputs and targets, or a module of `torch.nn`.
 
 The engine divides sums of losses by the units of the global batch, so that the gradient is the same in every layout. So
-a loss must be a sum over samples, or their mean: which of them is found out on the first batch, and anything else (a
+a loss must be a sum over samples, or their mean: which of them is found out on the first batches, and anything else (a
 mean by weights, negatives from the same batch) is refused there.
 """
 
@@ -28,6 +28,7 @@ FLAG = "--loss"
 LossFunction = Callable[[Any, Any], Tensor]
 _SAME = 1e-4  # relative: sums of float32 in another order
 _LOOKED_AT = 8  # samples: of many, another way to reduce differs little from a mean
+_ENOUGH = 32  # samples looked at, of several batches: those of one may be alike, such as of one class
 _SUM, _MEAN = "sum", "mean"
 _SAID = 300  # characters of what a loss raises
 
@@ -44,7 +45,7 @@ class OwnLoss:
     Where its units are other ones than the task's, as words that count, it has `units(targets)`, their number, and may
     have `unit`, their name.
 
-    Some samples of the first batch are also cut in two, without gradients: where the parts' losses do not add up to
+    Some samples of the first batches are also cut in two, without gradients: where the parts' losses do not add up to
     the whole's, the loss depends on which samples are together, and a layout would change it.
     """
 
@@ -65,6 +66,7 @@ class OwnLoss:
         self._is_of_torch = not takes_whole_outputs(function)
         self._reduction = ""  # of a scalar, once it is known
         self._checked = False
+        self._seen = 0  # samples that were looked at
 
     def __call__(self, outputs: Any, targets: Nest) -> Tensor:
         """Return the sum for a batch.
@@ -112,7 +114,7 @@ class OwnLoss:
         return value
 
     def _check(self, outputs: Any, targets: Nest) -> bool:
-        """Find out what the loss returns; False: this batch does not tell.
+        """Find out what the loss returns; False: too few samples have told.
 
         Raises:
             UserError: it is no sum and no mean over units.
@@ -133,7 +135,8 @@ class OwnLoss:
             parts = [places, *(places[part] for cut in {1, count // 2} for part in (slice(0, cut), slice(cut, count)))]
             values = [self._part_of(outputs, targets, part) for part in parts]
         found = [self._judge(values[0], values[i : i + 2]) for i in range(1, len(values), 2)]
-        return all(found)
+        self._seen += count if all(found) else 0
+        return self._seen >= _ENOUGH
 
     def _part_of(self, outputs: Any, targets: Nest, places: list[int]) -> _Part:
         some, wanted = nest.take(outputs, places), nest.take(targets, places)

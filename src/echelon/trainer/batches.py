@@ -36,12 +36,14 @@ class Resumption:
         recorded: the last step that a record tells of.
         results: of the steps since then, as far as this rank's samples tell.
         saved_s: when the last checkpoint was begun, by `time.monotonic`.
+        spent_s: seconds that the steps of `results` took.
     """
 
     commit: Commit
     recorded: int
     results: Sequence[StepResult]
     saved_s: float
+    spent_s: float
 
 
 class EpochOrder:
@@ -51,6 +53,7 @@ class EpochOrder:
         status: `completed`, or `stopped` once a rank was asked to stop.
         reason: why it completed before its last step: `EARLY_STOP`, `MAX_TIME`; empty: it did not.
         saved_s: when the last checkpoint was begun, by `time.monotonic`.
+        spent_s: seconds of the steps since the last record.
         window: of the steps since the last record; it begins with the iteration, and may be paused between steps.
     """
 
@@ -62,7 +65,7 @@ class EpochOrder:
         self._resumption = resumption
         self.history: deque[tuple[int, StepResult]] = deque(maxlen=2 * MOST_STEPS)
         self.commit: Commit | None = None
-        self.recorded = cursor.step
+        self.recorded, self.spent_s = cursor.step, 0.0
         self._run, self._cursor, self._stop = run, cursor, stop
         self._slow = SlowSteps(run.progress.record)
         self._due, self.saved_s = False, time.monotonic()
@@ -121,6 +124,7 @@ class EpochOrder:
         stops = window.stops(bool(self._stop) or self._time.is_up(time.monotonic()))
         if is_new:
             window.end_step()
+            self.spent_s = window.spent_s
         if self._run.balance is not None:
             self._deal(self._run.balance.planned(cursor.step))
         if (profiler := self._run.profiler) is not None and profiler.step_done():
@@ -169,7 +173,7 @@ class EpochOrder:
         return self.commit is not None and self.commit.step == self._cursor.step
 
     def _take_up(self, resumption: Resumption) -> None:
-        self.saved_s = resumption.saved_s
+        self.saved_s, self.spent_s = resumption.saved_s, resumption.spent_s
         self.commit, self.recorded, self.reason = resumption.commit, resumption.recorded, resumption.commit.reason
         self.history.extend(enumerate(resumption.results, resumption.commit.step - len(resumption.results) + 1))
 
@@ -182,9 +186,8 @@ class EpochOrder:
         resumption, self._resumption = self._resumption, None
         if resumption is None:
             return False
-        for result in resumption.results:
-            self.window.add(result)
-            self.window.end_step()
+        if resumption.results:
+            self.window.take_over(resumption.results, resumption.spent_s)
         self._trained = bool(resumption.results)
         if resumption.commit.between:
             return False
@@ -238,7 +241,7 @@ class EpochOrder:
         closed = self.window.close(end, WindowTraffic(sent, others), sync.reduce_times(), wishes)
         self._time.step_s = closed.steps.seconds / closed.steps.count
         self._time.took("write", run.saver.write_s)
-        self.recorded = cursor.step
+        self.recorded, self.spent_s = cursor.step, 0.0
         run.progress.window(closed.steps, closed.resources)
         for switch in run.parts.switches:
             text = f"{switch.vector}: {switch.new} instead of {switch.old} by step {cursor.step}: {switch.reason}"

@@ -44,12 +44,14 @@ class _Member:
         recorded: the last step in the record, as far as it knows.
         commit: None of a newcomer.
         part: samples that it had of a full batch, where parts follow speed; 0: it had none.
+        spent_s: seconds of the steps since the record, as far as it was there.
     """
 
     recorded: int
     leads: bool
     commit: Commit | None = None
     part: int = 0
+    spent_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -196,14 +198,14 @@ class ElasticLoop:
             batches.commit = commit
         self._rebuilder.tell(run, cursor, time.monotonic() - began, dead)
         recorded = max(agreed.recorded, commit.step - len(results))  # of a round that is trained again, too
-        resumption = Resumption(commit, recorded, results, batches.saved_s)
+        resumption = Resumption(commit, recorded, results, batches.saved_s, max(m.spent_s for m in members))
         return EpochOrder(run, cursor, self._stop, resumption)
 
     def _told(self, run: TrainingRun, batches: EpochOrder) -> _Member:
         leads = run.world.leads
         commit = replace(batches.commit, draws=None) if batches.commit is not None else None  # draws are of one rank
         part = run.balance.sizes[run.world.rank] if run.balance is not None else 0
-        return _Member(batches.recorded if leads else self._rebuilder.recorded(), leads, commit, part)
+        return _Member(batches.recorded if leads else self._rebuilder.recorded(), leads, commit, part, batches.spent_s)
 
     def _bring_up(self, run: TrainingRun, commit: Commit | None, agreed: _Agreed, world: World) -> int:
         """Give what all replicas share to those that lack it; returns the bytes that this rank sent."""

@@ -21,7 +21,7 @@ from typing import cast
 import torch.distributed as dist
 
 from echelon.core.listeners import break_off, connections
-from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder, is_newcomer
+from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder, is_elsewhere, is_newcomer
 from echelon.trainer.process import is_lost_wait
 
 LOOK_S = 0.05  # between looks for a newer term while this process trains
@@ -137,6 +137,12 @@ class Membership:
     def store(self, term: Term) -> Path:
         """Return the file in which the members of a term find each other."""
         return self._folder.store(term)
+
+    def waits_for_word(self) -> bool:
+        """Whether a signal does not stop the run yet: a machine's command decides what follows from one to all of its
+        processes, and says so.
+        """
+        return self._folder.is_shared and is_elsewhere(self.member) and not self._folder.is_stopping
 
     def may_leave(self) -> bool:
         """Whether this process was asked to leave after the step under way."""

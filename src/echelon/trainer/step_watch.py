@@ -98,6 +98,11 @@ class StepWatch:
         self._paused_s[name] += seconds
         self._gc_at_step = self._garbage.seconds  # collections in a pause are no step's
 
+    def take_over(self) -> None:
+        """Note a step that was made before the ranks changed: how long it took is not known."""
+        self.pauses.append([])
+        self.waits.append(0.0)
+
     def end_step(self) -> None:
         """Note that a step is over."""
         now = self._clock.so_far()

@@ -28,6 +28,7 @@ def unused_notes(run: ResolvedRun) -> list[str]:
                 "frozen_norm": "with --tune all, which freezes nothing" if run.tuning.changes_nothing else "",
             },
         ),
+        *_told(run.described.launch, {"rendezvous": "" if run.nodes.most > 1 else "without --nodes"}),
         *_told(data, {"cache_limit": "" if is_url(data.source) else "for data that is no URL's"}),
         *_told(
             config.checkpoint,

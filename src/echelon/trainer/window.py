@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -227,6 +227,18 @@ class Window:
         self._losses.append(result.loss)
         self._scores.append(result.score)
         self._samples += result.samples
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the window began, without pauses."""
+        return time.perf_counter() - self._began
+
+    def take_over(self, results: Sequence[StepResult], seconds: float) -> None:
+        """Begin with steps that were made before the ranks changed, in so many seconds."""
+        for result in results:
+            self.add(result)
+            self.watch.take_over()
+        self._began -= seconds
 
     def stops(self, stop: bool) -> bool:
         """Whether a rank was asked to stop, so that all are to close the window; all call it after each step.

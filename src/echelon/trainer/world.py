@@ -119,7 +119,7 @@ def join_world(
         place_of_own = (size, size + 1) if is_newcomer else (rank, size)
         meeting = _meeting(secret_folder, timeout) if membership is not None else None
         yield World(*place_of_own, local_rank, device, None, alone(), notes, meeting)
-        _leave(meeting)
+        _leave(meeting, membership)
         return
     base = _store(size, secret_folder, timeout)  # referred to until the end: the group holds its C++ half alone
     round_name = os.environ.get("ECHELON_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -136,11 +136,12 @@ def join_world(
             placement = place(layout, rank, device.type, timeout)
     meeting = base if isinstance(base, MeetingStore) else None
     yield World(rank, size, local_rank, device, dist.group.WORLD, placement, notes, meeting)
-    _leave(meeting)
+    _leave(meeting, membership)
 
 
-def _leave(meeting: MeetingStore | None) -> None:
-    leave_groups()
+def _leave(meeting: MeetingStore | None, membership: Membership | None) -> None:
+    if membership is None:  # else the process ends now, and waits for no connection to one that is gone
+        leave_groups()
     if meeting is not None:
         meeting.close()
 

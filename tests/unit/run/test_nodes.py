@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,13 @@ from echelon.records.going import holder
 from echelon.records.kinds import ProcessStarted, Record, ServerWindow, Start, Steps, WorkerJoined, WorkerWindow
 from echelon.run.nodes import add, drain, how_to_come, members_of
 from echelon.trainer import folder as folders
+
+
+@pytest.fixture(autouse=True)
+def on_a(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this machine be the one that leads."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "a")
+
 
 START = Start(world_size=3, hosts=["a", "a", "b"], pids=[11, 12, 13], layout={"dp": 3})
 
@@ -124,3 +132,13 @@ def test_a_command_that_takes_no_changes(tmp_path: Path) -> None:
 )
 def test_how_a_machine_can_come(settings: dict[str, str], said: str, tmp_path: Path) -> None:
     assert said in how_to_come(_run(tmp_path / "run", **settings), "hostb")
+
+
+def test_another_machine_is_told_which_one_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _run(tmp_path / "run", START, launch_elastic="on")
+    monkeypatch.setattr(socket, "gethostname", lambda: "b")
+    with (
+        folders.locked(run, shared=False),
+        pytest.raises(UserError, match="a leads the run, and this is b: give this command there"),
+    ):
+        drain(run, ["rank1"])

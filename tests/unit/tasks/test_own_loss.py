@@ -124,6 +124,14 @@ def test_a_large_batch_tells_a_mean_from_what_is_nearly_one(loss: Callable[[Tens
         OwnLoss(loss, ImageClassification())(outputs, torch.arange(1000) % 3)
 
 
+def test_samples_of_one_class_do_not_end_the_looking() -> None:
+    """The model is tried on a few samples before the first step: those of one class tell no weighted mean."""
+    own = OwnLoss(lambda o, y: F.cross_entropy(o, y, weight=torch.tensor([1.0, 9.0])), ImageClassification())
+    own(torch.tensor([[1.0, 2.0], [0.5, 0.1]]), torch.tensor([1, 1]))
+    with pytest.raises(UserError, match="no sum and no mean"):
+        own(torch.randn(8, 2, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2)
+
+
 def test_a_loss_with_parameters_is_refused() -> None:
     with pytest.raises(UserError, match="Trained has parameters of its own, which nothing would train"):
         OwnLoss(Trained(), ImageClassification())

@@ -60,7 +60,12 @@ def find_incidents(record: RunRecord, stretches: list[Sitting]) -> list[Incident
         not_the_last = any(isinstance(line, WorkerDied) for line in until)
         restarted = bound is not None and isinstance(after[bound], Start)
         continued = not_the_last or restarted or _completed(until) or _was_told_late(lines[:i])
-        cost, lost = (None, None) if not_the_last or not restarted else _cost(record, death, until)
+        if not_the_last or not restarted:
+            cost, lost = None, None
+        elif _goes_on(after[len(until) :]):
+            cost, lost = _stall_s(record, lines[:i], until), None
+        else:
+            cost, lost = _cost(record, death, until)
         incidents.append(Incident(elapsed_s(stretches, death.t), death.message, cost, lost, continued))
     return incidents
 
@@ -95,6 +100,25 @@ def _cost(record: RunRecord, death: WorkerDied, until_start: Sequence[Record]) -
         before = [w.step for w in record.windows if w.t <= start.t]
         lost = max(0, before[-1] - start.start_step) if before else 0
     return cost, lost
+
+
+def _goes_on(after: Sequence[Record]) -> bool:
+    """Whether a start is no restart but a term of those who are left: `after`: what follows it in the record."""
+    return any(isinstance(line, Event) and line.name == "members" for line in after[:1])
+
+
+def _stall_s(record: RunRecord, before: Sequence[Record], until_start: Sequence[Record]) -> float | None:
+    """Return the seconds in which those who were left made no step; None: the start that follows is of another cause.
+
+    A machine's death is told once it was silent for a while: what counts is the time without steps.
+    """
+    start, former = until_start[-1], next((line for line in reversed(before) if isinstance(line, Start)), None)
+    assert isinstance(start, Start)
+    if former is None or (start.world_size or 0) > (former.world_size or 0):  # a newcomer's
+        return None
+    last = next((w for w in reversed(record.windows) if w.t <= start.t), None)
+    first = next((w for w in record.windows if w.t > start.t), None)
+    return None if last is None or first is None else max(0.0, first.t - last.t - first.seconds)
 
 
 def count_restarts(record: RunRecord) -> int:
