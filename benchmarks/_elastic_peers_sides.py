@@ -53,8 +53,17 @@ def echelon(folder: Path, steps: int) -> None:
 
 
 def torchft(folder: Path, steps: int) -> None:
-    """Train a replica group of one worker, as torchft's `train_ddp.py` does, its batches by the manager's step."""
+    """Train a replica group of one worker, as torchft's `train_ddp.py` does, its batches by the manager's step.
+
+    Of torchft 0.2.0, `DistributedDataParallel` ends all survivors with `assert fut._fut`: where gloo's `wait` raises,
+    no future is set. So that survivors survive, it has a repaired hook here.
+    """
     from torchft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
+
+    class RepairedDDP(DistributedDataParallel):  # type: ignore[misc]
+        """DDP that comes to `should_commit` after an error, which the manager knows by then."""
+
+        _comm_hook = staticmethod(lambda state, bucket: _summed(state, bucket))
 
     group = int(os.environ["REPLICA_GROUP_ID"])
     net = Model()
@@ -62,8 +71,9 @@ def torchft(folder: Path, steps: int) -> None:
         pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), min_replica_size=1, replica_id=f"group_{group}",
         load_state_dict=lambda state: net.load_state_dict(state["model"]),
         state_dict=lambda: {"model": net.state_dict()}, timeout=timedelta(seconds=30),
+        init_sync=False,
     )  # fmt: skip
-    model = DistributedDataParallel(manager, net)
+    model = RepairedDDP(manager, net)
     optimizer = Optimizer(manager, RecordedSGD(net.parameters(), lr=LR))
     sampler = DistributedSampler(
         Points(), replica_rank=group, num_replica_groups=WORKERS, group_rank=0, num_replicas=1, shuffle=True
@@ -72,6 +82,15 @@ def torchft(folder: Path, steps: int) -> None:
     while manager.current_step() < steps:
         train_step(model, optimizer, *batch_at(sampler, manager.current_step()))
     manager.shutdown(wait=False)
+
+
+def _summed(manager: Any, bucket: Any) -> Any:
+    work = manager.allreduce(bucket.buffer())
+    if work.wait():
+        return work.get_future()._fut
+    failed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    failed.set_result(bucket.buffer())
+    return failed
 
 
 def _meet(folder: Path, group: int) -> None:
