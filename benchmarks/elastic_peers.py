@@ -283,7 +283,7 @@ HEADER = (
 def row(tool: Tool, results: Sequence[Kept]) -> tuple[str, ...]:
     """Return a tool's row."""
     if not results:
-        state = "" if tool.version() else "not installed"
+        state = "not measured" if tool.version() else "not installed"
         return (tool.name, "0", state, *[""] * (len(HEADER) - 3))
     batches: Counter[int] = Counter()
     for result in results:
