@@ -10,12 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import cast
 
 import torch.distributed as dist
@@ -31,6 +34,8 @@ _LATE_S = 0.5  # a look that comes so late says that the machine is busy, not th
 _NOTICE_S = 0.5  # in which a collective notices that others are gone, whose connections end with them
 _STUCK_S = 3.0  # in which a collective notices that its connections are broken
 _WAIT_LOOK_S = 0.02  # between looks whether the term is over, of who waits in its store
+_OWN = Path(__file__).parents[1].as_posix() + "/"
+_STDLIB = Path(threading.__file__).parent.as_posix() + "/"
 _ENTER_S = 10.0  # in which all members of a term enter it, or one of them is found dead
 
 
@@ -227,12 +232,34 @@ class Membership:
             now_s, now_used_s = time.monotonic(), time.clock_gettime(trains)
             late, looked_s = now_s - looked_s > _LATE_S, now_s
             is_busy = now_used_s - used_s > _IDLE * (now_s - still_s)
-            if not over or late or is_busy or not self._connections:  # who is alone is in no collective
+            # Who is alone is in no collective, nor who waits for data, or in code of the user's.
+            if not over or late or is_busy or not self._connections or not _waits_for_others(_main_frame()):
                 still_s, used_s = now_s, now_used_s
             elif now_s - still_s > _STUCK_S:
-                logging.error("a collective does not notice that its connections are broken: this process ends")
+                where = "".join(traceback.format_stack(_main_frame()))
+                logging.error(
+                    "a collective does not notice that its connections are broken: this process ends\n%s", where
+                )
                 logging.shutdown()
                 os.kill(os.getpid(), signal.SIGKILL)  # the others go on, and it joins them again
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(cast(int, threading.main_thread().ident))
+
+
+def _waits_for_others(frame: FrameType | None) -> bool:
+    """Whether a thread whose innermost frame this is may be in a collective, or wait for one."""
+    while frame is not None:
+        file = Path(frame.f_code.co_filename).as_posix()
+        if "/torch/distributed/" in file or "/torch/autograd/" in file:
+            return True
+        if file.startswith(_OWN):
+            return not file.startswith(f"{_OWN}data/")
+        if not file.startswith(_STDLIB) or "/site-packages/" in file:
+            return False
+        frame = frame.f_back
+    return False
 
 
 class TermStore(dist.Store):
