@@ -83,7 +83,7 @@ def _show(run: Path, as_json: bool) -> None:
     elif members:
         _print(members)
     elif state.startswith("running"):
-        print(f"{run} is {state}; its record tells of no member yet")
+        print(f"{run} is {state}; no member is told of here: the first machine's record tells of all, once they train")
     else:
         print(f"{run} does not go on ({state}): it has no members")
 

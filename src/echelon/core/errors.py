@@ -67,8 +67,8 @@ def unknown(
     """
     names = sorted(known)
     hint = nearest(word, names) or nearest(word.lower(), names)  # CIFAR-10 is meant for cifar10
-    if may_be_object and not hint and re.fullmatch(r"[A-Z]\w*", word):
+    if may_be_object and word.lower() not in names and re.fullmatch(r"[A-Z]\w*", word):
         again = f"echelon.evaluate(RUN, {kind}=..., ...), or resume, export or predict"
-        hint = f"if that was an object given from Python, give it again as {kind}=... from Python: {again}; "
+        hint += f"if that was an object given from Python, give it again as {kind}=... from Python: {again}; "
     listed = [*names, *forms[:-1], *(f"or {form}" for form in forms[-1:])]
     return UserError(f"unknown {kind} {word!r}: {hint}known: {', '.join(listed)}")

@@ -338,7 +338,8 @@ def why_silent(rendezvous: Address, secret: SecretSource) -> str:
     try:
         line = socket.create_connection((rendezvous.host, rendezvous.port), _LOOK_S)
     except OSError as error:
-        return f"nothing answers there ({error.strerror or error}): the first machine must be at this host and port"
+        why = "the first machine must be at this host and port, and may not have begun yet"
+        return f"nothing answers there ({error.strerror or error}): {why}"
     with line, line.makefile("rb") as stream, suppress(OSError):
         greeting = stream.read(_GREETING)
         if len(greeting) == _GREETING and (greeting[0], greeting[-1]) == (0xFF, 0x7F):

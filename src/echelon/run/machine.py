@@ -378,6 +378,9 @@ def _say_first(plan: LaunchPlan, address: str, folder: Path) -> None:
     if plan.trusted_network:
         say(f"{first}; whoever reaches it can take part (--trusted-network)")
         return
+    if os.environ.get(SECRET_VARIABLE):
+        say(f"{first}; the others need the same {SECRET_VARIABLE}")
+        return
     say(
         f"{first}; the others need the run's secret: a common disk, "
         f"a copy of {folder / SECRET_FILE} at the same place, or {SECRET_VARIABLE} set to the same on all machines"
