@@ -176,6 +176,21 @@ def test_a_signal_to_all_machines_stops_them_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ctrl_c_at_another_machine_stops_the_run_and_a_signal_to_its_processes_alone_does_not(tmp_path: Path) -> None:
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        group = Group(runs, network, "nodes=2", pace_s=0.5)
+        first, second = (group.start(i) for i in range(2))
+        reach(first, 3)
+        os.kill(first.pids()[1], signal.SIGTERM)  # of all of a machine's processes its command decides what follows
+        reach(first, 6)
+        second.process.send_signal(signal.SIGINT)
+        assert second.end() == 130, second.text()
+        first.check_stopped(signal.SIGTERM)
+        (asked,) = first.events("stop_asked")
+        assert "SIGINT: the whole run is to stop" in asked["message"]
+
+
+@pytest.mark.slow
 def test_a_machine_leaves_after_the_step_under_way_and_comes_again(tmp_path: Path) -> None:
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
         group = Group(runs, network, "nodes=2", pace_s=1.0)

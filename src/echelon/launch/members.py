@@ -199,10 +199,13 @@ class GroupMembers:
                 return f"its machine leaves as a whole, with rank {', '.join(map(str, rest))}"
         return self._drain(asked)
 
-    def say_stop(self) -> None:
-        """Let other machines know that the whole run is being stopped."""
-        if self._folder is not None:
-            self._folder.stop()
+    def say_stop(self) -> bool:
+        """Let other machines know that the whole run is being stopped; returns whether the first one is to be told."""
+        if self._folder is None:
+            return False
+        is_news = self._keeper is None and not self._folder.is_stopping
+        self._folder.stop()
+        return is_news
 
     @property
     def can_go(self) -> bool:

@@ -26,12 +26,15 @@ INCIDENT_S = 30.0  # what dies within so long of the first one died of the same,
 _RANKS = "ranks"
 
 
+DEATH, LEAVE, STOP = "death", "leave", "stop"
+
+
 @dataclass(frozen=True)
 class Loss:
-    """What another machine has lost, in words; `left`: not by a death, for it was asked to leave."""
+    """What another machine has lost, in words; `cause`: a death, it was asked to leave, or all are asked to stop."""
 
     words: str
-    left: bool = False
+    cause: str = DEATH
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,7 @@ class Watch:
         on_asked: ranks of other machines were asked to leave: their process ids by their names.
         on_leave: a process has left, as it was asked to; how many of its group go on.
         on_go: all processes of this machine were asked to leave the others.
+        on_stop_here: a signal, by its number, asks this machine, which is not the first one, to stop the whole run.
         on_refused: a change is not made, and why.
     """
 
@@ -153,6 +154,7 @@ class Watch:
     on_asked: Callable[[Mapping[str, int]], None] = _nothing
     on_leave: Callable[[Started, int], None] = _nothing
     on_go: Callable[[], None] = _nothing
+    on_stop_here: Callable[[int], None] = _nothing
     on_refused: Callable[[str], None] = _nothing
 
     def looking(self, look: Callable[[], None]) -> Watch:
@@ -648,8 +650,8 @@ class _Supervisor:
         if not self._stop_by:
             self._stop_by = now + self._place.saving_s
             for group in self._groups:
-                if group.members is not None:
-                    group.members.say_stop()
+                if group.members is not None and group.members.say_stop():
+                    self._watch.on_stop_here(self._stop.signum)
                 told = group.alive if group.heeds_signals else group.alive - group.started.keys()
                 self._place.signal(sorted(told), signal.SIGTERM)
         if now >= self._ask_again_at:  # who is told by a message may not be listening yet, or have just died

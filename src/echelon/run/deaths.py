@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.core.patience import may_pass
+from echelon.core.stop import signal_name
 from echelon.launch.changes import Change, Requests
 from echelon.launch.culprit import Hang, Living, Standstill
 from echelon.launch.hangs import HangWatch, NoOthers, Verdict
@@ -22,11 +23,20 @@ from echelon.launch.logs import LogLimit
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Job, Place, Process, Restart, Started
 from echelon.launch.plan import visible_gpus
-from echelon.launch.rounds import Loss
+from echelon.launch.rounds import DEATH, LEAVE, STOP, Loss
 from echelon.launch.slow import Slow
 from echelon.launch.supervisor import Aftermath, Death, Remedy, Watch
 from echelon.observe.oom import OUT_OF_MEMORY
-from echelon.records.events import ChangeRefused, HangSeen, RankFailed, RoleFailed, SlowProcess, WorkerDied, WorkerLeft
+from echelon.records.events import (
+    ChangeRefused,
+    Event,
+    HangSeen,
+    RankFailed,
+    RoleFailed,
+    SlowProcess,
+    WorkerDied,
+    WorkerLeft,
+)
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import ProcessStarted, Start, Steps
 from echelon.run.job import another_worker
@@ -143,6 +153,7 @@ class _Chronicle:
             another=self._another,
             on_leave=self.on_leave,
             on_go=self.on_go,
+            on_stop_here=self.on_stop_here,
             on_refused=self.on_refused,
             on_asked=self.on_asked,
         )
@@ -215,7 +226,12 @@ class _Chronicle:
         """Let the first machine record that this one leaves, as a signal asked."""
         if self._rounds is not None:
             words = "its workers leave after the step under way (SIGTERM); the others go on"
-            self._rounds.tell(Loss(words, left=True))
+            self._rounds.tell(Loss(words, LEAVE))
+
+    def on_stop_here(self, signum: int) -> None:
+        """Let the first machine record that this one was asked to stop the run."""
+        if self._rounds is not None:
+            self._rounds.tell(Loss(f"{signal_name(signum)}: the whole run is to stop", STOP))
 
     def on_refused(self, why: str) -> None:
         """Record why members stay as they are."""
@@ -249,8 +265,9 @@ class _Chronicle:
     def look_elsewhere(self) -> None:
         """Record, and say, what other machines have lost."""
         for loss in self._rounds.news() if self._rounds is not None else ():
-            self._record.write(WorkerLeft(loss.words) if loss.left else WorkerDied(loss.words))
-            if not loss.left:
+            kinds = {LEAVE: WorkerLeft(loss.words), STOP: Event(loss.words, name="stop_asked")}
+            self._record.write(kinds.get(loss.cause) or WorkerDied(loss.words))
+            if loss.cause == DEATH:
                 self._notifier.trouble(loss.words)
             self._tell(loss.words)
 
