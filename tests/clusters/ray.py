@@ -68,6 +68,7 @@ class Ray:
             MARK: self._mark(name),
             "RAY_raylet_start_wait_time_s": f"{DEADLINE_S:.0f}",
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # these tests may run below `uv run`
+            "RAY_AUTH_MODE": "disabled",  # else a token that some Ray has left in the home is asked for
         }
         agent = ["--dashboard-agent-listen-port", str(_free_ports(1)[0])]  # the same one by default
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *agent, *MEMORY]
