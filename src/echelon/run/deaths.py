@@ -211,13 +211,9 @@ class _Chronicle:
     def on_leave(self, process: Started, stay: int) -> None:
         """Record, and say, that a process has left as it was asked to."""
         who = f"process {process.pid} on {process.host}"
-        go = (
-            "the others go on"
-            if self._rounds is not None and self._rounds.number
-            else "1 other goes on"
-            if stay == 1
-            else f"{stay} others go on"
-        )
+        go = "1 other goes on" if stay == 1 else f"{stay} others go on"
+        if self._rounds is not None and self._rounds.number:  # not the first machine, which knows how many
+            go = "the others go on"
         words = f"{who} has left after the step under way, as it was asked to; {go}"
         self._record.write(WorkerLeft(words, process.name, process.host, process.pid))
         self._tell(words)
