@@ -40,7 +40,7 @@ from echelon.parallel.tables import cut_tables
 from echelon.sync.base import CutRows, SyncContext
 from echelon.sync.registry import read as read_sync
 from echelon.torch_compat import same_ranks_group
-from echelon.trainer.step import make_update
+from echelon.trainer.update import Update
 
 RANKS, COLUMNS, NUMBERS = 2, 26, 13
 
@@ -169,7 +169,7 @@ class _Sparse:
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         context = SyncContext(
             model=self._model,
-            update=make_update(self._model, optimizer, scaler, 0.0),
+            update=Update(self._model, optimizer, scaler, 0.0),
             optimizer=optimizer,
             group=dist.group.WORLD,
             device=torch.device("cpu"),

@@ -27,7 +27,8 @@ from echelon.trainer.state import (
     load_shared_state,
     rank_state,
 )
-from echelon.trainer.step import make_update, warmup_backward
+from echelon.trainer.step import warmup_backward
+from echelon.trainer.update import Update
 from echelon.trainer.world import World
 from tests.ranks.spawn import Rank
 
@@ -128,7 +129,7 @@ def make_parts(trial: Trial) -> RunParts:
     alone = dist.get_world_size() == 1
     context = SyncContext(
         model=model,
-        update=make_update(model, optimizer, scaler, 0.0),
+        update=Update(model, optimizer, scaler, 0.0),
         optimizer=optimizer,
         group=None if alone else dist.group.WORLD,
         device=torch.device("cpu"),

@@ -20,7 +20,7 @@ from echelon.observe.phases import HostClock
 from echelon.optim.build import TableAdam
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.registry import read as read_sync
-from echelon.trainer.step import make_update
+from echelon.trainer.update import Update
 from tests.ranks.spawn import Rank, run_ranks
 
 ROWS, WIDTH, LOOKED_UP = 4000, 32, 3
@@ -111,7 +111,7 @@ def _build(rank: Rank, setting: Setting) -> tuple[nn.Module, torch.optim.Optimiz
     optimizer = OPTIMIZERS[setting.optimizer](model)
     context = SyncContext(
         model=model,
-        update=make_update(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), setting.clip_norm),
+        update=Update(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), setting.clip_norm),
         optimizer=optimizer,
         group=None if rank.world_size == 1 else dist.group.WORLD,
         device=torch.device("cpu"),

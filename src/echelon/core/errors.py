@@ -10,7 +10,9 @@ from contextlib import contextmanager
 USER_ERROR_EXIT_CODE = 2
 STOPPED_EXIT_CODE = 3  # of a process that stopped after a checkpoint, as it was asked to
 LEFT_EXIT_CODE = 4  # of a process that left a run which goes on, as it was asked to
+RESCUED_EXIT_CODE = 5  # of a process that has saved what it and others had when one died: all are started again
 LEFT = "left"  # how a run has ended for such a process, and for a machine without any other
+RESCUED = "rescued"
 
 
 class UserError(Exception):

@@ -30,6 +30,7 @@ class LaunchPlan:
         trusted_network: the machines meet without a secret.
         link: of the shaped links between the workers; None: loopback.
         elastic: when a worker is killed, the others go on.
+        rescues: when a worker is killed, the others save what they have trained, and all start again from there.
         meets_again: the first machine had gone, which the user has been told.
         after: the epoch, counted from 0, of the launch that this one follows, to train more; -1: of none.
         node_rank: of this machine, where a place gave it one.
@@ -48,6 +49,7 @@ class LaunchPlan:
     meets_again: bool = False
     after: int = -1
     elastic: bool = False
+    rescues: bool = False
     node_rank: NodeRank | None = None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from echelon.core.errors import LEFT_EXIT_CODE, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from echelon.core.errors import LEFT_EXIT_CODE, RESCUED_EXIT_CODE, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from echelon.core.stop import StopFlag, signal_name
 from echelon.core.units import format_seconds
 from echelon.launch.changes import Change
@@ -41,6 +41,7 @@ LOOK_S = 1.0  # between looks for new checkpoints
 GRACE_S = 10.0
 LEAVE_S = 60.0
 ASK_AGAIN_S = 1.0
+RESCUE_S = 30.0  # in which survivors save what they have trained
 JOINT_S = 2.0  # in which the first machine says that the whole run is being stopped
 
 
@@ -209,8 +210,16 @@ def supervise(job: Job, place: Place, watch: Watch, stop: StopFlag, rounds: Roun
 class _Group:
     """Processes that start and end together, and the state of their round."""
 
-    def __init__(self, processes: tuple[Process, ...], rounds: Rounds, members: GroupMembers | None = None) -> None:
+    def __init__(
+        self,
+        processes: tuple[Process, ...],
+        rounds: Rounds,
+        members: GroupMembers | None = None,
+        restart: Restart = Restart.TOGETHER,
+    ) -> None:
         self.processes, self.rounds, self.members = processes, rounds, members
+        self.rescues = restart is Restart.RESCUED
+        self.rescue_by = 0.0
         self.state: State = Ready()
         self.over: Over | None = None
         self.round: Round | None = None
@@ -236,7 +245,7 @@ class _Group:
         """Enter a round; returns the processes as they are to be started in it."""
         self.round, self.state = round_, Running(round_.number)
         self.alive = {process.name for process in self.processes}
-        self.exit_codes, self.started, self.leave_by, self.undecided = {}, {}, 0.0, False
+        self.exit_codes, self.started, self.leave_by, self.undecided, self.rescue_by = {}, {}, 0.0, False, 0.0
         if self.members is not None:
             self.members.begin(round_, self.rounds.open_terms(round_))
         return [replace(p, environment=self._environment(p, i)) for i, p in enumerate(self.processes)]
@@ -249,7 +258,14 @@ class _Group:
     @property
     def takes_in(self) -> bool:
         """Whether a process may be started beside the others."""
-        return self.members is not None and isinstance(self.state, Running) and not self.members.closing
+        return (
+            self.goes_on and isinstance(self.state, Running) and self.members is not None and not self.members.closing
+        )
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the others go on without one of them."""
+        return self.members is not None and not self.rescues
 
     def let_go(self, name: str) -> None:
         """Be without a process from now on, in later rounds too."""
@@ -299,7 +315,7 @@ class _Group:
 
     def failed(self, is_silent: Callable[[str], bool]) -> bool:
         """Whether a process died; then `death` names the one that the others' ends followed."""
-        well = (0, STOPPED_EXIT_CODE, LEFT_EXIT_CODE)
+        well = (0, STOPPED_EXIT_CODE, LEFT_EXIT_CODE, RESCUED_EXIT_CODE)
         deaths: dict[str, int | None] = {n: c for n, c in self.exit_codes.items() if c not in well}
         if not deaths:
             return False
@@ -329,9 +345,10 @@ class _Supervisor:
         self._groups: list[_Group] = []
         for group in job.groups:
             names = [process.name for process in group.processes]
-            members = GroupMembers(names) if group.restart is Restart.BESIDE else None
+            members = GroupMembers(names) if group.restart in (Restart.BESIDE, Restart.RESCUED) else None
             if group.restart is not Restart.ALONE:
-                self._groups.append(_Group(group.processes, rounds or OwnRounds(names[0], restarts), members))
+                own = rounds or OwnRounds(names[0], restarts)
+                self._groups.append(_Group(group.processes, own, members, group.restart))
             else:
                 self._groups += [_Group((process,), OwnRounds(process.name, restarts)) for process in group.processes]
         self._by_name = {p.name: group for group in self._groups for p in group.processes}
@@ -364,7 +381,7 @@ class _Supervisor:
         """See to what the members of a group have said since."""
         members.closing = members.closing or self._stop_by > 0  # what is lost on another machine is gone on without
         members.look()
-        if group.undecided:
+        if group.undecided or (group.rescue_by and time.monotonic() > group.rescue_by):
             self._settle(group)
         if members.is_broken:
             group.rounds.begin_anew()
@@ -400,7 +417,8 @@ class _Supervisor:
             names = [name for name in group.alive & group.started.keys() if group.started[name].pid in pids]
             if not names:
                 continue
-            if why := "its group ends together" if group.members is None else group.members.drain(names):
+            can = group.members is not None and group.goes_on
+            if why := group.members.drain(names) if can and group.members else "its group ends together":
                 raise UserError(f"{' and '.join(names)} cannot leave: {why}")
             return
         raise UserError("who was asked to leave is no member now")
@@ -423,7 +441,7 @@ class _Supervisor:
         Raises:
             UserError: there are none that can be started.
         """
-        beside = next((group for group in self._groups if group.members is not None), None)
+        beside = next((group for group in self._groups if group.goes_on), None)
         left = [group for group in self._groups if group.over is not None and group.has_left]
         if beside is None and any(group.heeds_signals for group in self._groups):
             raise UserError("nobody can join: the processes begin and end together")
@@ -525,7 +543,9 @@ class _Supervisor:
     def _settle(self, group: _Group) -> None:
         """Draw the conclusion from processes of a group that ended."""
         assert group.round is not None
-        if group.members is not None and self._goes_on(group, group.members):
+        if group.members is not None and group.rescues and self._is_rescuing(group, group.members):
+            return
+        if group.members is not None and group.goes_on and self._goes_on(group, group.members):
             return
         number = group.round.number
         if group.failed(self._place.is_silent):
@@ -543,6 +563,17 @@ class _Supervisor:
                 group.state = self._count_death(group, group.death)
         elif not group.alive:
             group.state = Finished(number, STOPPED_EXIT_CODE in group.exit_codes.values())
+
+    def _is_rescuing(self, group: _Group, members: GroupMembers) -> bool:
+        """Let the others of a group save what they have trained where some were killed; returns whether they still do.
+
+        Once one of them says that all is saved, the rest is ended with the group.
+        """
+        codes, now = group.exit_codes, time.monotonic()
+        if self._stop_by or not group.alive or not all(map(_is_kill, codes.values())) or not members.lose(codes):
+            return False
+        group.rescue_by = group.rescue_by or now + RESCUE_S
+        return now < group.rescue_by
 
     def _goes_on(self, group: _Group, members: GroupMembers) -> bool:
         """Let the others of a group go on where some were killed; returns whether they do.

@@ -32,11 +32,13 @@ class LocalShard(Region):
 
     Attributes:
         copies: ranks of the replica that hold this same region.
-        writes: whether this rank is the one of them that writes it into a checkpoint.
+        writes: whether this rank is the one of all replicas that writes it into a checkpoint.
+        is_first: whether it is the first of those of its replica that hold it.
     """
 
     copies: int = 1
     writes: bool = True
+    is_first: bool = True
 
 
 class LocalShards(nn.Module):
@@ -279,7 +281,8 @@ def _local_shard(tensor: Tensor, placement: Placement) -> LocalShard:
             spans[dim] = chunk(spans[dim], parts, layout.size(axis), at[axis])
             copies //= layout.size(axis)
             first[axis] = True
-    return LocalShard(tuple(tensor.shape), tuple(spans), copies, at[Axis.DP] == 0 and all(first.values()))
+    is_first = all(first.values())
+    return LocalShard(tuple(tensor.shape), tuple(spans), copies, is_first and at[Axis.DP] == 0, is_first)
 
 
 def _placements(tensor: Tensor) -> Iterator[tuple[Axis, TensorPlacement]]:

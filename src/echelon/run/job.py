@@ -106,7 +106,7 @@ def ranks_job(plan: LaunchPlan, hosts: Sequence[Host] = (), interface: str | Non
         )
         for i in range(plan.workers)
     ]  # fmt: skip
-    restart = Restart.BESIDE if plan.elastic else Restart.TOGETHER
+    restart = Restart.BESIDE if plan.elastic else Restart.RESCUED if plan.rescues else Restart.TOGETHER
     return Job((Group(tuple(processes), restart),), plan.max_restarts)
 
 

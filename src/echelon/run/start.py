@@ -350,10 +350,11 @@ def plan_of(request: LaunchRequest, path: Path, parcel: Parcel | None = None) ->
 
 
 def elastic_plan(plan: LaunchPlan, run: ResolvedRun) -> LaunchPlan:
-    """Return what would be started, with whether the others go on when a worker is killed."""
-    from echelon.trainer.compatibility import survivors_go_on
+    """Return what would be started, with what the others do when a worker is killed."""
+    from echelon.trainer.compatibility import survivors_go_on, survivors_save
 
-    return replace(plan, elastic=survivors_go_on(run, plan.workers * plan.nodes.most))
+    ranks = plan.workers * plan.nodes.most
+    return replace(plan, elastic=survivors_go_on(run, ranks), rescues=survivors_save(run, ranks))
 
 
 def _workers(request: LaunchRequest) -> int:

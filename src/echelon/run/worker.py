@@ -17,7 +17,15 @@ from torch.distributed import Store, TCPStore
 
 from echelon.config import RunConfig, load_run_config
 from echelon.coordinator.addresses import ROLES_FOLDER, note_status
-from echelon.core.errors import LEFT, LEFT_EXIT_CODE, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from echelon.core.errors import (
+    LEFT,
+    LEFT_EXIT_CODE,
+    RESCUED,
+    RESCUED_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    USER_ERROR_EXIT_CODE,
+    UserError,
+)
 from echelon.core.files import full_disk_in_words
 from echelon.core.stop import StopFlag, stop_on_signals
 from echelon.core.terms import MEMBER_VARIABLE
@@ -44,6 +52,7 @@ from echelon.trainer.loss_guard import Diverged
 from echelon.trainer.membership import Membership
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.process import is_lost_wait, keep_freed_memory, leave, log_to, one_line, place_of, record_last
+from echelon.trainer.rescue import RescueLoop
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.world import World, join_worker, join_world
 
@@ -60,6 +69,8 @@ def run_worker(folder: str, parcel: Parcel | None = None) -> None:
         leave(STOPPED_EXIT_CODE)
     if status == LEFT:
         leave(LEFT_EXIT_CODE)
+    if status == RESCUED:
+        leave(RESCUED_EXIT_CODE)
     if MEMBER_VARIABLE in os.environ:  # threads of a term that is over may wait for one that is gone
         leave(0)
 
@@ -133,7 +144,8 @@ def train_rank(
 ) -> str:
     """Train one rank of the run that a folder describes; returns how it ended for this rank.
 
-    That is `completed`, `stopped` once the flag is set, or `left` where the rank was asked to leave the others.
+    That is `completed`, `stopped` once the flag is set, `left` where the rank was asked to leave the others, or
+    `rescued` where it has saved what was trained, for another rank was killed.
 
     Args:
         count: is told of each step.
@@ -157,10 +169,12 @@ def train_rank(
                 batches = EpochOrder(run, cursor, stop)
                 if membership is None:
                     status = fit(run, batches)
+                elif run.parts.split is not None:
+                    status = RescueLoop(path, membership, resolved.timeout_s).fit(run, batches)
                 else:
                     stop.waits = membership.waits_for_word
                     status, batches = ElasticLoop(rebuilder, membership, stop).fit(run, batches)
-                if status == LEFT:  # the others go on: nothing is done together any more
+                if status in (LEFT, RESCUED):  # nothing is done together any more
                     _close_loaders(run)
                     run.progress.record.close()
                     return status

@@ -90,6 +90,7 @@ from echelon.trainer.state import Cursor, Fingerprint, OwnMarks, RunParts, layou
 from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.tables import table_notes
 from echelon.trainer.unused import unread_notes
+from echelon.trainer.update import UpdateGate
 from echelon.trainer.window import Traffic
 from echelon.trainer.work import Work
 from echelon.trainer.world import World, first_that_differs, roll_call
@@ -518,6 +519,9 @@ def assemble(
     if world.leads:
         progress.restored(None if restored is None else cursor.step, path, saver.passed_over)
     run.survives = membership is not None
+    if membership is not None and run_parts.split is not None and world.group is not None:
+        assert run_parts.update is not None
+        run_parts.update.gate = UpdateGate(world.group, world.device)
     return run, cursor, Rebuilder(ground, path, membership)
 
 

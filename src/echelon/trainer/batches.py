@@ -70,7 +70,8 @@ class EpochOrder:
         self._slow = SlowSteps(run.progress.record)
         self._due, self.saved_s = False, time.monotonic()
         self._kept = KeptDraws(run.parts.local_model) if run.survives else None
-        self._regroups = regroupable(run) if run.survives else None  # asked once: a protocol's check takes long
+        # Asked once: a protocol's check takes long. Ranks of split replicas agree in each step.
+        self._regroups = regroupable(run) if run.survives and run.parts.split is None else None
         self._trained = False
         self.reason = EARLY_STOP if self._is_stagnant else ""  # so it was saved
         if resumption is not None:  # before this rank meets the others again, of whom some may be lost then
@@ -119,7 +120,7 @@ class EpochOrder:
         if is_new:
             window.add(result)
         self.note(between=False)
-        if self._regroups is not None:
+        if self._kept is not None:
             self.history.append((cursor.step, result))
         stops = window.stops(bool(self._stop) or self._time.is_up(time.monotonic()))
         if is_new:
@@ -164,8 +165,19 @@ class EpochOrder:
 
     def note(self, between: bool) -> None:
         """Note what is done, where other ranks may have to be told of it (see `Commit`)."""
-        if self._regroups is not None and self._regroups.at_agreement:
+        if self._kept is not None and (self._regroups is None or self._regroups.at_agreement):
             self.commit = Commit.of(self._run, self._cursor, self.reason, between, self._kept)
+
+    def update_made(self, result: StepResult) -> None:
+        """Count a step whose update was made after others had been lost; nothing else is done between it and others."""
+        self._cursor.step, self._cursor.batch = self._cursor.step + 1, self._cursor.batch + 1
+        self.note(between=False)
+        self.history.append((self._cursor.step, result))
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each rank's part of a full batch, in force; empty: they are equal."""
+        return self._cursor.shares
 
     @property
     def agreed(self) -> bool:

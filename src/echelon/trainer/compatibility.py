@@ -86,8 +86,31 @@ def survivors_go_on(run: ResolvedRun, ranks: int) -> bool:
     """
     launch = run.config.launch
     if launch.elastic != "auto" or ranks == 1:
-        return launch.elastic == "on" and ranks > 1
+        return launch.elastic == "on" and ranks > 1 and not survivors_save(run, ranks)
     return not (run.config.training.on_oom != "fail" or run.compression.encodes or _against_elastic(run, ranks))
+
+
+def survivors_save(run: ResolvedRun, ranks: int) -> bool:
+    """Whether the others save what was trained when one of a run's ranks dies, so that no step is lost."""
+    config = run.config
+    if config.launch.elastic == "off" or ranks == 1 or config.training.on_oom != "fail":
+        return False
+    return not _against_rescue(run, ranks)
+
+
+def _against_rescue(run: ResolvedRun, ranks: int) -> str:
+    """Return the first setting with which survivors cannot save what a dead one had; empty: they can."""
+    given, config, layout = run.described.strategy, run.config, run.layout_for(ranks)
+    against = (
+        (not layout.splits or layout.zero1 or layout.table > 1 or layout.dp == 1, f"--parallel {given.parallel}"),
+        (not run.sync.sums_in_backward, f"--sync {given.sync}"),
+        (run.compression.encodes, f"--compression {given.compression}"),
+        (config.training.precision == "fp16", "--precision fp16"),
+        (not run.tuning.changes_nothing, f"--tune {run.tuning.text}"),
+        (run.nodes.most > 1, f"--nodes {run.nodes.most}"),
+        (config.training.device != "cpu" and torch.cuda.device_count() > 0, f"--device {config.training.device}"),
+    )
+    return next((flag for stands, flag in against if stands), "")
 
 
 def _check_elastic(run: ResolvedRun, ranks: int) -> None:
@@ -96,7 +119,9 @@ def _check_elastic(run: ResolvedRun, ranks: int) -> None:
     Raises:
         UserError: names what stands against it.
     """
-    if run.config.launch.elastic == "on" and ranks > 1 and (flag := _against_elastic(run, ranks)):
+    if run.config.launch.elastic != "on" or ranks == 1 or survivors_save(run, ranks):
+        return
+    if flag := _against_elastic(run, ranks):
         raise UserError(f"--elastic on does not go together with {flag} yet: leave one of them out")
 
 

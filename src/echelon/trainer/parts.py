@@ -41,8 +41,8 @@ from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.split_sync import SplitSync
 from echelon.trainer.start_weights import is_of_rebuilt, start_from
 from echelon.trainer.state import RunParts
-from echelon.trainer.step import make_update
 from echelon.trainer.tables import build_by_rows, check_sparse_model
+from echelon.trainer.update import Update
 from echelon.trainer.work import Work
 from echelon.trainer.world import World
 
@@ -60,6 +60,7 @@ class _Built:
     local_model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    update: Update
     steps: int
     cut_rows: CutRows | None = None
     switches: list[Switch] = field(default_factory=list)
@@ -102,7 +103,8 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
     if split and split.pieces.divided:
         split.pieces.divided.keep_own(optimizer)
     scaler = build_scaler(config.training.precision, world.device, _overflows_together(world))
-    built = _Built(run, world, clock, local_model, optimizer, scaler, work.steps, cut_rows)
+    update = Update(local_model, optimizer, scaler, config.optimizer.clip_norm)
+    built = _Built(run, world, clock, local_model, optimizer, scaler, update, work.steps, cut_rows)
     cut = split.pieces.cut if split else None
     start_bytes = equalise(local_model, world.replica_group, cut.spans if cut else ())
     ema = EMA(local_model, config.training.ema, work.tuned.frozen) if config.training.ema else None
@@ -115,7 +117,7 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
             has_unused=world.group is not None and bool(unused_parameters(model, work)),
         )
     frozen, since = work.tuned.frozen, work.tuning.epoch
-    return RunParts(model, optimizer, scaler, ema, sync, split, start_bytes, frozen, since, built.switches)
+    return RunParts(model, optimizer, scaler, ema, sync, split, start_bytes, frozen, since, built.switches, update)
 
 
 def compiled(model: nn.Module, run: ResolvedRun, work: Work) -> nn.Module:
@@ -410,7 +412,7 @@ def _sync(built: _Built, model: nn.Module, has_unused: bool = False) -> Sync:
     run, world = built.run, built.world
     context = SyncContext(
         model=model,
-        update=make_update(built.local_model, built.optimizer, built.scaler, run.config.optimizer.clip_norm),
+        update=built.update,
         optimizer=built.optimizer,
         group=world.replica_group,
         device=world.device,

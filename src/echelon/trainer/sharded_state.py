@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,28 +14,32 @@ from echelon.core.state_tree import StateView
 from echelon.parallel.local_shards import LocalShard, LocalShards, cut_out
 
 
-def to_parts(state: StateView, pieces: LocalShards) -> StateView:
-    """Replace the tensors that lie in `pieces.regions` by parts; those that another rank writes are left out.
+def to_parts(state: StateView, pieces: LocalShards, regions: Mapping[str, LocalShard] | None = None) -> StateView:
+    """Replace the tensors that lie in regions of whole ones by parts; those that another rank writes are left out.
 
     Groups of the optimizer become a dict by their settings, so that those of several ranks can be joined: a pipeline's
     stages have other parameters, and perhaps not all groups.
+
+    Args:
+        regions: by name, with what this rank writes of them; left out: those of the pieces.
     """
 
     def moment(region: LocalShard, tensor: Tensor) -> ShardTensor | None:
         """Return the same of the optimizer: where updates are divided, only one rank has a moment."""
         return ShardTensor(tensor, region) if region.writes or pieces.divided is not None else None
 
-    optimizer = state["optimizer"]
+    regions = pieces.regions if regions is None else regions
+    parts, optimizer = _Parts(regions, pieces), state["optimizer"]
     groups = {_settings_of(g): {**g, "params": dict.fromkeys(g["params"], True)} for g in optimizer["param_groups"]}
     return {
-        **_in_tensors(state, pieces, _written_part),
-        "optimizer": {"state": _moments(optimizer["state"], pieces, moment), "param_groups": groups},
+        **parts.of_tensors(state, _written_part),
+        "optimizer": {"state": parts.of_moments(optimizer["state"], moment), "param_groups": groups},
     }
 
 
 def model_parts(tensors: StateView, pieces: LocalShards) -> StateView:
     """Return tensors of the model by name as parts; those that another rank writes are left out."""
-    return _each(tensors, pieces, _written_part)
+    return _Parts(pieces.regions, pieces).each(tensors, _written_part)
 
 
 def _written_part(region: LocalShard, tensor: Tensor) -> ShardTensor | None:
@@ -68,38 +73,48 @@ def to_own(state: StateView, pieces: LocalShards) -> StateView:
     optimizer = state["optimizer"]
     kept = {name: value for name, value in optimizer["state"].items() if name in names}
     groups = [{**g, "params": [n for n in g["params"] if n in names]} for g in optimizer["param_groups"]]
+    parts = _Parts(pieces.regions, pieces)
     return {
-        **_in_tensors(state, pieces, piece),
-        "optimizer": {"state": _moments(kept, pieces, piece), "param_groups": [g for g in groups if g["params"]]},
+        **parts.of_tensors(state, piece),
+        "optimizer": {"state": parts.of_moments(kept, piece), "param_groups": [g for g in groups if g["params"]]},
     }
 
 
-def _in_tensors(state: StateView, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> StateView:
-    changed = {**state, "model": _each(state["model"], pieces, change)}
-    if state["ema"]:
-        changed["ema"] = {**state["ema"], "average": _each(state["ema"]["average"], pieces, change)}
-    return changed
+@dataclass(frozen=True)
+class _Parts:
+    """Changes the tensors of a state that lie in regions, by name."""
 
+    regions: Mapping[str, LocalShard]
+    pieces: LocalShards
 
-def _each(tensors: StateView, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> StateView:
-    made = {name: change(pieces.regions[name], tensors[name]) for name in pieces.regions if name in tensors}
-    return {name: value for name, value in made.items() if value is not None}
+    def of_tensors(self, state: StateView, change: Callable[[LocalShard, Any], Any]) -> StateView:
+        """Change those of the model, and of its moving average."""
+        changed = {**state, "model": self.each(state["model"], change)}
+        if state["ema"]:
+            changed["ema"] = {**state["ema"], "average": self.each(state["ema"]["average"], change)}
+        return changed
 
+    def each(self, tensors: StateView, change: Callable[[LocalShard, Any], Any]) -> StateView:
+        """Change tensors by name, any shape; those of which nothing is left are left out."""
+        made = {name: change(region, tensors[name]) for name, region in self.regions.items() if name in tensors}
+        return {name: value for name, value in made.items() if value is not None}
 
-def _moments(state: StateView, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> StateView:
-    """Change what has one element per element of a parameter; numbers of steps stay."""
-    made: dict[str, StateView] = {}
-    parameters = dict(pieces.named_parameters())
-    for name, values in state.items():
-        region, local = pieces.regions[name], tuple(parameters[name].shape)
-        kept: dict[str, object] = {}
-        for key, value in values.items():
-            shaped = (
-                isinstance(value, Tensor | StoredTensor) and value.shape and tuple(value.shape) in (local, region.shape)
-            )
-            kept[key] = change(region, value) if shaped else value
-        made[name] = {key: value for key, value in kept.items() if value is not None}
-    return made
+    def of_moments(self, state: StateView, change: Callable[[LocalShard, Any], Any]) -> StateView:
+        """Change what has one element per element of a parameter; numbers of steps stay."""
+        made: dict[str, StateView] = {}
+        parameters = dict(self.pieces.named_parameters())
+        for name, values in state.items():
+            region, local = self.regions[name], tuple(parameters[name].shape)
+            kept: dict[str, object] = {}
+            for key, value in values.items():
+                shaped = (
+                    isinstance(value, Tensor | StoredTensor)
+                    and value.shape
+                    and tuple(value.shape) in (local, region.shape)
+                )
+                kept[key] = change(region, value) if shaped else value
+            made[name] = {key: value for key, value in kept.items() if value is not None}
+        return made
 
 
 def _settings_of(group: StateView) -> str:

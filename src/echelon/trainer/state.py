@@ -35,6 +35,7 @@ from echelon.parallel.split import SplitModel
 from echelon.sync.base import Sync
 from echelon.tasks.base import Task
 from echelon.trainer.sharded_state import to_own
+from echelon.trainer.update import Update
 from echelon.trainer.world import World
 
 SINCE = "tuned_since"
@@ -63,6 +64,7 @@ class RunParts:
         frozen: names of parameters and statistics of the whole model that stay as they are.
         since: the epoch, counted from 0, since which this is so.
         switches: of an adaptive codec, that the record has not been told of.
+        update: the ranks' own; None: servers make it.
     """
 
     model: nn.Module
@@ -75,6 +77,7 @@ class RunParts:
     frozen: Set[str] = frozenset()
     since: int = 0
     switches: list[Switch] = field(default_factory=list)
+    update: Update | None = None
 
     @property
     def local_model(self) -> nn.Module:
@@ -380,7 +383,9 @@ def load_rank_state(
     if saved != layout_of(world):
         _load_resharded_ranks(run_parts, world, saved, ranks)
         return
-    state = ranks[world.rank]
+    state = ranks.get(world.rank)
+    if state is None:  # it died, and others saved what it had beside this
+        return
     torch.set_rng_state(state["torch"])
     _restore_host_generators(state)
     if world.device.type == "cuda" and "cuda" in state:

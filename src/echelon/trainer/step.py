@@ -16,7 +16,6 @@ from echelon.models.tables import untouched
 from echelon.models.trial import evaluating
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.base import Placement
-from echelon.parallel.local_shards import LocalShards, clip_by_norm
 from echelon.parallel.split import SplitModel
 from echelon.parallel.sync_batchnorm import has_sync_batchnorm
 from echelon.sync.base import StepSync
@@ -90,6 +89,7 @@ class Step:
     ) -> None:
         self.task, self._settings, self._clock, self._scaler = task, settings, clock, scaler
         self._split, self.guard = split, guard
+        self.result: StepResult | None = None  # of the step under way
         self._begun = False
         self._zero: Tensor | None = None  # what sums begin with; nothing is added to it in place
 
@@ -114,6 +114,7 @@ class Step:
         if self._zero is None:
             self._zero = torch.zeros((), device=self._settings.device)
         result = StepResult(self._zero, self._zero, nest.rows(targets), *self.count_units(batch))
+        self.result = result
         divisor = sync.begin_step(result.units, result.global_units)
         if self._split is not None and self._split.pipeline is not None:
             self._pipelined(self._split.pipeline, inputs, targets, divisor, result)
@@ -267,63 +268,3 @@ def warmup_backward(sync: StepSync, inputs: Nest) -> None:
         nest.zero_of(nest.call(sync.module, inputs)).backward()
     for parameter in sync.module.parameters():
         parameter.grad = None
-
-
-def make_update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, clip_norm: float
-) -> Callable[[], None]:
-    """Return the function that applies gradients: unscale, clip by global norm, step, clear."""
-
-    divided = model.divided if isinstance(model, LocalShards) else None
-    clear = _clears(optimizer)
-
-    def update() -> None:
-        """Apply the gradients that are there, and clear them."""
-        if clip_norm:
-            scaler.unscale_(optimizer)
-            if divided is not None and scaler.is_enabled():  # the norm is that of all gradients
-                divided.scale_others(1 / scaler.get_scale())
-            if isinstance(model, LocalShards):
-                clip_by_norm(model, clip_norm)
-            else:
-                _clip_whole(model, clip_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        clear()
-        if divided is not None:
-            model.zero_grad(set_to_none=True)
-            divided.share()
-
-    return update
-
-
-def _clears(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return what drops the gradients of an optimizer's parameters.
-
-    torch's `zero_grad` tells its profiler of it, which takes as long as a small layer.
-    """
-    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
-        return optimizer.zero_grad  # of the user's own
-
-    def clear() -> None:
-        """Drop them."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    return clear
-
-
-def _clip_whole(model: nn.Module, clip_norm: float) -> None:
-    """Scale the gradients of a whole model down to a norm; those of a table count by its rows, each summed up."""
-    for parameter in model.parameters():
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if not any(gradient.is_sparse for gradient in gradients):
-        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        return
-    values = [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
-    share = (clip_norm / (nn.utils.get_total_norm(values) + 1e-6)).clamp(max=1.0)
-    for each in values:
-        each.mul_(share)

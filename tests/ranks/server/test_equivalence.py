@@ -19,7 +19,7 @@ from echelon.observe.phases import HostClock
 from echelon.sync.allreduce import AllReduceSettings
 from echelon.sync.base import SyncContext
 from echelon.sync.ps import ServerSettings
-from echelon.trainer.step import make_update
+from echelon.trainer.update import Update
 from tests.ranks.server.roles import Cluster, Optimizer
 from tests.ranks.spawn import Rank, run_ranks
 
@@ -62,7 +62,7 @@ def reduced(rank: Rank, name: str) -> list[Tensor]:
     module = model()
     optimizer = OPTIMIZERS[name](list(module.parameters()))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    update = make_update(module, optimizer, scaler, 0.0)
+    update = Update(module, optimizer, scaler, 0.0)
     group, clock = dist.group.WORLD, HostClock()
     sync = AllReduceSettings().build(
         SyncContext(module, update, optimizer, group, torch.device("cpu"), read("none"), Backend(), 0, clock)

@@ -19,7 +19,7 @@ from echelon.optim.build import idle_optimizer
 from echelon.tasks.base import EvaluationResult
 from echelon.trainer.evaluate import evaluate
 from echelon.trainer.precision import autocast_to, build_scaler, check_fp8, fp8_layers, set_numerics, to_fp8
-from echelon.trainer.step import make_update
+from echelon.trainer.update import Update
 from echelon.trainer.world import World
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def test_a_stage_with_nothing_to_train_hears_of_overflows(clip_norm: float, monk
     scaler = build_scaler("fp16", CPU, group)  # type: ignore[arg-type]
     optimizer = idle_optimizer(build(None, {}).config.optimizer, 8)
     before = scaler.get_scale()
-    make_update(torch.nn.Linear(1, 1).requires_grad_(False), optimizer, scaler, clip_norm)()
+    Update(torch.nn.Linear(1, 1).requires_grad_(False), optimizer, scaler, clip_norm)()
     assert reduced == [group] and scaler.get_scale() == before / 2
 
 

@@ -16,7 +16,8 @@ from echelon.data.base import Batch
 from echelon.observe.phases import HostClock
 from echelon.parallel.base import alone
 from echelon.trainer.loss_guard import GuardSettings, LossGuard
-from echelon.trainer.step import Step, StepSettings, make_update
+from echelon.trainer.step import Step, StepSettings
+from echelon.trainer.update import Update
 from echelon.trainer.world import World
 from tests.ranks.layouts import TASK
 from tests.unit.trainer.alone import Alone
@@ -51,7 +52,7 @@ def test_a_step_computes_what_a_plain_loop_does_and_keeps_its_loss(tmp_path: Pat
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     guard = LossGuard(TASK, model.parameters(), WORLD, GuardSettings(False, tmp_path, 0, print))
     made = Step(TASK, StepSettings(WORLD.device, None, 1, 0.0, False), HostClock(), scaler, None, guard)
-    update = make_update(model, optimizer, scaler, 0.0)
+    update = Update(model, optimizer, scaler, 0.0)
 
     def ours() -> None:
         """Step as the loop does."""
@@ -90,7 +91,7 @@ def test_an_update_clears_gradients_by_itself_unless_the_optimizer_has_its_own_w
     optimizer = kind(groups, lr=0.1)
     if kind is torch.optim.SGD:
         monkeypatch.setattr(optimizer, "zero_grad", pytest.fail)
-    update = make_update(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), 0.0)
+    update = Update(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), 0.0)
     model(torch.ones(1, 3)).sum().backward()
     update()
     assert model.weight.grad is None and model.bias.grad is None

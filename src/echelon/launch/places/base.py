@@ -27,11 +27,13 @@ class Restart(StrEnum):
 
     BESIDE: where it was killed, the others of its group go on, and it alone is started again and joins them; else as
     TOGETHER.
+    RESCUED: as TOGETHER, but where it was killed, the others save first what they have trained.
     """
 
     TOGETHER = "together"
     ALONE = "alone"
     BESIDE = "beside"
+    RESCUED = "rescued"
 
 
 @dataclass(frozen=True)

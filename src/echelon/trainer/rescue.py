@@ -1,0 +1,387 @@
+"""Split replicas when a process is killed: the others save what all had trained, and the group starts again from there.
+
+No rank updates before all have the sums of a step (`UpdateGate`). So of the survivors, some may have made an update
+while the others hold its gradients: those make it now. If none has made it, the step is done again. Each piece of the
+model that a replica is cut into is then whole as of one step, and a survivor that has it writes it to a checkpoint.
+The argument is in `docs/decisions/elastic.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from echelon.checkpoint import (
+    AlikeTensors,
+    Arriving,
+    CheckpointStore,
+    PartWriter,
+    RankPart,
+    StoredPart,
+    merge,
+    part_file,
+    take_parts,
+)
+from echelon.core.errors import RESCUED
+from echelon.core.patience import Patience
+from echelon.core.state_tree import StateView
+from echelon.core.task import BestResult
+from echelon.records.decode import decode
+from echelon.records.file import Recorder, newest
+from echelon.records.kinds import Steps
+from echelon.tasks.base import SAMPLE
+from echelon.trainer.batches import EpochOrder
+from echelon.trainer.commit import Commit
+from echelon.trainer.loop import TrainingRun, fit
+from echelon.trainer.membership import Membership, TermStore
+from echelon.trainer.saving import Captured, WriterState, stand_by, writer_state
+from echelon.trainer.sharded_state import list_groups, to_parts
+from echelon.trainer.state import SINCE, Cursor, layout_of, rank_state, shared_state
+from echelon.trainer.world import leave_groups
+
+REASON = "rescue"
+"""Of checkpoints that survivors save."""
+
+_PART = "part of a checkpoint of survivors"
+T = TypeVar("T")
+
+
+class CannotSave(RuntimeError):
+    """The survivors do not have all that was trained."""
+
+
+@dataclass(frozen=True)
+class _StepSums:
+    """What a rank knows of a step, as `StepResult` has it."""
+
+    step: int
+    loss: float
+    score: float
+    samples: int
+    global_units: int
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a survivor tells the others of itself.
+
+    Attributes:
+        rank: in the group that lost one.
+        recorded: the last step in the record, as far as it knows; `leads`: it wrote it.
+        holds: it has all sums of the step after its commit.
+    """
+
+    rank: int
+    recorded: int
+    leads: bool
+    holds: bool
+    commit: Commit
+
+
+@dataclass(frozen=True)
+class _Unrecorded:
+    """What a survivor knows of the steps that are not in the record.
+
+    Attributes:
+        counts: its samples enter sums; others may have had the same ones.
+        sent: bytes by group of parameters; `others`: those for anything else.
+    """
+
+    counts: bool
+    seconds: float
+    steps: Sequence[_StepSums]
+    sent: Mapping[str, float]
+    others: int
+
+
+class _Table:
+    """What the survivors tell each other, by the store of their term."""
+
+    def __init__(self, store: dist.Store, place: int, size: int) -> None:
+        self._store, self.place, self.size = store, place, size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of the survivors, which writes what is written once."""
+        return self.place == 0
+
+    def exchange(self, kind: type[T], value: T) -> list[T]:
+        """Return what each survivor tells, in their order."""
+        name = kind.__name__
+        self._store.set(f"{name}/{self.place}", json.dumps(asdict(value)))  # type: ignore[call-overload]
+        texts = (self._store.get(f"{name}/{place}") for place in range(self.size))
+        return [decode(kind, json.loads(text)) for text in texts]
+
+    def hear(self, name: str, said: str) -> str:
+        """Return what the first survivor says."""
+        if self.leads:
+            self._store.set(name, said)
+        return self._store.get(name).decode()
+
+
+class RescueLoop:
+    """Takes a process of split replicas through its steps, and saves with the others when some are killed."""
+
+    def __init__(self, path: Path, membership: Membership, stop_s: float) -> None:
+        """Take the run's folder; `stop_s`: how long a survivor is waited for."""
+        self._path, self._membership, self._stop_s = path, membership, stop_s
+
+    def fit(self, run: TrainingRun, batches: EpochOrder) -> str:
+        """Train until there are no more batches; returns how it ended: `rescued` where others were killed.
+
+        Raises:
+            TimeoutError: peers were lost, and nobody said who left.
+        """
+        batches.note(between=False)
+        self._membership.begin()
+        try:
+            status = fit(run, batches)
+        except Exception as error:
+            if not self._membership.concerns(error):
+                raise
+            logging.warning("in step %d the others were lost: %s", run.world.notes.step, error)
+        else:
+            self._membership.stop()
+            return status
+        self._save(run, batches)
+        return RESCUED
+
+    def _save(self, run: TrainingRun, batches: EpochOrder) -> None:
+        """Save what was trained, with those that are left, whoever else dies meanwhile."""
+        began = time.monotonic()
+        while True:
+            self._membership.leave()
+            leave_groups()
+            term = self._membership.next_term()
+            store = TermStore(
+                dist.FileStore(str(self._membership.store(term)), len(term.members)),
+                self._membership.check_term,
+                timedelta(seconds=self._stop_s),
+            )
+            table = _Table(store, term.members.index(self._membership.member), len(term.members))
+            try:
+                _Rescue(run, batches, table, self._path).save()
+            except CannotSave as error:
+                logging.warning("nothing is saved after the death of others: %s", error)
+            except Exception as error:
+                if not self._membership.concerns(error):
+                    raise
+                logging.warning("in term %d the others were lost: %s", term.number, error)
+                continue
+            logging.info("term %d: saved, %.3f s", term.number, time.monotonic() - began)
+            self._membership.stop()
+            return
+
+
+class _Rescue:
+    """The survivors of one term."""
+
+    def __init__(self, run: TrainingRun, batches: EpochOrder, table: _Table, path: Path) -> None:
+        self._run, self._batches, self._table, self._path = run, batches, table, path
+
+    def save(self) -> None:
+        """Agree on a step, get there, and save.
+
+        Raises:
+            CannotSave: a piece of the model, or an update, is lost.
+        """
+        run, commit = self._run, self._batches.commit
+        assert commit is not None and run.parts.update is not None and run.parts.update.gate is not None
+        holds = run.parts.update.gate.holds
+        told = _Told(run.world.rank, self._recorded(), run.world.leads, holds, replace(commit, draws=None))
+        members = self._table.exchange(_Told, told)
+        agreed = _agreement(members)
+        sources = _sources([member.rank for member in members], run)
+        if commit.step < agreed.step:
+            self._update()
+        elif commit.draws is not None:
+            commit.draws.restore(run)  # the next step may have begun
+        known = self._table.exchange(_Unrecorded, self._unrecorded(_last_recorded(members)))
+        run.saver.best, run.saver.stagnation = BestResult.of(agreed.best, agreed.best_loss), agreed.stagnation
+        run.saver.owes_evaluation = agreed.owes_evaluation
+        record = run.progress.record
+        if self._table.leads and not run.world.leads:
+            record = Recorder(self._path, patience_s=record.patience.limit_s)
+        if self._table.leads:
+            self._write_steps(record, agreed, known)
+        state = _SurvivorsState(run, self._table, [m.rank for m in members], run.world.rank in sources, record.patience)
+        run.saver.go_on(state, record, 0)
+        cursor = replace(agreed.cursor(), shares=self._batches.shares)
+        run.saver.save(cursor, REASON, last=True)
+        run.saver.settle()
+        self._table.hear("saved", "yes")
+        record.flush()
+
+    def _recorded(self) -> int:
+        if self._run.world.leads:
+            return self._batches.recorded
+        return next((window.step for window in newest(self._path, Steps)), 0)
+
+    def _update(self) -> None:
+        """Make the update that others have made: this rank has its gradients."""
+        run = self._run
+        assert run.parts.update is not None and run.step.result is not None
+        run.parts.update.apply()
+        if run.parts.ema:
+            run.parts.ema.update(run.parts.local_model)
+        self._batches.update_made(run.step.result)
+
+    def _unrecorded(self, recorded: int) -> _Unrecorded:
+        run, commit = self._run, self._batches.commit
+        assert commit is not None
+        steps = [
+            _StepSums(step, float(r.loss), float(r.score), r.samples, r.global_units)
+            for step, r in self._batches.history
+            if recorded < step <= commit.step
+        ]
+        sent, others = run.traffic.since_last(run.parts.sync.bytes_sent(), run.saver.bytes_sent)
+        return _Unrecorded(run.world.counts, self._batches.spent_s, steps, dict(sent), others)
+
+    def _write_steps(self, record: Recorder, commit: Commit, known: Sequence[_Unrecorded]) -> None:
+        """Record the steps that no line tells of yet, as far as the survivors know them."""
+        counting = [member for member in known if member.counts]
+        parts = self._run.world.data_size if self._run.task.unit != SAMPLE else 0
+        sums = [total for step in _unrecorded_steps(counting) if (total := _whole(step, counting, parts)) is not None]
+        if not sums:
+            return
+        by_group: dict[str, float] = {}
+        for member in known:
+            for group, n_bytes in member.sent.items():
+                by_group[group] = by_group.get(group, 0) + n_bytes
+        score = sum(total.score for total in sums) if self._run.task.score_label else None
+        record.write(
+            Steps(
+                step=commit.step, losses=[total.loss for total in sums], seconds=max(m.seconds for m in known),
+                epoch=commit.epoch, correct=None if score is None else round(score),
+                samples=sum(total.samples for total in sums), lr=self._run.schedule.lr,
+                wire_bytes=sum(by_group.values()), wire_bytes_by_group=by_group,
+                other_wire_bytes=sum(member.others for member in known),
+            )
+        )  # fmt: skip
+
+
+def _agreement(members: Sequence[_Told]) -> Commit:
+    """Return how far the survivors are once those that hold gradients have made the updates that others have.
+
+    Raises:
+        CannotSave: one of them cannot get there.
+    """
+    agreed = max((member.commit for member in members), key=lambda commit: commit.place)
+    for member in members:
+        behind = agreed.step - member.commit.step
+        if behind > 1 or (behind and not member.holds):
+            raise CannotSave(f"rank {member.rank} has no gradients of step {agreed.step}, which others have made")
+    return agreed
+
+
+def _last_recorded(members: Sequence[_Told]) -> int:
+    leaders = [member.recorded for member in members if member.leads]
+    return max(leaders or [member.recorded for member in members])  # else by what a dead one has written
+
+
+def _sources(ranks: Sequence[int], run: TrainingRun) -> set[int]:
+    """Return the survivors that write their piece of the model: the first of those that have it.
+
+    Raises:
+        CannotSave: nobody has a piece.
+    """
+    assert run.world.placement is not None
+    pieces = run.world.placement.layout.model_size  # consecutive ranks are a replica
+    first = {rank % pieces: rank for rank in sorted(ranks, reverse=True)}
+    if missing := set(range(pieces)) - first.keys():
+        raise CannotSave(f"no other replica has what rank {min(missing)} of a replica had")
+    return set(first.values())
+
+
+def _unrecorded_steps(members: Sequence[_Unrecorded]) -> list[int]:
+    return sorted({known.step for member in members for known in member.steps})
+
+
+def _whole(step: int, members: Sequence[_Unrecorded], parts: int) -> _StepSums | None:
+    """Return what stands for the whole batch of a step: the sums of those that know it, scaled by what is missing.
+
+    Args:
+        parts: that a batch is cut into, where losses are no means over samples; 0: they are.
+    """
+    known = [each for member in members for each in member.steps if each.step == step]
+    samples = sum(each.samples for each in known)
+    if not samples:
+        return None
+    units = known[0].global_units
+    scale = parts / len(known) if parts else units / samples
+    loss, score = (scale * sum(values) for values in ([e.loss for e in known], [e.score for e in known]))
+    return _StepSums(step, loss, score, round(scale * samples), units)
+
+
+class _SurvivorsState:
+    """The state of a run that some of its ranks hold, for one checkpoint (see `RunState`)."""
+
+    bytes_sent = 0
+
+    def __init__(
+        self, run: TrainingRun, table: _Table, ranks: Sequence[int], is_source: bool, patience: Patience
+    ) -> None:
+        """Take the survivors' ranks, and whether this one writes its piece of the model."""
+        self._run, self._table, self._ranks, self._patience = run, table, ranks, patience
+        self._is_source, self.leads = is_source, table.leads
+        self._writer, self._token = PartWriter(patience=patience), 0
+
+    def newest(self, store: CheckpointStore) -> None:
+        """Return nothing: the next start reads it."""
+
+    def load(self, state: StateView) -> Cursor:
+        """Refuse: the next start reads it."""
+        raise RuntimeError("survivors read no checkpoint")
+
+    def prepare(self, store: CheckpointStore, begins: bool) -> WriterState:
+        """Return how this rank's writers stand; the first survivor makes room where the ranks' parts are to be."""
+        if not self._writer.is_writing:
+            self._writer.wait()
+        own = writer_state(self._writer.is_writing, self._patience, _PART)
+        return max(own, stand_by(store, self._patience, self._make_room if begins else None)) if self.leads else own
+
+    def _make_room(self, store: CheckpointStore) -> None:
+        store.claim()
+        self._token = self._token or time.time_ns()
+        store.room_for_parts(self._token)
+
+    @contextmanager
+    def captured(self, cursor: Cursor, store: CheckpointStore) -> Iterator[Captured | None]:
+        """Write this rank's part; gives, on the first survivor, what is saved with the parts of all."""
+        run, rank = self._run, self._run.world.rank
+        split = run.parts.split
+        assert split is not None
+        folder = store.parts_folder(int(self._table.hear("room", str(self._token))))
+        regions = {
+            name: replace(region, writes=region.is_first and self._is_source)
+            for name, region in split.pieces.regions.items()
+        }
+        told = to_parts(shared_state(run.parts, cursor), split.pieces, regions)
+        shared, shards = take_parts(told, part_file(rank))
+        part = RankPart.of(rank, rank_state(run.parts, run.world), shared, shards, AlikeTensors())
+        self._writer.write({folder / part_file(rank): part})
+        if not self.leads:
+            yield None
+            return
+        about: StateView = {
+            "world_size": run.world.size, "layout": layout_of(run.world), SINCE: run.parts.since,
+        }  # fmt: skip
+        yield Captured(about, Arriving(folder, [part_file(each) for each in self._ranks], _joined))
+
+    def finish(self) -> None:
+        """Wait until this rank's part is on disk."""
+        self._writer.wait()
+
+
+def _joined(state: StateView, stored: Sequence[StoredPart]) -> dict[str, Any]:
+    """Return the state that is saved, of what the survivors' parts hold together."""
+    return {**list_groups(merge([part.shared() for part in stored])), **state}

@@ -1,0 +1,100 @@
+"""A model to split whose processes kill themselves at points of a step, each fault once in a run.
+
+`ECHELON_TEST_FAULTS` is a list of [process, point, how often it has come there]; `ECHELON_TEST_STRUCK` is a folder in
+which each fault leaves a file, so that processes that are started again are well.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from echelon.models.base import ModelInput
+from echelon.models.builtin.small_vit import Size, SmallViT
+
+FAULTS, STRUCK = "ECHELON_TEST_FAULTS", "ECHELON_TEST_STRUCK"
+
+    "step",
+    "backward",
+    "sums",
+    "after flag",
+    "after update",
+    "evaluation",
+    "checkpoint",
+    "rescue",
+    "rescued part",
+)
+_counts: dict[str, int] = {}
+
+
+def come_to(point: str) -> None:
+    """Come to a point; this process ends there where it is told to."""
+    count = _counts[point] = _counts.get(point, 0) + 1
+    process = multiprocessing.current_process().name.partition(".")[0]
+    for number, fault in enumerate(json.loads(os.environ.get(FAULTS, "[]"))):
+        struck = Path(os.environ[STRUCK]) / str(number)
+        if fault == [process, point, count] and not struck.exists():
+            struck.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _points_of(function: Callable[..., Any], before: str = "", after: str = "") -> Callable[..., Any]:
+    @wraps(function)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        if before:
+            come_to(before)
+        result = function(*arguments, **named)
+        if after:
+            come_to(after)
+        return result
+
+    return wrapped
+
+
+@cache
+def install() -> None:
+    """Let this process come to the points."""
+    from echelon.trainer import batches, rescue, saving, step, update
+
+    changed: Any = step.Step
+    changed.forward_backward = _points_of(changed.forward_backward, before="step")
+    changed = update.Update
+    changed.__call__ = _points_of(changed.__call__, before="sums")
+    changed.apply = _points_of(changed.apply, after="after update")
+    changed = update.UpdateGate
+    changed.wait = _points_of(changed.wait, after="after flag")
+    changed = saving.RanksState
+    changed.captured = _points_of(changed.captured, before="checkpoint")
+    changed = rescue._Rescue
+    changed.save = _points_of(changed.save, before="rescue")
+    changed = rescue._SurvivorsState
+    changed.finish = _points_of(changed.finish, before="rescued part")
+    module: Any = batches
+    module.evaluate_agreed = _points_of(module.evaluate_agreed, before="evaluation")
+
+
+class FaultyViT(SmallViT):
+    """A small transformer that comes to the points."""
+
+    def __init__(self, data: ModelInput) -> None:
+        super().__init__(data, Size(depth=2, width=16, heads=4, hidden=32))
+        install()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits."""
+        logits = super().forward(images)
+        if logits.requires_grad:
+            logits.register_hook(_in_backward)
+        return logits
+
+
+def _in_backward(gradient: Tensor) -> None:
+    come_to("backward")
