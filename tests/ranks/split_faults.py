@@ -22,16 +22,6 @@ from echelon.models.builtin.small_vit import Size, SmallViT
 
 FAULTS, STRUCK = "ECHELON_TEST_FAULTS", "ECHELON_TEST_STRUCK"
 
-    "step",
-    "backward",
-    "sums",
-    "after flag",
-    "after update",
-    "evaluation",
-    "checkpoint",
-    "rescue",
-    "rescued part",
-)
 _counts: dict[str, int] = {}
 
 
