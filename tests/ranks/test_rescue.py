@@ -31,7 +31,7 @@ CASES: dict[str, Sequence[Fault]] = {
     "in an evaluation": [("rank2", "evaluation", 1)],
     "while a checkpoint is taken": [("rank1", "checkpoint", 1)],
     "two of different pieces at once": [("rank0", "sums", 5), ("rank3", "sums", 5)],
-    "another while they save": [("rank1", "sums", 8), ("rank3", "rescue", 1)],
+    "another while they save": [("rank1", "sums", 8), ("rank2", "rescue", 1)],
     "the one that leads, as they save": [("rank1", "sums", 8), ("rank0", "rescued part", 1)],
     "one after the other": [("rank1", "sums", 4), ("rank2", "after update", 3)],
 }

@@ -110,6 +110,21 @@ class LocalShards(nn.Module):
             if persistent:
                 self.regions[prefix + name] = _local_shard(buffer, self.placement)
 
+    def hold(self, name: str, parameter: nn.Parameter, region: LocalShard) -> None:
+        """Hold a parameter of any shape, and where it lies in the whole one: what another rank has."""
+        owner, leaf = self._owner(name)
+        owner.register_parameter(leaf, parameter)
+        self.regions[name] = region
+
+    def hold_buffers_of(self, other: LocalShards) -> None:
+        """Hold another's buffers, the same memory, and leave out of weight decay what it does."""
+        self._no_decay = other.no_weight_decay()
+        for name, buffer in other.named_buffers():
+            owner, leaf = self._owner(name)
+            owner.register_buffer(leaf, buffer, persistent=name in other.regions)
+            if name in other.regions:
+                self.regions[name] = other.regions[name]
+
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         *path, leaf = name.split(".")
         node: nn.Module = self

@@ -40,17 +40,22 @@ class DividedUpdate:
         self._shares: list[list[Tensor]] = [[] for _ in range(group.size())]
         for parameter, owner in zip(listed, divide([p.numel() for p in listed], group.size()), strict=True):
             self._shares[owner].append(parameter)
-        self._own = {id(parameter) for parameter in self._shares[group.rank()]}
+        self._owners = {id(parameter): rank for rank, share in enumerate(self._shares) for parameter in share}
+        self._rank = group.rank()
         self._others = [parameter for parameter in listed if not self.owns(parameter)]
 
-    def owns(self, parameter: Tensor) -> bool:
-        """Whether this rank's optimizer updates a parameter, any shape."""
-        return id(parameter) in self._own
+    def owns(self, parameter: Tensor, rank: int | None = None) -> bool:
+        """Whether a rank's optimizer updates a parameter, any shape; `rank`: this one, where not given."""
+        return self._owners.get(id(parameter)) == (self._rank if rank is None else rank)
 
     def keep_own(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the others' parameters out of an optimizer that has no state yet; one group stays at least."""
+        self.keep(optimizer, self._rank)
+
+    def keep(self, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        """Leave a rank's parameters alone in an optimizer that has no state yet; one group stays at least."""
         for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if self.owns(parameter)]
+            group["params"] = [parameter for parameter in group["params"] if self.owns(parameter, rank)]
         kept = [group for group in optimizer.param_groups if group["params"]]
         optimizer.param_groups[:] = kept or optimizer.param_groups[:1]
 

@@ -242,7 +242,7 @@ def _close_loaders(run: TrainingRun) -> None:
 
 def _end(run: TrainingRun, path: Path, end: End, measured_bytes: int) -> None:
     """Record how the run ended, once no rank writes any more; the command that started the ranks writes the report."""
-    sent, others_sent = run.traffic.since_last(run.parts.sync.bytes_sent(), run.saver.bytes_sent + measured_bytes)
+    sent, others_sent = run.traffic.since_last(run.parts.sync.bytes_sent(), run.other_bytes_sent + measured_bytes)
     others = torch.tensor([sum(sent.values()) + others_sent], device=run.world.device)
     if run.world.group is not None:
         dist.all_reduce(others, group=run.world.group)  # and so no rank is still writing

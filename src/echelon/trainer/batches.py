@@ -248,7 +248,7 @@ class EpochOrder:
         due = (every_s is not None and now_s - self.saved_s >= every_s) or run.saver.is_due()
         wishes = Wishes(bool(self._stop), due, self._time.is_up(now_s))
         sync = run.parts.sync
-        sent, others = run.traffic.since_last(sync.bytes_sent(), run.saver.bytes_sent)
+        sent, others = run.traffic.since_last(sync.bytes_sent(), run.other_bytes_sent)
         end = WindowEnd(cursor.epoch, cursor.step, run.schedule.lr, sync.density())
         closed = self.window.close(end, WindowTraffic(sent, others), sync.reduce_times(), wishes)
         self._time.step_s = closed.steps.seconds / closed.steps.count

@@ -12,7 +12,7 @@ from echelon.collectives.wire import SMALL_NUMEL, is_small
 from echelon.config import OptimizerConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
-from echelon.core.layout import AUTO
+from echelon.core.layout import AUTO, Layout
 from echelon.core.own import TRANSFORMERS
 from echelon.models.external import WITHOUT_AUXILIARY_HEADS
 from echelon.models.keras_model import KerasModule
@@ -98,11 +98,23 @@ def survivors_save(run: ResolvedRun, ranks: int) -> bool:
     return not _against_rescue(run, ranks)
 
 
+def _has_second(layout: Layout) -> bool:
+    """Whether what a rank has of a split model or optimizer is in another replica, or can be kept by a neighbour."""
+    if layout.table > 1:
+        return False
+    return layout.zero1 or (layout.splits and (layout.dp > 1 or layout.fsdp > 1))
+
+
+def _keeps_copies(layout: Layout) -> bool:
+    return layout.zero1 or layout.dp == 1
+
+
 def _against_rescue(run: ResolvedRun, ranks: int) -> str:
     """Return the first setting with which survivors cannot save what a dead one had; empty: they can."""
     given, config, layout = run.described.strategy, run.config, run.layout_for(ranks)
     against = (
-        (not layout.splits or layout.zero1 or layout.table > 1 or layout.dp == 1, f"--parallel {given.parallel}"),
+        (not _has_second(layout), f"--parallel {given.parallel}"),
+        (_keeps_copies(layout) and run.optimizer.reach > Reach.ELEMENT, f"--optimizer {run.optimizer.name}"),
         (not run.sync.sums_in_backward, f"--sync {given.sync}"),
         (run.compression.encodes, f"--compression {given.compression}"),
         (config.training.precision == "fp16", "--precision fp16"),

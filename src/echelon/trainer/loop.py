@@ -89,6 +89,12 @@ class TrainingRun:
     survives: bool = False
     retuning: Retuning | None = None
 
+    @property
+    def other_bytes_sent(self) -> int:
+        """Bytes that this rank has sent so that states are saved, or kept twice."""
+        copy = self.parts.update.copy if self.parts.update else None
+        return self.saver.bytes_sent + (copy.bytes_sent if copy else 0)
+
     def retune(self, epoch: int) -> None:
         """Go on with parts that are built for an epoch, from the newest checkpoint; all ranks call it together."""
         if self.retuning is None:
@@ -96,7 +102,7 @@ class TrainingRun:
         if self.step.guard is not None:
             self.step.guard.close()
         self.parts.sync.close()
-        totals, others = self.parts.sync.bytes_sent(), self.saver.bytes_sent
+        totals, others = self.parts.sync.bytes_sent(), self.other_bytes_sent
         made = self.retuning.rebuilt(epoch)
         self.parts, self.step, self.schedule = made.parts, made.step, made.schedule
         self.traffic.begin_anew(totals, others, made.parts.start_bytes)

@@ -2,8 +2,8 @@
 
 No rank updates before all have the sums of a step (`UpdateGate`). So of the survivors, some may have made an update
 while the others hold its gradients: those make it now. If none has made it, the step is done again. Each piece of the
-model that a replica is cut into is then whole as of one step, and a survivor that has it writes it to a checkpoint.
-The argument is in `docs/decisions/elastic.md`.
+model that a replica is cut into is then whole as of one step, and a survivor that has it, or a copy of it, writes it to
+a checkpoint. The argument is in `docs/decisions/elastic.md`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from echelon.core.errors import RESCUED
 from echelon.core.patience import Patience
 from echelon.core.state_tree import StateView
 from echelon.core.task import BestResult
+from echelon.parallel.local_shards import LocalShard
 from echelon.records.decode import decode
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import Steps
@@ -44,8 +45,9 @@ from echelon.trainer.commit import Commit
 from echelon.trainer.loop import TrainingRun, fit
 from echelon.trainer.membership import Membership, TermStore
 from echelon.trainer.saving import Captured, WriterState, stand_by, writer_state
+from echelon.trainer.second_copy import SecondCopy, share_regions
 from echelon.trainer.sharded_state import list_groups, to_parts
-from echelon.trainer.state import SINCE, Cursor, layout_of, rank_state, shared_state
+from echelon.trainer.state import SINCE, Cursor, RunParts, layout_of, rank_state, shared_state
 from echelon.trainer.world import leave_groups
 
 REASON = "rescue"
@@ -77,25 +79,33 @@ class _Told:
     Attributes:
         rank: in the group that lost one.
         recorded: the last step in the record, as far as it knows; `leads`: it wrote it.
-        holds: it has all sums of the step after its commit.
+        step: the last one that it has noted as done.
+        holds: it has all sums of the step after that.
+        made: it has made its update of the step after that.
+        copies: the rank whose state it has a copy of; -1: none.
     """
 
     rank: int
     recorded: int
     leads: bool
+    step: int
     holds: bool
-    commit: Commit
+    made: bool
+    copies: int = -1
 
 
 @dataclass(frozen=True)
-class _Unrecorded:
-    """What a survivor knows of the steps that are not in the record.
+class _Known:
+    """What a survivor knows once all are at the same step.
 
     Attributes:
+        commit: how far it is.
         counts: its samples enter sums; others may have had the same ones.
+        steps: that are not in the record.
         sent: bytes by group of parameters; `others`: those for anything else.
     """
 
+    commit: Commit
     counts: bool
     seconds: float
     steps: Sequence[_StepSums]
@@ -194,48 +204,56 @@ class _Rescue:
         Raises:
             CannotSave: a piece of the model, or an update, is lost.
         """
-        run, commit = self._run, self._batches.commit
-        assert commit is not None and run.parts.update is not None and run.parts.update.gate is not None
-        holds = run.parts.update.gate.holds
-        told = _Told(run.world.rank, self._recorded(), run.world.leads, holds, replace(commit, draws=None))
-        members = self._table.exchange(_Told, told)
-        agreed = _agreement(members)
-        sources = _sources([member.rank for member in members], run)
-        if commit.step < agreed.step:
-            self._update()
-        elif commit.draws is not None:
-            commit.draws.restore(run)  # the next step may have begun
-        known = self._table.exchange(_Unrecorded, self._unrecorded(_last_recorded(members)))
+        run, table = self._run, self._table
+        members = table.exchange(_Told, self._told())
+        step = _agreed_step(members)
+        written = _written(members, run)
+        self._go_to(step)
+        known = table.exchange(_Known, self._known(_last_recorded(members)))
+        agreed = max((member.commit for member in known), key=lambda commit: commit.place)
         run.saver.best, run.saver.stagnation = BestResult.of(agreed.best, agreed.best_loss), agreed.stagnation
         run.saver.owes_evaluation = agreed.owes_evaluation
         record = run.progress.record
-        if self._table.leads and not run.world.leads:
+        if table.leads and not run.world.leads:
             record = Recorder(self._path, patience_s=record.patience.limit_s)
-        if self._table.leads:
+        if table.leads:
             self._write_steps(record, agreed, known)
-        state = _SurvivorsState(run, self._table, [m.rank for m in members], run.world.rank in sources, record.patience)
-        run.saver.go_on(state, record, 0)
-        cursor = replace(agreed.cursor(), shares=self._batches.shares)
-        run.saver.save(cursor, REASON, last=True)
+        run.saver.go_on(_SurvivorsState(run, table, written, record.patience), record, 0)
+        run.saver.save(replace(agreed.cursor(), shares=self._batches.shares), REASON, last=True)
         run.saver.settle()
-        self._table.hear("saved", "yes")
+        table.hear("saved", "yes")
         record.flush()
+
+    def _told(self) -> _Told:
+        run, update, commit = self._run, self._run.parts.update, self._batches.commit
+        assert commit is not None and update is not None and update.gate is not None
+        copies = update.copy.rank if update.copy is not None else -1
+        gate, world = update.gate, run.world
+        return _Told(world.rank, self._recorded(), world.leads, commit.step, gate.holds, gate.made, copies)
 
     def _recorded(self) -> int:
         if self._run.world.leads:
             return self._batches.recorded
         return next((window.step for window in newest(self._path, Steps)), 0)
 
-    def _update(self) -> None:
-        """Make the update that others have made: this rank has its gradients."""
-        run = self._run
-        assert run.parts.update is not None and run.step.result is not None
-        run.parts.update.apply()
+    def _go_to(self, step: int) -> None:
+        """Make the update that others have made: this rank has its gradients. Or return to before the next step."""
+        run, commit = self._run, self._batches.commit
+        assert commit is not None and run.parts.update is not None and run.parts.update.gate is not None
+        if commit.step == step:
+            if commit.draws is not None:
+                commit.draws.restore(run)
+            return
+        assert run.step.result is not None
+        gate = run.parts.update.gate
+        if gate.holds:
+            run.parts.update.apply()
         if run.parts.ema:
             run.parts.ema.update(run.parts.local_model)
         self._batches.update_made(run.step.result)
+        gate.made = False
 
-    def _unrecorded(self, recorded: int) -> _Unrecorded:
+    def _known(self, recorded: int) -> _Known:
         run, commit = self._run, self._batches.commit
         assert commit is not None
         steps = [
@@ -243,10 +261,11 @@ class _Rescue:
             for step, r in self._batches.history
             if recorded < step <= commit.step
         ]
-        sent, others = run.traffic.since_last(run.parts.sync.bytes_sent(), run.saver.bytes_sent)
-        return _Unrecorded(run.world.counts, self._batches.spent_s, steps, dict(sent), others)
+        sent, others = run.traffic.since_last(run.parts.sync.bytes_sent(), run.other_bytes_sent)
+        counts, spent_s = run.world.counts, self._batches.spent_s
+        return _Known(replace(commit, draws=None), counts, spent_s, steps, dict(sent), others)
 
-    def _write_steps(self, record: Recorder, commit: Commit, known: Sequence[_Unrecorded]) -> None:
+    def _write_steps(self, record: Recorder, commit: Commit, known: Sequence[_Known]) -> None:
         """Record the steps that no line tells of yet, as far as the survivors know them."""
         counting = [member for member in known if member.counts]
         parts = self._run.world.data_size if self._run.task.unit != SAMPLE else 0
@@ -269,18 +288,18 @@ class _Rescue:
         )  # fmt: skip
 
 
-def _agreement(members: Sequence[_Told]) -> Commit:
-    """Return how far the survivors are once those that hold gradients have made the updates that others have.
+def _agreed_step(members: Sequence[_Told]) -> int:
+    """Return the step at which the survivors are, once those that hold gradients have made the update others have.
 
     Raises:
         CannotSave: one of them cannot get there.
     """
-    agreed = max((member.commit for member in members), key=lambda commit: commit.place)
+    step = max(member.step + member.made for member in members)
     for member in members:
-        behind = agreed.step - member.commit.step
-        if behind > 1 or (behind and not member.holds):
-            raise CannotSave(f"rank {member.rank} has no gradients of step {agreed.step}, which others have made")
-    return agreed
+        behind = step - member.step
+        if behind > 1 or (behind and not (member.holds or member.made)):
+            raise CannotSave(f"rank {member.rank} has no gradients of step {step}, which others have made")
+    return step
 
 
 def _last_recorded(members: Sequence[_Told]) -> int:
@@ -288,25 +307,47 @@ def _last_recorded(members: Sequence[_Told]) -> int:
     return max(leaders or [member.recorded for member in members])  # else by what a dead one has written
 
 
-def _sources(ranks: Sequence[int], run: TrainingRun) -> set[int]:
-    """Return the survivors that write their piece of the model: the first of those that have it.
+@dataclass(frozen=True)
+class _Written:
+    """What this survivor writes.
+
+    Attributes:
+        ranks: all whose parts are written, by whomever.
+        is_source: it writes its piece of the model.
+        copy: what it writes in a dead neighbour's place; None: nothing.
+    """
+
+    ranks: Sequence[int]
+    is_source: bool
+    copy: SecondCopy | None
+
+
+def _written(members: Sequence[_Told], run: TrainingRun) -> _Written:
+    """Divide what is written among the survivors: of those that have a piece of the model, the first writes it.
 
     Raises:
-        CannotSave: nobody has a piece.
+        CannotSave: nobody has a piece, or a copy of it.
     """
-    assert run.world.placement is not None
-    pieces = run.world.placement.layout.model_size  # consecutive ranks are a replica
+    split, update = run.parts.split, run.parts.update
+    assert run.world.placement is not None and split is not None and update is not None
+    divided = split.pieces.divided is not None
+    pieces = run.world.size if divided else run.world.placement.layout.model_size  # consecutive ranks are a replica
+    ranks = [member.rank for member in members]
     first = {rank % pieces: rank for rank in sorted(ranks, reverse=True)}
-    if missing := set(range(pieces)) - first.keys():
-        raise CannotSave(f"no other replica has what rank {min(missing)} of a replica had")
-    return set(first.values())
+    copied = {member.copies for member in members} - set(ranks)
+    if missing := set(range(pieces)) - first.keys() - copied:
+        raise CannotSave(f"no other has what rank {min(missing)} of a replica had")
+    dead = update.copy.rank if update.copy is not None else -1
+    writes = update.copy if dead not in first.values() and dead not in ranks else None
+    lost = sorted(each for each in copied if each >= 0)
+    return _Written([*ranks, *lost], run.world.rank in first.values(), writes if dead in lost else None)
 
 
-def _unrecorded_steps(members: Sequence[_Unrecorded]) -> list[int]:
+def _unrecorded_steps(members: Sequence[_Known]) -> list[int]:
     return sorted({known.step for member in members for known in member.steps})
 
 
-def _whole(step: int, members: Sequence[_Unrecorded], parts: int) -> _StepSums | None:
+def _whole(step: int, members: Sequence[_Known], parts: int) -> _StepSums | None:
     """Return what stands for the whole batch of a step: the sums of those that know it, scaled by what is missing.
 
     Args:
@@ -327,12 +368,10 @@ class _SurvivorsState:
 
     bytes_sent = 0
 
-    def __init__(
-        self, run: TrainingRun, table: _Table, ranks: Sequence[int], is_source: bool, patience: Patience
-    ) -> None:
-        """Take the survivors' ranks, and whether this one writes its piece of the model."""
-        self._run, self._table, self._ranks, self._patience = run, table, ranks, patience
-        self._is_source, self.leads = is_source, table.leads
+    def __init__(self, run: TrainingRun, table: _Table, written: _Written, patience: Patience) -> None:
+        """Take what this survivor writes."""
+        self._run, self._table, self._written, self._patience = run, table, written, patience
+        self.leads = table.leads
         self._writer, self._token = PartWriter(patience=patience), 0
 
     def newest(self, store: CheckpointStore) -> None:
@@ -357,28 +396,40 @@ class _SurvivorsState:
     @contextmanager
     def captured(self, cursor: Cursor, store: CheckpointStore) -> Iterator[Captured | None]:
         """Write this rank's part; gives, on the first survivor, what is saved with the parts of all."""
-        run, rank = self._run, self._run.world.rank
-        split = run.parts.split
-        assert split is not None
+        run, written = self._run, self._written
         folder = store.parts_folder(int(self._table.hear("room", str(self._token))))
-        regions = {
-            name: replace(region, writes=region.is_first and self._is_source)
-            for name, region in split.pieces.regions.items()
-        }
-        told = to_parts(shared_state(run.parts, cursor), split.pieces, regions)
-        shared, shards = take_parts(told, part_file(rank))
-        part = RankPart.of(rank, rank_state(run.parts, run.world), shared, shards, AlikeTensors())
-        self._writer.write({folder / part_file(rank): part})
+        parts = {run.world.rank: self._part(run.world.rank, run.parts, cursor, self._own_regions())}
+        if (copy := written.copy) is not None:
+            parts[copy.rank] = self._part(copy.rank, copy.parts(run.parts), cursor, copy.regions())
+        self._writer.write({folder / part_file(rank): part for rank, part in parts.items()})
         if not self.leads:
             yield None
             return
         about: StateView = {
             "world_size": run.world.size, "layout": layout_of(run.world), SINCE: run.parts.since,
         }  # fmt: skip
-        yield Captured(about, Arriving(folder, [part_file(each) for each in self._ranks], _joined))
+        yield Captured(about, Arriving(folder, [part_file(each) for each in written.ranks], _joined))
+
+    def _own_regions(self) -> Mapping[str, LocalShard]:
+        """Return what this rank has, with what it writes of it."""
+        split, writes = self._run.parts.split, self._written.is_source
+        assert split is not None
+        if (divided := split.pieces.divided) is not None:
+            return share_regions(split.pieces, divided, self._run.world.rank, with_buffers=self.leads)
+        return {n: replace(region, writes=region.is_first and writes) for n, region in split.pieces.regions.items()}
+
+    def _part(self, rank: int, run_parts: RunParts, cursor: Cursor, regions: Mapping[str, LocalShard]) -> RankPart:
+        """Return what is written of a rank: of a dead one, nothing that was its own alone."""
+        assert run_parts.split is not None
+        told = to_parts(shared_state(run_parts, cursor), run_parts.split.pieces, regions)
+        shared, shards = take_parts(told, part_file(rank))
+        is_own = rank == self._run.world.rank
+        return RankPart.of(
+            rank, rank_state(run_parts, self._run.world) if is_own else {}, shared, shards, AlikeTensors()
+        )
 
     def finish(self) -> None:
-        """Wait until this rank's part is on disk."""
+        """Wait until what this rank writes is on disk."""
         self._writer.wait()
 
 

@@ -384,7 +384,7 @@ def load_rank_state(
         _load_resharded_ranks(run_parts, world, saved, ranks)
         return
     state = ranks.get(world.rank)
-    if state is None:  # it died, and others saved what it had beside this
+    if not state:  # it died, and others saved all but what it alone had
         return
     torch.set_rng_state(state["torch"])
     _restore_host_generators(state)

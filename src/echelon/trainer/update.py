@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from echelon.parallel.local_shards import LocalShards, clip_by_norm
+
+if TYPE_CHECKING:
+    from echelon.trainer.second_copy import SecondCopy
 
 
 class UpdateGate:
@@ -18,9 +22,10 @@ class UpdateGate:
 
     Attributes:
         holds: this rank has all sums of a step, whose update it has not made.
+        made: it has made the update, and has yet to hear of others' parts of it.
     """
 
-    holds = False
+    holds = made = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Take all ranks of the run."""
@@ -28,7 +33,7 @@ class UpdateGate:
 
     def wait(self) -> None:
         """Wait until all ranks have their sums: one number is added up."""
-        self.holds = True
+        self.holds, self.made = True, False
         dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
 
 
@@ -37,9 +42,11 @@ class Update:
 
     Attributes:
         gate: what all ranks pass between the last sum and the first change of a parameter; None: there is none.
+        copy: what this rank keeps of a neighbour's; None: nothing.
     """
 
     gate: UpdateGate | None = None
+    copy: SecondCopy | None = None
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, clip_norm: float
@@ -53,11 +60,15 @@ class Update:
         """Apply the gradients that are there, and clear them."""
         if self._clip_norm:
             self._clip()
+        if self.copy is not None:
+            self.copy.take()
         if self.gate is not None:
             self.gate.wait()
         self.apply()
         if self._divided is not None:
             self._divided.share()
+        if self.gate is not None:
+            self.gate.made = False
 
     def _clip(self) -> None:
         self._scaler.unscale_(self._optimizer)
@@ -72,11 +83,13 @@ class Update:
         """Make this rank's update, of gradients that are clipped, and clear them; nobody else is asked."""
         self._scaler.step(self._optimizer)
         self._scaler.update()
+        if self.copy is not None:
+            self.copy.update(self._optimizer.param_groups)
         self._clear()
         if self._divided is not None:
             self._model.zero_grad(set_to_none=True)
         if self.gate is not None:
-            self.gate.holds = False
+            self.gate.holds, self.gate.made = False, True
 
 
 def _clears(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
