@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,11 @@ pytestmark = pytest.mark.timeout(600)
 Fault = tuple[str, str, int]
 EPOCHS, STEPS = 2, 24
 MODEL = "tests.ranks.split_faults:FaultyViT"
-SETTINGS = ("--model", MODEL, "--batch-size", "128", "--epochs", str(EPOCHS), "--workers", "4", "--balance", "off")
-LAYOUTS = ("dp=2,tp=2", "dp=2,pp=2", "dp=2,fsdp=2")
+SETTINGS = ("--model", MODEL, "--batch-size", "128", "--epochs", str(EPOCHS), "--balance", "off")
+REPLICAS = ("dp=2,tp=2", "dp=2,pp=2", "dp=2,fsdp=2")
+"""Layouts of which each piece is in two replicas: those of ranks 0 and 2, and of ranks 1 and 3."""
+COPIES = ("fsdp=4", "dp=4,zero1")
+"""Layouts in which each rank keeps a copy of what the next one alone has."""
 CASES: dict[str, Sequence[Fault]] = {
     "before a step": [("rank1", "step", 6)],
     "in backward": [("rank3", "backward", 6)],
@@ -30,12 +33,21 @@ CASES: dict[str, Sequence[Fault]] = {
     "after its update": [("rank0", "after update", 7)],
     "in an evaluation": [("rank2", "evaluation", 1)],
     "while a checkpoint is taken": [("rank1", "checkpoint", 1)],
-    "two of different pieces at once": [("rank0", "sums", 5), ("rank3", "sums", 5)],
-    "another while they save": [("rank1", "sums", 8), ("rank2", "rescue", 1)],
-    "the one that leads, as they save": [("rank1", "sums", 8), ("rank0", "rescued part", 1)],
     "one after the other": [("rank1", "sums", 4), ("rank2", "after update", 3)],
+    "another while they save": [("rank1", "sums", 8), ("rank2", "rescue", 1)],
+    "two at once": [("rank0", "sums", 5), ("rank3", "sums", 5)],
+    "the one that leads, as they save": [("rank1", "sums", 8), ("rank0", "rescued part", 1)],
 }
-LONG = {("dp=2,tp=2", "after its update"), ("dp=2,fsdp=2", "with its sums"), ("dp=2,pp=2", "in an evaluation")}
+CASES_OF_COPIES: dict[str, Sequence[Fault]] = {
+    **CASES,
+    "another while they save": [("rank1", "sums", 8), ("rank3", "rescue", 1)],
+    "two at once": [("rank0", "sums", 5), ("rank2", "sums", 5)],
+    "the one that leads, as they save": [("rank2", "sums", 8), ("rank0", "rescued part", 1)],
+}
+LONG = {
+    ("dp=2,tp=2", "after its update"), ("dp=2,pp=2", "in an evaluation"), ("dp=2,fsdp=2", "two at once"),
+    ("fsdp=4", "with its sums"), ("dp=4,zero1", "after its update"),
+}  # fmt: skip
 
 
 def train(runs: Runs, layout: str, faults: Sequence[Fault], *settings: str, folder: str = "run") -> Run:
@@ -43,7 +55,8 @@ def train(runs: Runs, layout: str, faults: Sequence[Fault], *settings: str, fold
     struck = runs.root / f"struck-{folder}"
     struck.mkdir()
     environment = {FAULTS: json.dumps(faults), STRUCK: str(struck), "PYTHONPATH": python_path()}
-    arguments = ("--threads", "1", "--device", "cpu", "--parallel", layout, *SETTINGS, *settings)
+    workers = () if "--workers" in settings else ("--workers", "4")
+    arguments = ("--threads", "1", "--device", "cpu", "--parallel", layout, *SETTINGS, *workers, *settings)
     return runs.start("train", "digits", *arguments, folder=folder, environment=environment)
 
 
@@ -60,23 +73,50 @@ def check_recorded(run: Run) -> None:
     assert steps == list(range(1, STEPS + 1)), run.text()[-3000:]
 
 
-def _marks(layout: str, case: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.long if (layout, case) in LONG else pytest.mark.slow]
+def check_undisturbed(runs: Runs, run: Run, layout: str, *settings: str) -> None:
+    """Check that a run that has lost workers lost no step, and has trained what one without faults trains."""
+    assert run.end() == 0, run.text()[-3000:]
+    whole = train(runs, layout, [], *settings, folder="whole")
+    assert whole.end() == 0, whole.text()[-3000:]
+    assert run.events("worker_died") and [r for r in run.records("checkpoint") if r["reason"] == "rescue"]
+    assert all(event["lost_steps"] == 0 for event in run.events("resumed")), run.text()[-3000:]
+    check_recorded(run)
+    undisturbed = weights(whole)
+    for name, tensor in weights(run).items():
+        assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(undisturbed[name])), name
 
 
-@pytest.mark.parametrize(
-    ("layout", "case"),
-    [pytest.param(layout, case, marks=_marks(layout, case)) for layout in LAYOUTS for case in CASES],
-)
-def test_no_step_is_lost_whoever_dies_where(layout: str, case: str, tmp_path: Path) -> None:
+def _cases() -> Iterator[Any]:
+    for layout, cases in [(layout, CASES) for layout in REPLICAS] + [(layout, CASES_OF_COPIES) for layout in COPIES]:
+        for case, faults in cases.items():
+            mark = pytest.mark.long if (layout, case) in LONG else pytest.mark.slow
+            yield pytest.param(layout, faults, marks=mark, id=f"{layout}, {case}")
+
+
+@pytest.mark.parametrize(("layout", "faults"), _cases())
+def test_no_step_is_lost_whoever_dies_where(layout: str, faults: Sequence[Fault], tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
-        whole = train(runs, layout, [], folder="whole")
-        assert whole.end() == 0, whole.text()[-3000:]
-        run = train(runs, layout, CASES[case])
+        check_undisturbed(runs, train(runs, layout, faults), layout)
+
+
+ADAM = ("--optimizer", "adamw", "--lr", "0.002", "--ema", "0.9", "--clip-norm", "0.5", "--workers", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp=2", "dp=2,zero1"])
+@pytest.mark.parametrize("point", ["sums", "after flag", "after update", "step"])
+def test_a_copy_has_moments_averages_and_clipped_gradients(layout: str, point: str, tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        run = train(runs, layout, [("rank0", point, 7), ("rank1", point, 5)], *ADAM)
+        check_undisturbed(runs, run, layout, *ADAM)
+
+
+@pytest.mark.slow
+def test_who_has_a_piece_alone_leads_back_to_the_checkpoint(tmp_path: Path) -> None:
+    """Ranks 1 and 3 have the same piece of two replicas."""
+    with Runs(tmp_path) as runs:
+        faults = [("rank1", "sums", 18), ("rank3", "sums", 18)]
+        run = train(runs, "dp=2,tp=2", faults, "--checkpoint-every", "12")
         assert run.end() == 0, run.text()[-3000:]
-        assert run.events("worker_died") and [r for r in run.records("checkpoint") if r["reason"] == "rescue"]
-        assert all(event["lost_steps"] <= 1 for event in run.events("resumed")), run.text()[-3000:]
-        check_recorded(run)
-        undisturbed = weights(whole)
-        for name, tensor in weights(run).items():
-            assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(undisturbed[name])), name
+        assert not [r for r in run.records("checkpoint") if r["reason"] == "rescue"]
+        assert [event["step"] for event in run.events("resumed")] == [12], run.text()[-3000:]

@@ -540,10 +540,8 @@ def _keep_copies(resolved: ResolvedRun, run: TrainingRun) -> None:
     none_fits = torch.tensor([bool(why)], dtype=torch.uint8, device=world.device)
     dist.all_reduce(none_fits, dist.ReduceOp.MAX, group=world.group)
     if none_fits:
-        told = why or "there is no room for it on another machine"
-        run.progress.note(
-            "copies", f"no worker keeps a copy of what its neighbour alone has, which a death loses: {told}"
-        )
+        told = why or "there is no room for it with another worker"
+        run.progress.note("copies", f"what a worker alone has is not kept twice, and its death loses steps: {told}")
         return
     config = resolved.config
 

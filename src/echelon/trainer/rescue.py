@@ -423,10 +423,9 @@ class _SurvivorsState:
         assert run_parts.split is not None
         told = to_parts(shared_state(run_parts, cursor), run_parts.split.pieces, regions)
         shared, shards = take_parts(told, part_file(rank))
-        is_own = rank == self._run.world.rank
-        return RankPart.of(
-            rank, rank_state(run_parts, self._run.world) if is_own else {}, shared, shards, AlikeTensors()
-        )
+        world = self._run.world
+        own = rank_state(run_parts, world) if rank == world.rank else {}
+        return RankPart.of(rank, own, shared, shards, AlikeTensors())
 
     def finish(self) -> None:
         """Wait until what this rank writes is on disk."""
