@@ -25,6 +25,7 @@ from echelon.launch.link import ShapedNetwork, parse_link
 
 TOPK, POWER = "topk(0.05, warmup_steps=0, finish_steps=0)", "powersgd(2, warmup_steps=0, finish_steps=0)"
 SYNCS = ("allreduce", "local(4)", "diloco(4, outer_lr=1, outer_momentum=0)", "easgd(4)")
+LAYOUTS = {"fsdp=2": 2, "fsdp=4": 4, "dp=2,zero1": 2, "dp=3,zero1": 3, "dp=2,fsdp=2": 4}  # workers; one machine's
 SHAPES = ((2, 1), (3, 1), (2, 2))  # machines, and workers of each
 PACE_S = {True: 0.3, False: 0.1}  # of a forward pass; whether there are several machines
 EPOCHS_A_FAULT = 5  # with the pace, more than a fault takes
@@ -47,11 +48,15 @@ class Plan:
     codec: str
     machines: int
     workers: int  # of each
+    layout: str = ""  # of one that divides the model or the optimizer's state
 
     @classmethod
     def draw(cls, seed: int, faults: int, only: str) -> Plan:
-        """Draw a plan; `only`: on `one` machine or `several`, or either."""
+        """Draw a plan; `only`: on `one` machine or `several`, or `split`: a layout that divides something."""
         draws = random.Random(seed)
+        if only == "split" or (not only and draws.random() < 0.25):
+            layout = draws.choice(list(LAYOUTS))
+            return cls(seed, faults, "allreduce", "none", 1, LAYOUTS[layout], layout)
         several = only == "several" or (only != "one" and draws.random() < 0.5)
         machines, workers = draws.choice(SHAPES) if several else (1, draws.randrange(2, 5))
         sync = draws.choice(SYNCS)
@@ -68,9 +73,10 @@ class Plan:
         """The run's settings."""
         codec = () if self.codec == "none" else (f"compression={self.codec}",)
         several = (f"nodes={self.machines}",) if self.machines > 1 else ()
+        layout = (f"parallel={self.layout}",) if self.layout else ()
         timeout_s = 60 if several else 30  # after which others wait no more for one that is stopped at its start
         own = (f"sync={self.sync}", f"epochs={self.epochs}", "checkpoint_every=50", f"timeout={timeout_s}s")
-        return (*several, *codec, *own, "max_restarts=1000")
+        return (*several, *layout, *codec, *own, "max_restarts=1000")
 
 
 @dataclass
@@ -124,6 +130,8 @@ class Chaos:
             "kill one on its way": lambda: self._end(*self._some(self._booting(), 1)),
             "stop": lambda: self._end(*self._some(self._present(), 1), how=signal.SIGSTOP),
         }
+        if self.plan.layout:  # two at once may be all who have a piece
+            del kinds["kill two"]
         if self._group:
             kinds |= {
                 "kill elsewhere": lambda: self._end(*self._some(self._elsewhere(), 1)),
@@ -283,4 +291,7 @@ def _judge(run: Run, plan: Plan, result: Result) -> None:
     else:
         result.counted = most < 1e-6 and least > (-plan.epochs if plan.sync == "easgd(4)" else -1e-6)
     assert result.counted, f"weights moved {least:+.6f} to {most:+.6f} beside {plan.epochs}"
-    assert not result.restarts, f"{result.restarts} restarts of the whole group: {run.text()[-2000:]}"
+    lost = [event["lost_steps"] for event in run.events("resumed")]
+    assert not any(lost), f"steps that were lost: {lost}"
+    if not plan.layout:
+        assert not result.restarts, f"{result.restarts} restarts of the whole group: {run.text()[-2000:]}"

@@ -1,9 +1,10 @@
 """Elastic runs under random faults: who counts each sample, and how often, while workers, machines and links fail.
 
-    python -m benchmarks.elastic_chaos [--faults 20] [--seed 0] [--minutes 10] [--only one|several]
+    python -m benchmarks.elastic_chaos [--faults 20] [--seed 0] [--minutes 10] [--only one|several|split]
 
 Each run trains the counting model (one weight per sample, gradient 1, SGD) with a random strategy on 2 to 4 workers, of
-one machine or of 2 to 3, which are network namespaces. It has `--faults` faults of random kinds at random moments: half
+one machine or of 2 to 3, which are network namespaces, or in a layout that divides the model or the optimizer's state,
+on one machine. It has `--faults` faults of random kinds at random moments: half
 of them come when all workers are there, the others while it may still recover. At least one worker that has what is
 trained is always left. Runs begin until `--minutes` are over; seeds rise by one from `--seed`. Results are appended to
 `benchmarks/results/elastic_chaos.jsonl`; the table is of all of them (`--minutes 0` only writes it). Exit code 1 when a
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import _common as common
-from benchmarks._elastic_chaos_run import KINDS, POWER, SYNCS, TOPK, Plan, try_one
+from benchmarks._elastic_chaos_run import KINDS, LAYOUTS, POWER, SYNCS, TOPK, Plan, try_one
 
 NAME, TITLE = "elastic_chaos", "Elastic: random faults"
 
@@ -33,8 +34,11 @@ def summarise() -> str:
     """Write the table of all results."""
     results = common.read_results(NAME)
     rows = []
+    for layout in LAYOUTS:
+        if mine := [r for r in results if r["plan"].get("layout") == layout]:
+            rows.append(_row(layout, False, mine))
     for several in (False, True):
-        some = [r for r in results if (r["plan"]["machines"] > 1) == several]
+        some = [r for r in results if (r["plan"]["machines"] > 1) == several and not r["plan"].get("layout")]
         for name in SYNCS:
             for codec in ("none", TOPK, POWER):
                 mine = [r for r in some if (r["plan"]["sync"], r["plan"]["codec"]) == (name, codec)]
@@ -62,7 +66,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--only", default="", choices=["one", "several"])
+    parser.add_argument("--only", default="", choices=["one", "several", "split"])
     options = parser.parse_args()
     ends, seed, kept = time.monotonic() + 60 * options.minutes, options.seed, True
     while time.monotonic() < ends:

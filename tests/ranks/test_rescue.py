@@ -50,14 +50,17 @@ LONG = {
 }  # fmt: skip
 
 
-def train(runs: Runs, layout: str, faults: Sequence[Fault], *settings: str, folder: str = "run") -> Run:
-    """Start a run with faults."""
+def train(
+    runs: Runs, layout: str, faults: Sequence[Fault], *settings: str, folder: str = "run", prefix: Sequence[str] = ()
+) -> Run:
+    """Start a run with faults; `prefix`: of the command."""
     struck = runs.root / f"struck-{folder}"
-    struck.mkdir()
+    struck.mkdir(exist_ok=True)
     environment = {FAULTS: json.dumps(faults), STRUCK: str(struck), "PYTHONPATH": python_path()}
     workers = () if "--workers" in settings else ("--workers", "4")
     arguments = ("--threads", "1", "--device", "cpu", "--parallel", layout, *SETTINGS, *workers, *settings)
-    return runs.start("train", "digits", *arguments, folder=folder, environment=environment)
+    environment["ECHELON_RUN_SECRET"] = "5a" * 32
+    return runs.start("train", "digits", *arguments, folder=folder, environment=environment, prefix=prefix)
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:

@@ -76,6 +76,8 @@ def show(resolved: Resolved, all_settings: bool = False) -> None:
         print_words(note)
     for note in (*tried.notes, *interplay_notes(run, ranks)):
         print_words(note)
+    if plan.rescues:
+        print_words("when a worker dies, the others save what was trained, and all start again from there")
     _show_layout(run, tried.forecast, ranks)
 
 
@@ -86,7 +88,7 @@ def _chosen(run: ResolvedRun, plan: LaunchPlan, info: DataInfo) -> dict[str, str
 
     config = run.config
     chosen = {"launch.workers": str(plan.workers), "launch.threads": str(plan.threads)}
-    chosen["launch.elastic"] = "on" if plan.elastic else "off"
+    chosen["launch.elastic"] = "on" if plan.elastic or plan.rescues else "off"
     chosen["data.batch_size"] = str(config.data.batch_size)
     chosen["training.accumulate"] = str(config.training.accumulate)
     chosen["strategy.parallel"] = str(run.layout_for(plan.workers * plan.nodes.most))

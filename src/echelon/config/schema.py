@@ -389,8 +389,9 @@ class LaunchConfig:
     elastic: Literal["auto", "on", "off"] = setting(
         "auto",
         "when a worker dies, in runs without a parameter server: on (the others go on, and train its share of each "
-        "batch until it is back), off (all start again from the newest checkpoint), or auto (on where that is possible "
-        "and costs little while no worker dies)",
+        "batch until it is back; where the model or its optimizer's state is divided, they save what was trained, and "
+        "all start again from there), off (all start again from the newest checkpoint), or auto (on where that is "
+        "possible and costs little while no worker dies)",
     )
     timeout: str = setting("2m", "how long any rank waits for another before the run is restarted")
     machine_patience: str = setting("10m", "how long the machines of a run wait for a lost one before they give up")

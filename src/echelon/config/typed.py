@@ -68,7 +68,7 @@ class ResumeSettings(TypedDict, total=False):
     max_restarts: int
     """how many deaths a run survives without a new checkpoint in between [default: 3]"""
     elastic: Literal["auto", "on", "off"]
-    """when a worker dies, in runs without a parameter server: on (the others go on, and train its share of each batch until it is back), off (all start again from the newest checkpoint), or auto (on where that is possible and costs little while no worker dies) [default: 'auto']"""
+    """when a worker dies, in runs without a parameter server: on (the others go on, and train its share of each batch until it is back; where the model or its optimizer's state is divided, they save what was trained, and all start again from there), off (all start again from the newest checkpoint), or auto (on where that is possible and costs little while no worker dies) [default: 'auto']"""
     timeout: str
     """how long any rank waits for another before the run is restarted [default: '2m']"""
     machine_patience: str

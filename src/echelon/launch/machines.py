@@ -165,9 +165,11 @@ class FirstMachine:
     def lose(self, name: str, round_: Round) -> bool:
         """Let the others go on without a machine that is in a round; returns whether that is tried."""
         log = self._log
-        if not self._terms.elastic or log is None or log.round != round_.number or not round_.machine:
+        if log is None or log.round != round_.number or not round_.machine:
             return False
         log.folder.lose_machine(machine_prefix(round_.machine, round_.beside))
+        if not self._terms.elastic:
+            return False
         self._news.append(
             Loss(f"{name} is lost with its workers; the others go on, and they join them when it is back")
         )
@@ -182,7 +184,8 @@ class FirstMachine:
     def takes_in(self, number: int) -> bool | None:
         """Whether a machine may come beside the others in a round now; None: its machines begin and end together."""
         log = self._log
-        return None if log is None or log.round != number else not log.folder.is_closed
+        ends_together = not self._terms.elastic or log is None or log.round != number
+        return None if ends_together or log is None else not log.folder.is_closed
 
     def complain(self) -> bool:
         """Whether members have lost others, and nobody has said yet who that is."""
@@ -346,7 +349,7 @@ class OtherMachine:
 
     def open_terms(self, round_: Round) -> TermFolder | None:
         """Make the folder of a round's terms, which is kept like that of the first machine."""
-        if not (round_.elastic and self._terms.elastic):
+        if not (round_.elastic and self._terms.has_terms):
             return None
         folder = _term_folder(self._scratch, round_)
         folder.make(shared=True)

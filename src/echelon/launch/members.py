@@ -28,9 +28,9 @@ class TermKeeper:
         members: of the newest term, or of the next one while they wait.
     """
 
-    def __init__(self, folder: TermFolder, members: Sequence[str]) -> None:
-        """Begin with the members of a start, by rank."""
-        self._folder, self.members = folder, list(members)
+    def __init__(self, folder: TermFolder, members: Sequence[str], go_on: bool = True) -> None:
+        """Begin with the members of a start, by rank; `go_on`: else the survivors of a death save what they have."""
+        self._folder, self.members, self._go_on = folder, list(members), go_on
         self._term, self._lost_by, self._stamp, self._stuck = 0, 0, 0, False
 
     def survivors(self, lost: Collection[str]) -> list[str]:
@@ -46,7 +46,7 @@ class TermKeeper:
     @property
     def wait_for_first(self) -> bool:
         """Whether members wait for a newcomer of the first machine."""
-        return all(map(is_elsewhere, self.members))
+        return self._go_on and all(map(is_elsewhere, self.members))
 
     def look(self, admits: bool) -> bool:
         """Make the terms that follow from what was said; returns whether a machine is lost that the others need.
@@ -99,8 +99,9 @@ class GroupMembers:
         is_broken: another machine is lost, and the others cannot go on without it.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names, self.closing, self.is_broken = names, False, False
+    def __init__(self, names: Sequence[str], go_on: bool = True) -> None:
+        """Take the processes; `go_on`: else the survivors of a death save what they have, and end."""
+        self.names, self.closing, self.is_broken, self._go_on = names, False, False, go_on
         self._folder: TermFolder | None = None
         self._keeper: TermKeeper | None = None
         self._prefix = ""
@@ -114,7 +115,9 @@ class GroupMembers:
         self._starts = dict.fromkeys(self.names, 1 if round_.beside else 0)
         self._booting = list(self.names) if round_.beside else []
         here = [*map(self._member, self.names)]
-        self._keeper = TermKeeper(folder, [*here, *round_.others]) if folder and not round_.machine else None
+        self._keeper = (
+            TermKeeper(folder, [*here, *round_.others], self._go_on) if folder and not round_.machine else None
+        )
 
     def environment(self, name: str) -> dict[str, str]:
         """Return what a process is to know of its group's terms."""
@@ -153,6 +156,11 @@ class GroupMembers:
             return True
         term = folder.newest()
         return True if term is not None and not set(members) & set(term.members) else None
+
+    @property
+    def have_lost(self) -> bool:
+        """Whether those that are left have been told of a death."""
+        return self._folder is not None and self._folder.newest() is not None
 
     @property
     def are_waited_for(self) -> bool:

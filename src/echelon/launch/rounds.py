@@ -48,7 +48,8 @@ class Round:
         machine: the machine's number.
         beside: how many machines had come beside the others since it began, with this one; 0: it began with them.
         others: for the first machine, the names of the members of other machines, by rank.
-        elastic: survivors of a death go on, as the first machine decides: one with other devices would not.
+        elastic: survivors of a death are told who is left, as the first machine decides: one with other devices would
+            not.
     """
 
     number: int
@@ -251,6 +252,7 @@ class RoundSettings:
         arrival_s: how long the first round is waited for.
         return_s: how long a lost machine is waited for, where fewer are too few.
         elastic: the others go on without a lost machine, and it joins them when it is back.
+        rescues: the others save what they have trained, and all start again from there.
     """
 
     least: int = 1
@@ -259,6 +261,12 @@ class RoundSettings:
     arrival_s: float = 600.0
     return_s: float = 120.0
     elastic: bool = False
+    rescues: bool = False
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether survivors of a death are told who is left."""
+        return self.elastic or self.rescues
 
 
 @dataclass
@@ -499,7 +507,7 @@ class Rendezvous:
             others = () if number else tuple(n for o in present if (i := order.index(o.name)) for n in _members(o, i))
             environment = {**common, "LOCAL_WORLD_SIZE": str(m.workers)}
             self._rounds[m.name] = Round(
-                self._number, environment, self._next_rank, number, others=others, elastic=self._terms.elastic
+                self._number, environment, self._next_rank, number, others=others, elastic=self._terms.has_terms
             )
             self._next_rank += m.workers
 

@@ -42,6 +42,7 @@ GRACE_S = 10.0
 LEAVE_S = 60.0
 ASK_AGAIN_S = 1.0
 RESCUE_S = 30.0  # in which survivors save what they have trained
+TERM_S = 1.5  # in which they hear who is left, on whichever machine
 JOINT_S = 2.0  # in which the first machine says that the whole run is being stopped
 
 
@@ -219,7 +220,7 @@ class _Group:
     ) -> None:
         self.processes, self.rounds, self.members = processes, rounds, members
         self.rescues = restart is Restart.RESCUED
-        self.rescue_by = 0.0
+        self.rescue_since = 0.0
         self.state: State = Ready()
         self.over: Over | None = None
         self.round: Round | None = None
@@ -245,7 +246,7 @@ class _Group:
         """Enter a round; returns the processes as they are to be started in it."""
         self.round, self.state = round_, Running(round_.number)
         self.alive = {process.name for process in self.processes}
-        self.exit_codes, self.started, self.leave_by, self.undecided, self.rescue_by = {}, {}, 0.0, False, 0.0
+        self.exit_codes, self.started, self.leave_by, self.undecided, self.rescue_since = {}, {}, 0.0, False, 0.0
         if self.members is not None:
             self.members.begin(round_, self.rounds.open_terms(round_))
         return [replace(p, environment=self._environment(p, i)) for i, p in enumerate(self.processes)]
@@ -345,7 +346,9 @@ class _Supervisor:
         self._groups: list[_Group] = []
         for group in job.groups:
             names = [process.name for process in group.processes]
-            members = GroupMembers(names) if group.restart in (Restart.BESIDE, Restart.RESCUED) else None
+            members = None
+            if group.restart in (Restart.BESIDE, Restart.RESCUED):
+                members = GroupMembers(names, go_on=group.restart is Restart.BESIDE)
             if group.restart is not Restart.ALONE:
                 own = rounds or OwnRounds(names[0], restarts)
                 self._groups.append(_Group(group.processes, own, members, group.restart))
@@ -381,7 +384,7 @@ class _Supervisor:
         """See to what the members of a group have said since."""
         members.closing = members.closing or self._stop_by > 0  # what is lost on another machine is gone on without
         members.look()
-        if group.undecided or (group.rescue_by and time.monotonic() > group.rescue_by):
+        if group.undecided or (group.rescue_since and group.exit_codes):
             self._settle(group)
         if members.is_broken:
             group.rounds.begin_anew()
@@ -521,6 +524,8 @@ class _Supervisor:
             if gracefully and not group.leave_by:
                 group.leave_by = time.monotonic() + LEAVE_S
                 self._place.signal(sorted(group.alive), signal.SIGTERM)
+            elif not gracefully and group.rescues and group.members and self._still_saves(group, group.members):
+                return  # a process of another machine has died
             elif not gracefully or time.monotonic() > group.leave_by:
                 self._kill(group)
                 group.state = Ready(group.state.round)
@@ -561,6 +566,9 @@ class _Supervisor:
                 group.state = Finished(number, stopped=True) if self._stop_by else Ready(number)
             else:
                 group.state = self._count_death(group, group.death)
+        elif RESCUED_EXIT_CODE in group.exit_codes.values():  # who died was on another machine
+            self._kill(group)
+            group.state = Ready(number)
         elif not group.alive:
             group.state = Finished(number, STOPPED_EXIT_CODE in group.exit_codes.values())
 
@@ -569,11 +577,16 @@ class _Supervisor:
 
         Once one of them says that all is saved, the rest is ended with the group.
         """
-        codes, now = group.exit_codes, time.monotonic()
-        if self._stop_by or not group.alive or not all(map(_is_kill, codes.values())) or not members.lose(codes):
+        codes = group.exit_codes
+        if self._stop_by or not all(map(_is_kill, codes.values())) or members.lose(codes) is False:
             return False
-        group.rescue_by = group.rescue_by or now + RESCUE_S
-        return now < group.rescue_by
+        return self._still_saves(group, members)
+
+    def _still_saves(self, group: _Group, members: GroupMembers) -> bool:
+        """Whether those that are left of a group may still save what they have trained."""
+        now = time.monotonic()
+        group.rescue_since = group.rescue_since or now
+        return bool(group.alive) and now < group.rescue_since + (RESCUE_S if members.have_lost else TERM_S)
 
     def _goes_on(self, group: _Group, members: GroupMembers) -> bool:
         """Let the others of a group go on where some were killed; returns whether they do.

@@ -122,8 +122,9 @@ def _among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path, scratch: Pat
     own, folder = own_address(rendezvous), path / SECRET_FOLDER
     arrival = _arrival(plan, common_settings(run.described), own)
     terms = RoundSettings(
-        plan.nodes.least, plan.nodes.most, plan.max_restarts, run.timeout_s, run.machine_patience_s, plan.elastic
-    )
+        plan.nodes.least, plan.nodes.most, plan.max_restarts, run.timeout_s, run.machine_patience_s, plan.elastic,
+        plan.rescues,
+    )  # fmt: skip
     job = ranks_job(plan, interface=interface_of(own))
     machine: FirstMachine | OtherMachine
     meeting: AbstractContextManager[object] = nullcontext()

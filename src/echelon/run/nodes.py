@@ -248,8 +248,6 @@ def _check_can_change(run: Path, what: str) -> None:
 
 def _survivors_go_on(config: RunConfig, start: Start | None) -> bool:
     """Whether a run's workers were started as members that may leave and join."""
-    if config.launch.elastic != "auto":
-        return config.launch.elastic == "on"
     from echelon.run.resolve import resolve
     from echelon.trainer.compatibility import survivors_go_on
 

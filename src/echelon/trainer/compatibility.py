@@ -119,7 +119,6 @@ def _against_rescue(run: ResolvedRun, ranks: int) -> str:
         (run.compression.encodes, f"--compression {given.compression}"),
         (config.training.precision == "fp16", "--precision fp16"),
         (not run.tuning.changes_nothing, f"--tune {run.tuning.text}"),
-        (run.nodes.most > 1, f"--nodes {run.nodes.most}"),
         (config.training.device != "cpu" and torch.cuda.device_count() > 0, f"--device {config.training.device}"),
     )
     return next((flag for stands, flag in against if stands), "")
@@ -133,7 +132,9 @@ def _check_elastic(run: ResolvedRun, ranks: int) -> None:
     """
     if run.config.launch.elastic != "on" or ranks == 1 or survivors_save(run, ranks):
         return
-    if flag := _against_elastic(run, ranks):
+    layout = run.layout_for(ranks)
+    divides = (layout.splits or layout.zero1) and _has_second(layout)
+    if flag := (_against_rescue if divides else _against_elastic)(run, ranks):
         raise UserError(f"--elastic on does not go together with {flag} yet: leave one of them out")
 
 

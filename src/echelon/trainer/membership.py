@@ -139,9 +139,11 @@ class Membership:
         """The number of the term that this process is in."""
         return self._term
 
-    def store(self, term: Term) -> Path:
-        """Return the file in which the members of a term find each other."""
-        return self._folder.store(term)
+    def meeting_of(self, term: Term, meeting: dist.Store | None) -> dist.Store:
+        """Return where the members of a term find each other; `meeting`: of several machines, None of one."""
+        if meeting is not None:
+            return dist.PrefixStore(f"term{term.number}", meeting)
+        return dist.FileStore(str(self._folder.store(term)), len(term.members))
 
     def waits_for_word(self) -> bool:
         """Whether a signal does not stop the run yet: a machine's command decides what follows from one to all of its

@@ -173,7 +173,7 @@ class RescueLoop:
             leave_groups()
             term = self._membership.next_term()
             store = TermStore(
-                dist.FileStore(str(self._membership.store(term)), len(term.members)),
+                self._membership.meeting_of(term, run.world.meeting),
                 self._membership.check_term,
                 timedelta(seconds=self._stop_s),
             )

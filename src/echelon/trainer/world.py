@@ -159,11 +159,7 @@ def enter_term(run: ResolvedRun, membership: Membership, term: Term, before: Wor
     if size == 1 and not run.compression.encodes:  # a codec goes on remembering in a group of one
         return replace(before, rank=0, size=1, group=None, placement=alone())
     timeout = timedelta(seconds=run.timeout_s)
-    if before.meeting is not None:
-        base: dist.Store = dist.PrefixStore(f"term{term.number}", before.meeting)
-    else:
-        base = dist.FileStore(str(membership.store(term)), size)
-    store = TermStore(base, membership.check_term, timeout)
+    store = TermStore(membership.meeting_of(term, before.meeting), membership.check_term, timeout)
     with membership.connecting(), closed_afterwards():
         dist.init_process_group(
             _backend(before.device), store=store, rank=rank, world_size=size, timeout=min(timeout, _CONNECT)
