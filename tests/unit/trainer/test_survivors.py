@@ -9,7 +9,7 @@ import pytest
 from echelon.config import build
 from echelon.core.errors import UserError
 from echelon.run.resolve import resolve
-from echelon.trainer.compatibility import check_strategies, survivors_go_on
+from echelon.trainer.compatibility import check_strategies, survivors_go_on, survivors_save
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_survivors_go_on_where_they_can_and_it_costs_nothing(settings: dict[str,
 @pytest.mark.parametrize(
     ("settings", "flag"),
     [
-        ({"strategy.parallel": "fsdp=-1"}, "--parallel fsdp=-1"),
+        ({"strategy.parallel": "tp=-1"}, "--parallel tp=-1"),
         ({"strategy.sync": "local(8)", "strategy.compression": "powersgd(4)"}, "--compression powersgd"),
         ({"model.tune": "head+unfreeze(epoch=3)"}, "--tune head"),
     ],
@@ -56,3 +56,26 @@ def test_what_is_asked_for_is_refused_where_it_cannot_be(settings: dict[str, obj
     run = resolve(build(None, {"data.source": "digits", "launch.elastic": "on", **settings}).config)
     with pytest.raises(UserError, match=re.escape(f"--elastic on does not go together with {flag}")):
         check_strategies(run, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "save"),
+    [
+        ({"strategy.parallel": "fsdp=-1"}, True),
+        ({"strategy.parallel": "zero1"}, True),
+        ({"strategy.parallel": "dp=2,tp=2"}, True),
+        ({"strategy.parallel": "dp=2,pp=2", "launch.nodes": "2", "launch.rendezvous": "a:1"}, True),
+        ({"strategy.parallel": "dp=2,tp=2", "launch.elastic": "on"}, True),
+        ({}, False),
+        ({"strategy.parallel": "tp=-1"}, False),
+        ({"strategy.parallel": "dp=2,tp=2", "strategy.compression": "int8"}, False),
+        ({"strategy.parallel": "dp=2,tp=2", "strategy.sync": "local(8)"}, False),
+        ({"strategy.parallel": "fsdp=-1", "launch.elastic": "off"}, False),
+        ({"strategy.parallel": "fsdp=-1", "model.tune": "head"}, False),
+    ],
+)
+def test_survivors_of_split_layouts_save_what_they_have(settings: dict[str, object], save: bool) -> None:
+    run = resolve(build(None, {"data.source": "digits", **settings}).config)
+    assert survivors_save(run, 4) is save
+    assert not (save and survivors_go_on(run, 4))
+    check_strategies(run, 4)
