@@ -12,8 +12,10 @@ import pytest
 
 from echelon.launch.link import ShapedNetwork, parse_link
 from echelon.run.home import bring
+from tests.attack.faulty_disk import small_disk
 from tests.ranks.links import LINK, NEEDS_LINKS, start_machine
 from tests.ranks.runs import Run, Runs, losses_of, marked_processes
+from tests.ranks.test_ends import LONG, check_failed
 
 SECRET = "5a" * 32
 pytestmark = [*NEEDS_LINKS, pytest.mark.timeout(400)]
@@ -179,3 +181,20 @@ def _steps_with(run: Run, size: int) -> bool:
     starts = [i for i, r in enumerate(records) if r["kind"] == "start"]
     newest = records[starts[-1] :]
     return newest[0]["world_size"] == size and any(r["kind"] == "steps" for r in newest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_machine_whose_disk_stays_full_fails_the_run(tmp_path: Path, full: int) -> None:
+    with (
+        small_disk(tmp_path / "disk") as disk,
+        ShapedNetwork(2, parse_link(LINK)) as network,
+        Runs(tmp_path) as runs,
+    ):
+        folders = ["disk/run" if i == full else "run" for i in range(2)]
+        both = [start_machine(runs, network, i, "--nodes", "2", *LONG, folder=folders[i], secret=SECRET)
+                for i in range(2)]  # fmt: skip
+        both[0].wait_for(lambda: both[0].records("checkpoint"), "a checkpoint")
+        disk.fill()
+        check_failed(both[full])
+        assert both[1 - full].end() == 1, both[1 - full].text()

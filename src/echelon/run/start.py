@@ -35,10 +35,10 @@ from echelon.records.going import LAUNCH_FILE, read_launch
 from echelon.records.kinds import CommandRefused, End, Evaluation, Start
 from echelon.run.closing import close_run
 from echelon.run.data_names import check_data_name
-from echelon.run.deaths import watched
+from echelon.run.deaths import Trained, watched
 from echelon.run.defaults import are_told_late
 from echelon.run.elsewhere import Around, followed, left_place, prepared, submitted, submitted_again
-from echelon.run.ending import check_checkpoints, check_objects, nothing_left, why_cut
+from echelon.run.ending import check_checkpoints, check_objects, failed_by, nothing_left, why_cut
 from echelon.run.foretold import Foretold, foretell, told_by_record, trained_scalars, trains_all
 from echelon.run.home import at_home, home_of, mend
 from echelon.run.job import RANK
@@ -440,22 +440,47 @@ def _run_here(
 
     Args:
         before: the description that a resumed run had, which it has again where this one is refused.
+
+    Raises:
+        UserError: it was refused. What ends it once this command has trained, such as a disk that stays full, is a
+            failure, of which the outcome tells.
     """
-    plan = elastic_plan(plan, run)
+    trained = Trained()
+    try:
+        return _run_to_its_end(run, elastic_plan(plan, run), path, place, opening, user_objects, before, trained)
+    except UserError as error:
+        if not trained:
+            raise
+        failed = failed_by(path, error)
+        say(failed.failure)
+        Notifier(run.described.tracking.notify, path).end("failed", failed.failure)
+        return failed
+
+
+def _run_to_its_end(
+    run: ResolvedRun,
+    plan: LaunchPlan,
+    path: Path,
+    place: Place,
+    opening: Opening,
+    user_objects: UserObjects | None,
+    before: str,
+    trained: Trained,
+) -> Outcome:
     opened = closing(Recorder(path, patience_s=run.io_patience_s))
     with full_disk_in_words(path), stop_on_signals(raises=True) as stop, opened as record:
         leads = bool(run.described.checkpoint.mirror) and _is_first(plan)
         with _mirrored(run, path, record, stop, leads, place.stop_s) as mirror:
             notifier = Notifier(run.described.tracking.notify, path)
             try:
-                ended = _run(_Here(run, place, path, record, stop, opening, mirror), plan)
+                ended = _run(_Here(run, place, path, record, stop, opening, mirror, trained), plan)
             except Stopped:
                 ended = _Ended("stopped", plan.nodes.most == 1, "It was stopped while the machines met.")
                 if ended.closes:
                     _end_before_start(path, record)
             except UserError as error:
                 folders.put_back(path, before)
-                if plan.node_rank is None:  # else the node command tells
+                if plan.node_rank is None and not trained:  # else the node command tells, or who called this
                     notifier.end("failed", str(error))
                 raise
             finally:
@@ -531,6 +556,7 @@ class _Here:
     stop: StopFlag
     opening: Opening
     mirror: Mirror | None
+    trained: Trained
 
 
 @dataclass(frozen=True)
@@ -585,7 +611,7 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
     run, path, record, stop, mirror = here.run, here.path, here.record, here.stop, here.mirror
     with (
         this_machine(run, plan, path, record) as machine,
-        watched(machine, here.place, run, here.opening, path, record) as (job, watch),
+        watched(machine, here.place, run, here.opening, path, record, here.trained) as (job, watch),
     ):
         search = Search(path, stop) if run.config.optimizer.lr_find else None
         if search is not None:
@@ -635,12 +661,12 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
 
 
 def _refusal(here: _Here, machine: Machine) -> UserError:
-    """Record that a process refused its input; returns why."""
+    """Record that a process refused its input, or could not go on once it had trained; returns why."""
     reason = folders.last_message(here.path, Refusal)
-    if machine.number == 0 and _stays_as_it_was(here.path):
+    if machine.number == 0 and _stays_as_it_was(here.path) and not here.trained:
         here.record.write(CommandRefused(read_launch(here.path).seconds_since(), reason))
         return UserError(reason)
-    _end(here.path, here.record, machine, "refused", reason)
+    _end(here.path, here.record, machine, "failed" if here.trained else "refused", reason)
     if machine.number == 0:
         close_run(here.path, here.record, here.stop, here.place.stop_s)
     return UserError(reason)

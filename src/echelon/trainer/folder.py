@@ -280,9 +280,9 @@ def _write_launch(folder: Path, config: RunConfig, given_t: float | None) -> Non
 
 
 def last_message(folder: Path, event: type[Event]) -> str:
-    """Return what the last event of a type says, or where to look when there is none."""
-    last = next(newest(folder, event), None)
-    return last.message if last else f"the processes ended; see {folder}/logs"
+    """Return what the last event of a type since the command began says, or where to look when there is none."""
+    last, since = next(newest(folder, event), None), read_launch(folder).launched_t or 0.0
+    return last.message if last and last.t >= since else f"the processes ended; see {folder}/logs"
 
 
 def mark_ended(folder: Path) -> None:
