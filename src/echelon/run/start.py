@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.config import RunConfig
+from echelon.config import Resolved, RunConfig
 from echelon.config.validate import Nodes, check_batch
 from echelon.coordinator.config import CONTINUES
 from echelon.core.errors import LEFT, UserError, naming
@@ -36,7 +36,7 @@ from echelon.records.kinds import CommandRefused, End, Evaluation, Start
 from echelon.run.closing import close_run
 from echelon.run.data_names import check_data_name
 from echelon.run.deaths import Trained, watched
-from echelon.run.defaults import are_told_late
+from echelon.run.defaults import are_told_late, with_task_defaults
 from echelon.run.elsewhere import Around, followed, left_place, prepared, submitted, submitted_again
 from echelon.run.ending import check_checkpoints, check_objects, failed_by, nothing_left, why_cut
 from echelon.run.foretold import Foretold, foretell, told_by_record, trained_scalars, trains_all
@@ -124,10 +124,7 @@ def prepare_elsewhere(config: RunConfig) -> Submission:
     Raises:
         UserError: it cannot start as described, or its place takes no whole runs.
     """
-    check_names(config)
-    check_data_name(config.data.source)
-    check_model_name(config.model.name)
-    check_optimizer_name(config.optimizer.name)
+    _check_all_names(config)
     described = as_search(config)
     request = launch_request(at_home(described))
     folders.check_weights(config.model.weights)
@@ -135,6 +132,28 @@ def prepare_elsewhere(config: RunConfig) -> Submission:
     if cluster is None:
         raise UserError(f"--on {config.launch.on} takes no whole runs")
     return prepared(described, cluster, foretell(with_open_batch(request).config).model)
+
+
+def _check_all_names(config: RunConfig) -> None:
+    """Refuse a name that nobody knows, before anything heavy is imported.
+
+    Raises:
+        UserError: names the nearest one.
+    """
+    check_names(config)
+    check_data_name(config.data.source)
+    check_model_name(config.model.name)
+    check_optimizer_name(config.optimizer.name)
+
+
+def check_described(resolved: Resolved) -> None:
+    """Refuse what a command that trains would refuse before its processes start; leaves nothing behind.
+
+    Raises:
+        UserError: it cannot start as described.
+    """
+    _check_all_names(resolved.config)
+    check(launch_request(with_task_defaults(resolved).config))
 
 
 def _check_rendezvous(request: LaunchRequest) -> None:
