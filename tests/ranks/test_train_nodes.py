@@ -198,3 +198,27 @@ def test_a_machine_whose_disk_stays_full_fails_the_run(tmp_path: Path, full: int
         disk.fill()
         check_failed(both[full])
         assert both[1 - full].end() == 1, both[1 - full].text()
+
+
+@pytest.mark.long
+def test_a_second_command_on_a_machine_is_refused_while_the_first_one_runs(tmp_path: Path) -> None:
+    settings = ("--nodes", "2", "--epochs", "100000", "--eval-every", "0", "--checkpoint-every", "20")
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        both = [start_machine(runs, network, i, *settings, folder="run") for i in range(2)]
+        both[0].wait_for(lambda: _steps_with(both[0], 2), "both machines")
+        launched = (tmp_path / "run" / "launch.json").read_bytes()
+        for i in range(2):
+            again = start_machine(runs, network, i, *settings, folder="run")
+            assert again.end() == 2 and again.errors().count("\n") == 1, again.text()
+            assert f"already, by the command of process {both[i].process.pid}: " in again.errors()
+        assert (tmp_path / "run" / "launch.json").read_bytes() == launched
+        last = both[0].records("steps")[-1]["step"]
+        both[0].wait_for_step(last + 20)
+        assert len(both[0].records("start")) == 1 and not both[0].events("worker_died")
+        for pid in marked_processes(both[1].mark):
+            os.kill(pid, signal.SIGKILL)
+        both[1].process.wait()
+        third = start_machine(runs, network, 1, *settings, folder="run")  # at once: the first command is dead
+        both[0].wait_for(lambda: len(both[0].records("start")) > 1 and _sizes(both[0])[-1] == 2, "the machine again")
+        os.kill(both[0].process.pid, signal.SIGTERM)
+        assert [both[0].end(), third.end()] == [143, 143], both[0].text() + third.text()

@@ -102,6 +102,7 @@ def start(
         return followed(submitted(described, cluster, foretell(config).model, user_objects is not None), around)
     plan, told = plan_of(request, Path(config.run)), foretold(config, user_objects)
     with (
+        _only_command(request),
         folders.reserved(config, folder_word(config, told)) as named,
         Opening(named, plan, told) as opening,
         closing(request.place.build()) as place,
@@ -229,7 +230,7 @@ def _start_again_here(
     path: Path, request: LaunchRequest, user_objects: UserObjects | None, rescan: bool, given_t: float
 ) -> Outcome:
     config = request.config
-    with _lock(path, request.nodes):
+    with _only_command(request), _lock(path, request.nodes):
         if is_worker():
             run = resolve(config)
             check_micro_batches(run, int(os.environ["WORLD_SIZE"]))
@@ -385,6 +386,19 @@ def _workers(request: LaunchRequest) -> int:
         return max(1, layout.ranks // machines)
     of_replica = max(1, layout.fixed // machines)
     return max(of_replica, workers - workers % of_replica)
+
+
+def _only_command(request: LaunchRequest) -> AbstractContextManager[None]:
+    """Be the only command on this machine that takes part in a run of several; what a place starts, it sees to.
+
+    Raises:
+        UserError: another one is; nothing of its run was touched.
+    """
+    if request.rendezvous is None or request.nodes.most == 1 or request.node_rank is not None or is_worker():
+        return nullcontext()
+    from echelon.launch.addresses import only_command
+
+    return only_command(request.rendezvous)
 
 
 def _lock(path: Path, nodes: Nodes) -> AbstractContextManager[None]:
