@@ -282,6 +282,7 @@ def check(
     from echelon.data.transforms import NO_TRANSFORMS
     from echelon.trainer.compatibility import check_strategies
     from echelon.trainer.folder import has_checkpoint
+    from echelon.trainer.layouts import check_own_chain
     from echelon.trainer.start_weights import bring_weights
 
     run = resolve(config, user_objects.optimizer if user_objects else None)
@@ -302,7 +303,10 @@ def check(
         raise UserError("--elastic on is for `echelon train` without torchrun, which ends all processes with one")
     ranks = _workers(request) * request.nodes.most
     check_micro_batches(run, ranks)
-    check_strategies(run, int(os.environ["WORLD_SIZE"]) if is_worker() else ranks)
+    ranks = int(os.environ["WORLD_SIZE"]) if is_worker() else ranks
+    check_strategies(run, ranks)
+    if user_objects is not None and user_objects.model is not None:
+        check_own_chain(run, ranks, user_objects.model)
     return run
 
 
