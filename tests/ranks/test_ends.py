@@ -115,6 +115,6 @@ def test_a_run_in_this_process_that_has_trained_and_whose_disk_stays_full_has_fa
             """Take all room."""
             disk.fill()
 
-    with pytest.raises(echelon.RunFailed, match="No space left on device.*continue with `echelon"):
+    with pytest.raises(echelon.RunFailed, match=r"No space left on device.*continue with `echelon"):
         echelon.train("mlp", "digits", disk.folder / "run", epochs=100, workers=1, threads=1, device="cpu",
                       checkpoint_every=1, io_patience="1s", callbacks=[Fills()])  # fmt: skip

@@ -81,9 +81,11 @@ class RankNotes:
         if stacks is not None:
             # Of this thread alone: walking the frames of one that runs may read memory that is no frame any more.
             faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
-        about = [0.0, 0.0, time.monotonic(), 0.0, 0.0, float(threading.main_thread().ident or 0), stacks is not None, 0, 0]
-        for place, number in enumerate(about):
-            self._numbers[place] = number
+        for place in range(SLOT_BYTES // self._numbers.itemsize):
+            self._numbers[place] = 0.0
+        self._numbers[_SINCE] = time.monotonic()
+        self._numbers[_THREAD] = float(threading.main_thread().ident or 0)
+        self._numbers[_ANSWERS] = stacks is not None
         self._numbers[_PID] = os.getpid()  # last: until then nothing is read
 
     def enter(self, activity: str | None) -> None:

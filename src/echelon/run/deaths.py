@@ -100,7 +100,9 @@ def watched(
     if not hasattr(os, "memfd_create"):  # Linux alone
         yield machine.job, replace(chronicle.watch(), on_look=lambda _: look_around())
         return
-    board = chronicle.board = trained.board = NoticeBoard([p.name for group in machine.job.groups for p in group.processes])
+    board = chronicle.board = trained.board = NoticeBoard(
+        [p.name for group in machine.job.groups for p in group.processes]
+    )
     try:
         others = machine.rounds or NoOthers()
         restart = Restart.ALONE if machine.scheduler is not None else machine.job.groups[0].restart

@@ -84,8 +84,9 @@ def _recording_errors(path: Path, rank: int, notes: RankNotes, role: str | None 
     """Record what ends the block, and end the process.
 
     A user's mistake, a disk that stays full, a loss that is not finite, or a callback that raised, ends it with exit
-    code 2: no restart would help. Whether the run was refused by that, or has failed, its launcher knows. Any other error is logged with its traceback and ends it with exit code 1, so that the rank or its group can
-    be restarted: at once, for a peer may be gone, and nothing that exit handlers would wait for will come.
+    code 2: no restart would help. Whether the run was refused by that, or has failed, its launcher knows. Any other
+    error is logged with its traceback and ends it with exit code 1, so that the rank or its group can be restarted: at
+    once, for a peer may be gone, and nothing that exit handlers would wait for will come.
     """
     try:
         yield
@@ -108,9 +109,7 @@ def _recording_errors(path: Path, rank: int, notes: RankNotes, role: str | None 
         leave(1)
 
 
-def _train_on_servers(
-    path: Path, process: WorkerRank, user_objects: UserObjects, notes: RankNotes
-) -> str:
+def _train_on_servers(path: Path, process: WorkerRank, user_objects: UserObjects, notes: RankNotes) -> str:
     resolved = resolve(load_run_config(path / "config.yaml"), user_objects.optimizer)
     _prepare_process()
     with full_disk_in_words(path), join_worker(resolved, process, path / ROLES_FOLDER, notes) as world:
@@ -133,7 +132,7 @@ def train_rank(
     That is `completed`, `stopped` once the flag is set, or `left` where the rank was asked to leave the others.
 
     Raises:
-        UserError: something in the description cannot be used, or the disk takes nothing for longer than patience lasts.
+        UserError: something in the description cannot be used, or the disk takes nothing for too long.
     """
     log_to(path / "logs" / f"rank{os.environ.get('RANK', '0')}.log")
     objects = user_objects or UserObjects()

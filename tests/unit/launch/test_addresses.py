@@ -54,9 +54,9 @@ def test_a_second_command_of_a_machine_is_refused_while_the_first_one_lives() ->
     with subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE) as first:
         try:
             assert first.stdout is not None and first.stdout.readline() == b"held\n"
-            with pytest.raises(UserError, match=f"already, by the command of process {first.pid}: "):
-                with addresses.only_command(there):
-                    pass
+            already = pytest.raises(UserError, match=f"already, by the command of process {first.pid}: ")
+            with already, addresses.only_command(there):
+                pass
             with addresses.only_command(Address("127.0.0.1", 29418)):
                 pass
         finally:

@@ -52,7 +52,7 @@ EARS = "transformers/ears"  # whose features are its own: it is for sounds
         ("tp=2", 2, {"strategy.tensor_plan": "column"}, "PATTERN=STYLE"),
         ("pp=2", 2, {"strategy.cuts": "a,,b"}, "names of blocks"),
         ("pp=2", 2, {"model.name": "small_unet"}, "--model small_unet is not known to be a chain of blocks: use fsdp"),
-        ("pp=2", 2, {"model.name": EARS, "data.features": EARS}, "--model transformers/ears is not known to be a chain"),
+        ("pp=2", 2, {"model.name": EARS, "data.features": EARS}, "--model transformers/ears is not known to be"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(parallel: str, ranks: int, settings: dict[str, Any], words: str) -> None:
@@ -165,6 +165,6 @@ def test_a_named_model_that_may_be_a_chain_is_not_refused(model: str) -> None:
 def test_a_callers_module_that_is_no_chain_is_refused_before_it_is_sent_anywhere() -> None:
     run = resolve(build(None, {"strategy.parallel": "pp=2"}).config)
     check_own_chain(run, 2, nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(UserError, match=r"Tangled is not known to be a chain of blocks: make the model an nn.Sequential"):
+    with pytest.raises(UserError, match=r"Tangled is not known to be a chain of blocks: make the model an"):
         check_own_chain(run, 2, Tangled())
     check_own_chain(resolve(build(None, {"strategy.parallel": "tp=2"}).config), 2, Tangled())
