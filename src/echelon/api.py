@@ -505,7 +505,7 @@ def compare(
         raise UserError("the runs of every candidate have the same seeds: write seeds=3, or seeds=[0, 5, 7]")
     from echelon.study.execute import How
     from echelon.study.file import StudyRequest, claim_folder, requested_study
-    from echelon.study.outcome import carry_out, check_study_trust
+    from echelon.study.outcome import carry_out, check_study_trust, warn_of_refusals
 
     if objects := [name for name, value in settings.items() if callable(value)]:
         raise UserError(f"{objects[0]}: each run of a study is a command: name code of yours as 'module:name'")
@@ -520,6 +520,7 @@ def compare(
     check_study_trust(request, str(run), trust)
     if study is not None:
         How.of(study, at_once)  # before anything is in the folder
+        warn_of_refusals(study)
     return carry_out(Path(run) if str(run) else claim_folder(study, request), study, at_once=at_once)
 
 

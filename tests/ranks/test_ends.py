@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import echelon
-from tests.ranks.runs import SMALL, Runs
+from echelon.observe.callbacks import Callback, CheckpointInfo
+from tests.attack.faulty_disk import SmallDisk, small_disk
+from tests.attack.scenario import CannotRunHere
+from tests.ranks.runs import SMALL, Run, Runs
 
 MODEL = ("train", "digits", "--model", "mlp", "--eval-every", "1", *SMALL)
+LONG = ("--epochs", "100000", "--eval-every", "0", "--checkpoint-every", "20", "--io-patience", "2s")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A disk of its own, which can be filled."""
+    try:
+        with small_disk(tmp_path / "disk") as mounted:
+            yield mounted
+    except CannotRunHere as reason:
+        pytest.skip(str(reason))
 
 
 def test_a_run_whose_metric_does_not_improve_stops_and_a_resume_says_so(
@@ -65,3 +80,42 @@ def test_a_run_that_diverges_has_failed_in_its_own_words(tmp_path: Path) -> None
         summary = run.summary()
         assert summary["status"] == "failed" and summary["message"] in messages
         assert "Traceback" not in run.errors() and "no restart" not in run.text()
+
+
+@pytest.mark.root
+@pytest.mark.long
+@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=async)"])
+def test_a_run_that_has_trained_and_whose_disk_stays_full_has_failed(
+    tmp_path: Path, disk: SmallDisk, sync: str
+) -> None:
+    with Runs(tmp_path) as runs:
+        run = runs.start(*MODEL, "--workers", "2", "--sync", sync, *LONG, folder="disk/run")
+        run.wait_for(lambda: run.records("checkpoint"), "a checkpoint")
+        disk.fill()
+        check_failed(run)
+        disk.free()
+        resumed = runs.start("resume", "disk/run", "--max-steps", "1", folder="disk/run")
+        assert resumed.end() == 2 and "is less than what is done" in resumed.text()
+
+
+def check_failed(run: Run) -> None:
+    """Check that a run has ended with the exit code of one that failed, and says what continues it."""
+    assert run.end() == 1, run.text()
+    last = run.errors().splitlines()[-1]
+    assert "No space left" in last and "continue with `echelon resume" in last, run.text()
+    assert "Traceback" not in run.text() and not run.records("event", "refused"), run.text()
+
+
+def test_a_run_in_this_process_that_has_trained_and_whose_disk_stays_full_has_failed(
+    tmp_path: Path, disk: SmallDisk
+) -> None:
+    class Fills(Callback):
+        """Fills the disk once something is saved."""
+
+        def on_checkpoint(self, checkpoint: CheckpointInfo) -> None:
+            """Take all room."""
+            disk.fill()
+
+    with pytest.raises(echelon.RunFailed, match=r"No space left on device.*continue with `echelon"):
+        echelon.train("mlp", "digits", disk.folder / "run", epochs=100, workers=1, threads=1, device="cpu",
+                      checkpoint_every=1, io_patience="1s", callbacks=[Fills()])  # fmt: skip

@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import echelon
 from echelon.config import load_run_config
 from echelon.records.events import WayTried
 from echelon.records.file import newest
@@ -41,6 +45,24 @@ def test_a_run_is_planned_on_other_machines(tmp_path: Path) -> None:
         ):
             refused = runs.start("plan", trained.folder, *words)
             assert refused.end() == 2 and said in refused.errors(), refused.errors()
+
+
+@pytest.mark.long
+def test_a_run_of_objects_from_python_is_planned_from_its_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = TensorDataset(torch.randn(640, 8), torch.randint(0, 2, (640,)))
+    run = echelon.train(nn.Linear(8, 2), (samples, samples), tmp_path / "run", task="image-classification", workers=2,
+                        threads=1, device="cpu", epochs=4, optimizer=torch.optim.Adagrad).folder  # fmt: skip
+    planned = echelon.plan(run, at=AT[1::2])
+    slow, near = planned.answers
+    assert {"none", "int8", "sign"} <= {way.label for way in near.predictions}
+    assert all(way.candidate.memory_bytes is None and way.fits for way in slow.predictions)
+    (note,) = [note for note in planned.known.notes if "given from Python" in note]
+    assert note.startswith("Model and data were given from Python: they cannot be built again here")
+    with Runs(tmp_path) as runs:
+        told = runs.start("plan", run, *AT)
+        assert told.end() == 0 and "Fastest: " in told.text() and "memory is not predicted" in told.text()
 
 
 @pytest.mark.slow

@@ -12,8 +12,10 @@ import pytest
 
 from echelon.launch.link import ShapedNetwork, parse_link
 from echelon.run.home import bring
+from tests.attack.faulty_disk import small_disk
 from tests.ranks.links import LINK, NEEDS_LINKS, start_machine
 from tests.ranks.runs import Run, Runs, losses_of, marked_processes
+from tests.ranks.test_ends import LONG, check_failed
 
 SECRET = "5a" * 32
 pytestmark = [*NEEDS_LINKS, pytest.mark.timeout(400)]
@@ -179,3 +181,44 @@ def _steps_with(run: Run, size: int) -> bool:
     starts = [i for i, r in enumerate(records) if r["kind"] == "start"]
     newest = records[starts[-1] :]
     return newest[0]["world_size"] == size and any(r["kind"] == "steps" for r in newest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_machine_whose_disk_stays_full_fails_the_run(tmp_path: Path, full: int) -> None:
+    with (
+        small_disk(tmp_path / "disk") as disk,
+        ShapedNetwork(2, parse_link(LINK)) as network,
+        Runs(tmp_path) as runs,
+    ):
+        folders = ["disk/run" if i == full else "run" for i in range(2)]
+        both = [start_machine(runs, network, i, "--nodes", "2", *LONG, folder=folders[i], secret=SECRET)
+                for i in range(2)]  # fmt: skip
+        both[0].wait_for(lambda: both[0].records("checkpoint"), "a checkpoint")
+        disk.fill()
+        check_failed(both[full])
+        assert both[1 - full].end() == 1, both[1 - full].text()
+
+
+@pytest.mark.long
+def test_a_second_command_on_a_machine_is_refused_while_the_first_one_runs(tmp_path: Path) -> None:
+    settings = ("--nodes", "2", "--epochs", "100000", "--eval-every", "0", "--checkpoint-every", "20")
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        both = [start_machine(runs, network, i, *settings, folder="run") for i in range(2)]
+        both[0].wait_for(lambda: _steps_with(both[0], 2), "both machines")
+        launched = (tmp_path / "run" / "launch.json").read_bytes()
+        for i in range(2):
+            again = start_machine(runs, network, i, *settings, folder="run")
+            assert again.end() == 2 and again.errors().count("\n") == 1, again.text()
+            assert f"already, by the command of process {both[i].process.pid}: " in again.errors()
+        assert (tmp_path / "run" / "launch.json").read_bytes() == launched
+        last = both[0].records("steps")[-1]["step"]
+        both[0].wait_for_step(last + 20)
+        assert len(both[0].records("start")) == 1 and not both[0].events("worker_died")
+        for pid in marked_processes(both[1].mark):
+            os.kill(pid, signal.SIGKILL)
+        both[1].process.wait()
+        third = start_machine(runs, network, 1, *settings, folder="run")  # at once: the first command is dead
+        both[0].wait_for(lambda: len(both[0].records("start")) > 1 and _sizes(both[0])[-1] == 2, "the machine again")
+        os.kill(both[0].process.pid, signal.SIGTERM)
+        assert [both[0].end(), third.end()] == [143, 143], both[0].text() + third.text()

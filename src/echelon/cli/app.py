@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from echelon.cli.help import BASIC, HelpfulCommand, Row, paragraphs, section
+from echelon.cli.help import BASIC, HelpfulCommand, Row, paragraphs, section, shown_width
 from echelon.core.errors import unknown
 
 COMMANDS = {
@@ -80,9 +80,10 @@ class LazyGroup(TyperGroup):
         """Write what Echelon is, examples and the commands."""
         options = [Row("--version", "print the versions and exit"), Row("-h, --help", "show this and exit")]
         options.append(Row("--debug", "with any command: show the traceback of an error"))
-        lines = ["usage: echelon COMMAND [OPTIONS]", "", *paragraphs(ABOUT)]
-        lines += section("Commands", [Row(name, text) for name, (_, text) in COMMANDS.items()])
-        lines += [*section(BASIC, options), "", "echelon COMMAND --help shows a command's options."]
+        width = shown_width()
+        lines = ["usage: echelon COMMAND [OPTIONS]", "", *paragraphs(ABOUT, width)]
+        lines += section("Commands", [Row(name, text) for name, (_, text) in COMMANDS.items()], width)
+        lines += [*section(BASIC, options, width), "", "echelon COMMAND --help shows a command's options."]
         formatter.buffer.append("\n".join(lines))
 
 

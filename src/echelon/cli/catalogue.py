@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from echelon.cli.app import COMMANDS, as_command
-from echelon.cli.help import WIDTH
+from echelon.cli.help import shown_width
 from echelon.collectives.registry import PATHS
 from echelon.compression.registry import CODECS, ENTROPY_CODER
 from echelon.core.errors import UserError, nearest
@@ -198,7 +198,7 @@ def list_command() -> Any:
             for summary, entries in itertools.groupby(kind.entries, key=lambda entry: entry.summary):
                 names = [entry.name for entry in entries]
                 if len(names) > _MOST_ALIKE:  # the data sets of torchvision: said once
-                    print(textwrap.fill(", ".join(names), WIDTH, initial_indent="  ", subsequent_indent="  "))
+                    print(textwrap.fill(", ".join(names), shown_width(), initial_indent="  ", subsequent_indent="  "))
                     names = [""]
                 for name in names:
                     print(_row(name, summary))
@@ -210,7 +210,7 @@ def list_command() -> Any:
 
 
 def _row(name: str, text: str, width: int = 18) -> str:
-    lines = textwrap.wrap(text.replace("`", ""), WIDTH - width - 2) or [""]
+    lines = textwrap.wrap(text.replace("`", ""), shown_width() - width - 2) or [""]
     if len(name) >= width:
         lines.insert(0, "")
     rows = [f"  {name if i == 0 else '':{width}}{line}".rstrip() for i, line in enumerate(lines)]
@@ -263,7 +263,7 @@ def _explanation(kind: Kind, entry: Entry) -> Iterator[str]:
     if told:
         yield "Measured:"
         for line in told:
-            yield textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="  ")
+            yield textwrap.fill(line, shown_width(), initial_indent="  ", subsequent_indent="  ")
         yield ""
     for paragraph in papers:
         yield _wrapped(paragraph)
@@ -291,7 +291,7 @@ def _wrapped(paragraph: str) -> str:
     """Return a paragraph within the width; formulas, which are indented, as they are."""
     if any(line.startswith("    ") for line in paragraph.splitlines()[:1]):
         return paragraph
-    return textwrap.fill(" ".join(paragraph.split()), WIDTH)
+    return textwrap.fill(" ".join(paragraph.split()), shown_width())
 
 
 def _measured(rows: str) -> Iterator[str]:

@@ -29,7 +29,7 @@ def command() -> Any:
     ) -> None:
         """Describe a study, and run it or show what would be run."""
         from echelon.study.file import StudyRequest, claim_folder, requested_folder, requested_study
-        from echelon.study.outcome import check_study_trust
+        from echelon.study.outcome import check_study_trust, warn_of_refusals
 
         retry, dry_run, serve, trust = (others.pop(name) for name in ("retry", "dry_run", "serve", "trust"))
         at_once = others.pop("at_once")
@@ -48,7 +48,7 @@ def command() -> Any:
             from echelon.study.execute import How
 
             How.of(study, at_once)  # before anything is in the folder
-            _warn(study)
+            warn_of_refusals(study)
         _run(Path(folder) if folder else claim_folder(study, request), study, retry, serve, at_once)
 
     text = "DATA, or a study file (study.yaml); with --run alone the study in that folder is continued"
@@ -92,30 +92,17 @@ def _show(study: Study | None, path: Path, at_once: int) -> None:
     from echelon.study import load_study
     from echelon.study.execute import How
     from echelon.study.folder import command_of, run_folder
+    from echelon.study.outcome import warn_of_refusals
     from echelon.study.stages import all_runs
 
     study = study or load_study(path / "study.yaml")
     pace = How.of(study, at_once).pace
-    _warn(study)
+    warn_of_refusals(study)
     runs = all_runs(study)
     for run in runs:
         print(command_of(run, run_folder(path, run.name)))
     more = "; then those of equal time, by what these take" if study.equal_time and not study.choices.epochs else ""
     print(f"would start {len(runs)} runs, {pace}{more}", file=sys.stderr)
-
-
-def _warn(study: Study) -> None:
-    """Print which candidates will be refused, before anything starts.
-
-    Raises:
-        UserError: no run can start.
-    """
-    from echelon.run.resolve import launch_request
-    from echelon.run.start import check
-    from echelon.study.execute import check_settings
-
-    for name, reason in check_settings(study, lambda config: check(launch_request(config))).items():
-        print(f"echelon: {name} will be refused: {reason}", file=sys.stderr, flush=True)
 
 
 def _run(path: Path, study: Study | None, retry: bool, serve: bool, at_once: int) -> None:

@@ -1,4 +1,4 @@
-"""Help that reads well in 80 columns: what is used first comes first, each option with its values and its default."""
+"""Help as wide as the terminal: what is used first comes first, each option with its values and its default."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-WIDTH = 80
-_LEFT = 26
-_MOST_WIDTH = 100
+_WIDTH = 80  # where nobody tells
+_MOST_LEFT = 26
+_LEAST_WIDTH, _MOST_WIDTH = 40, 100
+_FURTHER = "    "  # before what goes on in the next line
 BASIC = "Options"
 _DEFAULT = re.compile(r"\[default: [^\]]{1,30}\]")  # is not broken
+_ARGUMENT = re.compile(r"""(?:--[\w-]+ (?!-))?(?:[^\s"']|"[^"]*"|'[^']*')+""")  # an option with its value
+_COMMENTED = re.compile(r"(\s+)(\S.*?)\s{2,}(\S.*)")
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,12 @@ class HelpfulCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write usage, description, examples and options."""
-        width = min(_MOST_WIDTH, max(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
-        formatter.buffer.append("\n".join(self._lines(ctx, width)))
+        formatter.buffer.append("\n".join(self._lines(ctx, shown_width())))
 
     def _lines(self, ctx: Any, width: int) -> Iterator[str]:
         arguments = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
-        yield " ".join([f"usage: {ctx.command_path} [OPTIONS]", *map(_usage, arguments)])
+        usage = " ".join([f"usage: {ctx.command_path} [OPTIONS]", *map(_usage, arguments)])
+        yield from textwrap.wrap(usage, width, subsequent_indent=_FURTHER, break_on_hyphens=False)
         yield from ("", *paragraphs(self.help or "", width))
         sections: dict[str, list[Row]] = {"Arguments": [], BASIC: []}
         for parameter in self.get_params(ctx):
@@ -49,31 +52,60 @@ class HelpfulCommand(TyperCommand):
             yield from section(heading, rows, width)
 
 
-def section(heading: str, rows: Sequence[Row], width: int = WIDTH) -> Iterator[str]:
+def shown_width() -> int:
+    """Return how wide help is: as the terminal, where that can be read."""
+    return min(_MOST_WIDTH, max(_LEAST_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns))
+
+
+def section(heading: str, rows: Sequence[Row], width: int) -> Iterator[str]:
     """Yield the lines of options below a heading; none where there are none."""
     if not rows:
         return
     yield from ("", f"{heading}:")
+    left = min(_MOST_LEFT, width // 3)
     for row in rows:
         text = _DEFAULT.sub(lambda found: found[0].replace(" ", "\u00a0"), row.text)
-        lines = textwrap.wrap(text, width - _LEFT, break_long_words=False, break_on_hyphens=False) or [""]
+        lines = textwrap.wrap(text, width - left, break_on_hyphens=False) or [""]
         lines = [line.replace("\u00a0", " ") for line in lines]
-        if len(row.typed) + 4 > _LEFT:
+        if len(row.typed) + 4 > left:
             yield f"  {row.typed}"
         else:
-            yield f"  {row.typed:{_LEFT - 2}}{lines.pop(0)}".rstrip()
-        yield from (" " * _LEFT + line for line in lines)
+            yield f"  {row.typed:{left - 2}}{lines.pop(0)}".rstrip()
+        yield from (" " * left + line for line in lines)
 
 
-def paragraphs(text: str, width: int = WIDTH) -> Iterator[str]:
-    """Yield the lines of paragraphs, wrapped; indented lines stay as they are."""
+def paragraphs(text: str, width: int) -> Iterator[str]:
+    """Yield the lines of paragraphs, wrapped; indented lines are commands, and stay so."""
     for i, paragraph in enumerate(text.strip().split("\n\n")):
         if i:
             yield ""
         if paragraph.startswith("  ") or "\n  " in paragraph:
-            yield from paragraph.splitlines()
+            for line in paragraph.splitlines():
+                yield from _example(line, width)
         else:
             yield from textwrap.wrap(" ".join(paragraph.split()), width)
+
+
+def _example(line: str, width: int) -> Iterator[str]:
+    """Yield a command, perhaps with words on it behind some spaces, so that it can still be typed as it is shown."""
+    if len(line) <= width:
+        yield line
+        return
+    if found := _COMMENTED.fullmatch(line):
+        indent, command, comment = found.groups()
+        yield from _example(f"{indent}{command}", width)
+        yield from textwrap.wrap(comment, width, initial_indent=indent + _FURTHER, subsequent_indent=indent + _FURTHER)
+        return
+    indent = line[: len(line) - len(line.lstrip())]
+    shown, *arguments = _ARGUMENT.findall(line)
+    shown = indent + shown
+    for argument in arguments:
+        if len(shown) + len(argument) + len("  \\") > width:
+            yield f"{shown} \\"
+            shown = f"{indent}{_FURTHER}{argument}"
+        else:
+            shown = f"{shown} {argument}"
+    yield shown
 
 
 def _usage(argument: Any) -> str:

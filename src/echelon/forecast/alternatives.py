@@ -87,7 +87,7 @@ def record_alternatives(run: TrainingRun, resolved: ResolvedRun) -> int:
     settled = _settled(resolved)
     costs = _measure_codecs(parameters, probe, settled, rates)
     if world.leads:
-        rows = _rows(costs, settled, described, max(1, run.count.finished))
+        rows = _rows(costs, settled, described, max(1, run.world.notes.finished))
         run.progress.record.write(Alternatives({"strategy.compression": described}, rates.latency_s, rows))
     return probe.sent_bytes
 

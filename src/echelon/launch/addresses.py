@@ -1,12 +1,16 @@
-"""Which address a machine has on the way to the others of its run."""
+"""Which address a machine has on the way to the others of its run, and which command is its part of the run."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import ipaddress
+import os
 import socket
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from echelon.core.address import Address
@@ -38,6 +42,45 @@ def own_address(rendezvous: Address, say: Callable[[str], None] | None = None) -
             say(f"{reason}; waiting up to {NETWORK_S:g} s for a network")
             say = None
         time.sleep(_AGAIN_S)
+
+
+@contextmanager
+def only_command(rendezvous: Address) -> Iterator[None]:
+    """Be this user's only command on this machine for the run that meets somewhere, while the block takes.
+
+    What is held is the name of a Unix socket without a file, which the kernel gives back when this process dies.
+
+    Raises:
+        UserError: another process is; names it.
+    """
+    machine = f"{os.geteuid()} {own_address(rendezvous)} {rendezvous}"
+    name = f"\0echelon-{hashlib.sha256(machine.encode()).hexdigest()}"
+    with socket.socket(socket.AF_UNIX) as held:
+        try:
+            held.bind(name)
+            held.listen()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            pid, user = _listens_at(name)
+            if pid and user == os.geteuid():
+                raise UserError(
+                    f"--rendezvous {rendezvous}: this machine takes part in that run already, by the command of "
+                    f"process {pid}: wait for it, or end it first"
+                ) from None
+        yield  # also where another user has taken the name: that is no command of this run
+
+
+def _listens_at(name: str) -> tuple[int, int]:
+    """Return the process that listens at a socket of this machine, and its user; zeros: nobody any more."""
+    with socket.socket(socket.AF_UNIX) as line:
+        try:
+            line.connect(name)
+        except OSError:
+            return 0, 0
+        credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", credentials)
+    return pid, user
 
 
 def _own_address(host: str, port: int) -> str:

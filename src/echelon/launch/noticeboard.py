@@ -54,9 +54,17 @@ class NoticeBoard:
 
     def note(self, name: str, pid: int) -> Note | None:
         """Return what a process wrote last; None: nothing, or only one that had its name before."""
-        begin = self._places[name].slot * SLOT_BYTES
-        note = Note.read(self._memory[begin : begin + SLOT_BYTES])
+        note = self._of(self._places[name])
         return note if note is not None and note.pid == pid else None
+
+    def has_trained(self) -> bool:
+        """Whether one of the processes, as they are now or were last, has finished a step."""
+        notes = (self._of(place) for place in self._places.values())
+        return any(note is not None and note.finished for note in notes)
+
+    def _of(self, place: _Place) -> Note | None:
+        begin = place.slot * SLOT_BYTES
+        return Note.read(self._memory[begin : begin + SLOT_BYTES])
 
     def stacks(self, name: str) -> str:
         """Return the stacks that a process has written since they were cleared."""

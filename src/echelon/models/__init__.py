@@ -11,6 +11,7 @@ from echelon.models.registry import (
     build_model,
     build_untried,
     builtin_names,
+    is_chain_by_name,
     leads_to_model,
     parameter_count,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "give_logits",
     "hear_no_padding",
     "hints_for",
+    "is_chain_by_name",
     "keep_no_cache",
     "leads_to_model",
     "load_state",

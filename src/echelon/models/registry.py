@@ -9,7 +9,7 @@ from torch import nn
 
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
-from echelon.core.hints import name_for_side
+from echelon.core.hints import Hints, name_for_side
 from echelon.core.model_names import OF_COLUMNS, OF_PIXELS, OF_SEQUENCES, of_images, unknown_model
 from echelon.core.own import TRANSFORMERS
 from echelon.models import builtin
@@ -59,6 +59,16 @@ def builtin_names() -> list[str]:
 def parameter_count(model: nn.Module) -> int:
     """Return the number of trainable scalars."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def is_chain_by_name(name: str) -> bool | None:
+    """Whether the forward pass of a built-in model is a chain, as its class declares; None: only a built one tells."""
+    if name not in (*builtin_names(), *OF_SEQUENCES, *OF_COLUMNS, *OF_PIXELS):
+        return None
+    module = importlib.import_module(f"{builtin.__name__}.{name}")
+    classes = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+    declared = [found for kind in classes if isinstance(found := getattr(kind, "structure", None), Hints)]
+    return any(hints.chain is not None for hints in declared) if declared else None
 
 
 def _build(name: str, data: ModelInput) -> nn.Module:

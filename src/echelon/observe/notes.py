@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from echelon.observe.phases import CALLBACKS, PHASE_NAMES, Phase, PhaseClock, WrappedClock
 
 VARIABLE = "ECHELON_NOTES"  # FILE of notes, place in it, FILE for stacks; joined by colons
-SLOT_BYTES = 64
+SLOT_BYTES = 72
 START = "start"
 SERVING = "serving"  # what a process does all the time that answers others, and waits for them
 ACTIVITIES = (START, *PHASE_NAMES, "evaluation", "checkpoint", "recording", SERVING, CALLBACKS)
 STACK_SIGNAL = (signal.SIGRTMIN + 11) if sys.platform == "linux" else signal.SIGUSR1  # programs rarely use it
 
-_ACTIVITY, _STEP, _SINCE, _CHANGES, _PID, _THREAD, _ANSWERS, _FAILED = range(8)
+_ACTIVITY, _STEP, _SINCE, _CHANGES, _PID, _THREAD, _ANSWERS, _FAILED, _FINISHED = range(9)
 _NUMBERS = {name: float(i) for i, name in enumerate(ACTIVITIES)}
 _OTHER = _NUMBERS[Phase.OTHER]
 
@@ -42,6 +42,7 @@ class Note:
         thread: the identity of its main thread.
         answers: whether it writes its stacks on `STACK_SIGNAL`.
         failed: it ended with the error of a communication.
+        finished: steps, since it began.
     """
 
     activity: str
@@ -52,6 +53,7 @@ class Note:
     thread: int
     answers: bool
     failed: bool
+    finished: int = 0
 
     @classmethod
     def read(cls, memory: memoryview) -> Note | None:
@@ -66,6 +68,7 @@ class Note:
         return cls(
             ACTIVITIES[int(values[_ACTIVITY])], int(values[_STEP]), values[_SINCE], int(values[_CHANGES]),
             int(values[_PID]), int(values[_THREAD]), bool(values[_ANSWERS]), bool(values[_FAILED]),
+            int(values[_FINISHED]),
         )  # fmt: skip
 
 
@@ -78,9 +81,11 @@ class RankNotes:
         if stacks is not None:
             # Of this thread alone: walking the frames of one that runs may read memory that is no frame any more.
             faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
-        about = [0.0, 0.0, time.monotonic(), 0.0, 0.0, float(threading.main_thread().ident or 0), stacks is not None, 0]
-        for place, number in enumerate(about):
-            self._numbers[place] = number
+        for place in range(SLOT_BYTES // self._numbers.itemsize):
+            self._numbers[place] = 0.0
+        self._numbers[_SINCE] = time.monotonic()
+        self._numbers[_THREAD] = float(threading.main_thread().ident or 0)
+        self._numbers[_ANSWERS] = stacks is not None
         self._numbers[_PID] = os.getpid()  # last: until then nothing is read
 
     def enter(self, activity: str | None) -> None:
@@ -98,6 +103,15 @@ class RankNotes:
     def step(self) -> int:
         """The step that it works on, from 1; 0: none yet."""
         return int(self._numbers[_STEP])
+
+    def finish_step(self) -> None:
+        """Note that a step is done."""
+        self._numbers[_FINISHED] += 1
+
+    @property
+    def finished(self) -> int:
+        """Steps that this process has finished since it began."""
+        return int(self._numbers[_FINISHED])
 
     def fail(self) -> None:
         """Note that this process ends because a communication failed."""

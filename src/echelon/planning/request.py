@@ -6,6 +6,7 @@ as many. A device reaches a share of its rate, links cost their latency and byte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from echelon.config import Resolved, RunConfig, build
 from echelon.config.build import DEFAULT
-from echelon.config.machines import FLAG, Machines
+from echelon.config.machines import Machines
 from echelon.core.errors import UserError
 from echelon.observe.phases import Phase
 from echelon.planning.calibration import RESIDUAL, Calibration, PhaseCost, calibrate
 from echelon.planning.layouts import DescribedModel
 from echelon.planning.plan import Length, PlanReport, make_plan
-from echelon.records.kinds import Alternative
+from echelon.records.file import newest
+from echelon.records.kinds import Alternative, Start
 from echelon.reporting.report.records import CONFIG_FILE, load_run
 from echelon.run.defaults import with_task_defaults
 from echelon.run.residuals import half_width, residuals_of
@@ -38,6 +40,7 @@ _BUCKET_BYTES = 25e6
 _UPDATE_PASSES = 5  # over parameters: read weight, gradient and momentum, write two
 _MEMORY_BYTES_PER_S = 1e12
 _OF_RUNS = ("data.batch_size", "training.epochs")
+_BUILT = ("model", "data", "task")  # what memory and other layouts follow from
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class PlanRequest:
         machines: that it is to run on.
         run: the folder of a run to plan from; None: calibrate.
         batch, epochs: in place of the described ones; 0: as described.
-        named: whether model, data and task have names by which they are built again.
+        objects: those of model, data and task that the run was given from Python, and that no name leads to.
     """
 
     config: RunConfig
@@ -57,11 +60,7 @@ class PlanRequest:
     run: Path | None = None
     batch: int = 0
     epochs: int = 0
-
-    @property
-    def named(self) -> bool:
-        """Whether model and data can be made from the description alone."""
-        return not any(text.startswith("<") for text in (self.config.model.name, self.config.data.source))
+    objects: tuple[str, ...] = ()
 
 
 def request_of(resolved: Resolved, machines: tuple[Machines, ...], trust: bool) -> PlanRequest:
@@ -83,7 +82,9 @@ def request_of(resolved: Resolved, machines: tuple[Machines, ...], trust: bool) 
     check_trust(of_run, trust)
     batch, epochs = resolved.config.data.batch_size, resolved.config.training.epochs
     changed = (batch if _OF_RUNS[0] in given else 0), (epochs if _OF_RUNS[1] in given else 0)
-    return PlanRequest(replace(of_run.config, run=""), machines, Path(source), *changed)
+    begun = next(newest(Path(source), Start), None)
+    objects = tuple(name for name in _BUILT if begun is not None and name in begun.objects)
+    return PlanRequest(replace(of_run.config, run=""), machines, Path(source), *changed, objects)
 
 
 def plan(request: PlanRequest) -> PlanReport:
@@ -94,13 +95,25 @@ def plan(request: PlanRequest) -> PlanReport:
     """
     batch = request.batch or request.config.data.batch_size
     config = replace(request.config, data=replace(request.config.data, batch_size=batch))
-    described = DescribedModel.of(config) if request.named else None
+    described = None if request.objects else DescribedModel.of(config)
     rated = [machines for machines in request.machines if machines.tflops]
-    if rated and request.run is None:
+    if rated and request.run is None and described is not None:
         return _rated(request, config, described, batch)
     known = _calibrated(request)
+    if request.objects:
+        known = replace(known, notes=(*known.notes, _unbuilt_words(request.objects)))
     length = Length.of(config, known, batch, request.epochs)
     return make_plan(known, length, request.machines, described)
+
+
+def _unbuilt_words(objects: Sequence[str]) -> str:
+    """Say what is not planned of a run of objects, and what would plan it."""
+    were, they = ("were", "they") if len(objects) > 1 else ("was", "it")
+    return (
+        f"{' and '.join(objects).capitalize()} {were} given from Python: {they} cannot be built again here, so memory "
+        "is not predicted, nor layouts other than whole replicas. A run that names them (module:function, a folder) "
+        "has those too."
+    )
 
 
 def _calibrated(request: PlanRequest) -> Calibration:
@@ -112,9 +125,7 @@ def _calibrated(request: PlanRequest) -> Calibration:
     return calibrate_by_runs(request.config)
 
 
-def _rated(request: PlanRequest, config: RunConfig, described: DescribedModel | None, batch: int) -> PlanReport:
-    if described is None:
-        raise UserError(f"{FLAG} tflops=...: operations are counted of a model that is named, not of an object")
+def _rated(request: PlanRequest, config: RunConfig, described: DescribedModel, batch: int) -> PlanReport:
     plans = []
     for machines in request.machines:
         known = rate(described, machines)

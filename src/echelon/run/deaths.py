@@ -55,11 +55,36 @@ _LOOK_BACK_S = 300.0
 _ADDRESS = re.compile(r"0x[0-9a-f]+")  # of an object, in an error's message: another one in each process
 
 
+class Trained:
+    """Whether a process that this command started has finished a step, whatever became of it: true or false."""
+
+    board: NoticeBoard | None = None  # of the processes that run now, or ran last
+    _has = False
+
+    def __bool__(self) -> bool:
+        self._has = self._has or (self.board is not None and self.board.has_trained())
+        return self._has
+
+    def close(self) -> None:
+        """Keep what is known of the processes, whose notes go."""
+        self._has, self.board = bool(self), None
+
+
 @contextmanager
 def watched(
-    machine: Machine, place: Place, run: ResolvedRun, opening: Opening, path: Path, record: Recorder
+    machine: Machine,
+    place: Place,
+    run: ResolvedRun,
+    opening: Opening,
+    path: Path,
+    record: Recorder,
+    trained: Trained,
 ) -> Iterator[tuple[Job, Watch]]:
-    """Watch the processes of this machine; gives the job as it is to be run, and what its supervisor tells."""
+    """Watch the processes of this machine; gives the job as it is to be run, and what its supervisor tells.
+
+    Args:
+        trained: is told of steps.
+    """
     chronicle = _Chronicle(machine, run, path, record, opening.tells)
     logs = LogLimit(path / "logs", run.log_limit)
 
@@ -75,7 +100,9 @@ def watched(
     if not hasattr(os, "memfd_create"):  # Linux alone
         yield machine.job, replace(chronicle.watch(), on_look=lambda _: look_around())
         return
-    board = chronicle.board = NoticeBoard([p.name for group in machine.job.groups for p in group.processes])
+    board = chronicle.board = trained.board = NoticeBoard(
+        [p.name for group in machine.job.groups for p in group.processes]
+    )
     try:
         others = machine.rounds or NoOthers()
         restart = Restart.ALONE if machine.scheduler is not None else machine.job.groups[0].restart
@@ -84,6 +111,7 @@ def watched(
         def look(living: Sequence[Living]) -> None:
             """See who hangs, and what else there is to see."""
             hangs.look(living)
+            bool(trained)  # before a process that ended is started again, and notes anew
             look_around()
             opening.look(living, board.note, machine.number == 0)
 
@@ -92,6 +120,7 @@ def watched(
             replace(chronicle.watch(), on_look=look, on_wait=opening.waits, explain=_Explain(hangs)),
         )
     finally:
+        trained.close()
         board.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from echelon.checkpoint.files import check_whole
@@ -17,6 +18,7 @@ from echelon.records.file import newest
 from echelon.records.going import resumed_by
 from echelon.records.kinds import EARLY_STOP, MAX_TIME, Checkpoint, End, Start, Steps
 from echelon.run.machine import say
+from echelon.run.outcome import Outcome, outcome_of
 from echelon.trainer.folder import CHECKPOINTS_FOLDER, has_checkpoint
 
 _LED_TO_BY_NO_NAME = ("model", "data", "task", "loss", "metrics", "optimizer")
@@ -34,6 +36,15 @@ def check_objects(path: Path, objects: Collection[str]) -> None:
     if begun is not None and any(name in _LED_TO_BY_NO_NAME for name in missing):
         was = f"{', '.join(missing)} of {path} {'were' if len(missing) > 1 else 'was'}"
         raise UserError(f"{was} given from Python as objects: give them again, {continuing(path, begun.objects)}")
+
+
+def failed_by(path: Path, error: UserError) -> Outcome:
+    """Return how a run ended that had begun to train and could not go on: why, and what continues it."""
+    continues, ended = resumed_by(path), outcome_of(path, "failed")
+    is_told = continues in str(error) or "echelon resume" in str(error)
+    reason = str(error) if is_told else f"{error}; mend that, then continue with `{continues}`"
+    is_reported = any(str(error) in line for line in ended.words)
+    return replace(ended, failure=reason, words=[*([] if is_reported else [f"Failed: {reason}."]), *ended.words])
 
 
 def why_ended(reason: str, task: TaskFacts, stagnant: int, config: RunConfig, path: Path) -> str:

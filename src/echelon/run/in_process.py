@@ -21,11 +21,13 @@ from echelon.launch.logs import kept_short, prepare_logs
 from echelon.launch.plan import LaunchPlan, is_worker
 from echelon.models.trial import own_copy
 from echelon.observe.environment import command_given_t
+from echelon.observe.notes import RankNotes
 from echelon.records.events import RankFailed, RunDiverged
 from echelon.records.file import Recorder
 from echelon.records.going import LAUNCH_FILE
 from echelon.records.kinds import End
 from echelon.run.closing import close_run
+from echelon.run.ending import failed_by
 from echelon.run.machine import say
 from echelon.run.micro_batches import Halving
 from echelon.run.opening import Opening
@@ -87,15 +89,30 @@ def start_in_process(request: LaunchRequest, user_objects: UserObjects | None) -
 
 
 def _train(run: ResolvedRun, plan: LaunchPlan, objects: UserObjects) -> Outcome:
+    notes = RankNotes()
+    try:
+        return _train_to_its_end(run, plan, objects, notes)
+    except UserError as error:
+        if not notes.finished:
+            raise
+        raise RunFailed(failed_by(plan.log_dir.parent, error)) from error
+
+
+def _train_to_its_end(run: ResolvedRun, plan: LaunchPlan, objects: UserObjects, notes: RankNotes) -> Outcome:
     log_dir, path = run.config.launch.log_dir, plan.log_dir.parent
     opened = closing(Recorder(path, patience_s=run.io_patience_s))
     with folders.locked(path, shared=False), full_disk_in_words(path), stop_on_signals() as stop, opened as record:
         prepare_logs(plan.log_dir, Path(log_dir) / path.absolute().name if log_dir else None)
         try:
             with kept_short(plan.log_dir, run.log_limit), _process_kept(plan.threads):
-                status = _attempts(run, path, stop, objects, record)
+                status = _attempts(run, path, stop, objects, record, notes)
         except UserError as error:
-            record.write(End("refused", str(error)))
+            if notes.finished:
+                record.patience.give_up()  # the run is over: no disk is waited for
+                record.write(End("failed", str(error)))
+                close_run(path, record, stop)
+            else:
+                record.write(End("refused", str(error)))
             raise
         except Diverged as error:
             record_last(path, RunDiverged(str(error), 0))
@@ -114,13 +131,15 @@ def _train(run: ResolvedRun, plan: LaunchPlan, objects: UserObjects) -> Outcome:
         return outcome_of(path, status, stop.signum)
 
 
-def _attempts(run: ResolvedRun, path: Path, stop: StopFlag, objects: UserObjects, record: Recorder) -> str:
+def _attempts(
+    run: ResolvedRun, path: Path, stop: StopFlag, objects: UserObjects, record: Recorder, notes: RankNotes
+) -> str:
     """Train, where that is asked for again with smaller micro-batches when memory is short; returns how it ended."""
     halving = Halving.of(run, 1, path, record)
     while True:
         model = own_copy(objects.model) if halving and objects.model is not None else objects.model
         try:
-            return train_rank(path, stop, replace(objects, model=model))
+            return train_rank(path, stop, replace(objects, model=model), notes)
         except Exception as error:
             if halving is None or not is_out_of_memory(error):
                 if not isinstance(error, UserError | Diverged):

@@ -52,7 +52,7 @@ def main(run: Path) -> int:
             if files.home and not cluster.shares_disk:  # else who handed it over has brought it
                 refresh(files.home, run)
             _check_progress(run, files)
-        code = 0 if _is_over(files, node_rank) else _run_part(run, config, cluster, node_rank)
+        code, reason = (0, "") if _is_over(files, node_rank) else _run_part(run, config, cluster, node_rank)
     except (Stopped, KeyboardInterrupt) as stop:  # before anything was there to save
         code = stopped_exit_code(stop.signum if isinstance(stop, Stopped) else 0)
         reason = "it was stopped before it began"
@@ -64,8 +64,6 @@ def main(run: Path) -> int:
             Notifier(config.tracking.notify, run).end("refused", str(error))
         files.end(USER_ERROR_EXIT_CODE, str(error))
         return USER_ERROR_EXIT_CODE
-    else:
-        reason = ""
     refused = (files.ended() or (0, ""))[0] == USER_ERROR_EXIT_CODE  # by another machine, for which this one was ended
     if (node_rank is None or node_rank.number == 0) and not refused:
         files.end(code, reason)
@@ -80,8 +78,8 @@ def _is_over(files: PlaceFiles, node_rank: NodeRank) -> bool:
     return True
 
 
-def _run_part(run: Path, config: RunConfig, cluster: Cluster, node_rank: NodeRank) -> int:
-    """Return the exit code that a command by hand would have."""
+def _run_part(run: Path, config: RunConfig, cluster: Cluster, node_rank: NodeRank) -> tuple[int, str]:
+    """Return the exit code that a command by hand would have, and why, where the run's record cannot say it."""
     from echelon.run.resolve import resolve
     from echelon.run.start import start_again
 
@@ -90,7 +88,8 @@ def _run_part(run: Path, config: RunConfig, cluster: Cluster, node_rank: NodeRan
         rendezvous = _rendezvous(PlaceFiles(run), node_rank, resolve(config).timeout_s)
     # alone, too: an earlier start, of which the folder tells, may have been one of several machines
     config = replace(config, launch=replace(config.launch, nodes=str(machines), rendezvous=rendezvous))
-    return start_again(run, config, node_rank=node_rank).exit_code
+    outcome = start_again(run, config, node_rank=node_rank)
+    return outcome.exit_code, outcome.failure
 
 
 def _rendezvous(files: PlaceFiles, node_rank: NodeRank, deadline_s: float) -> str:

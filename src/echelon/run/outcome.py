@@ -42,6 +42,7 @@ class Outcome:
         signum: the signal that stopped it; 0 where that came to another machine, or none did.
         words: what the report that was written since the command was given says in closing; empty where none was.
         objects: the caller's own model, data and task, in place of names.
+        failure: why it failed, where that could not be written to its folder; else empty.
     """
 
     status: str
@@ -50,6 +51,7 @@ class Outcome:
     signum: int = 0
     words: Sequence[str] = ()
     objects: UserObjects | None = field(default=None, compare=False)
+    failure: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -153,7 +155,7 @@ class RunFailed(Exception):
         self.outcome = outcome
 
     def __str__(self) -> str:
-        reason = " ".join(str(self.outcome.summary.get("message") or "the run failed").split())
+        reason = " ".join(str(self.outcome.failure or self.outcome.summary.get("message") or "the run failed").split())
         return f"{reason.rstrip('.')}; log: {failed_log(self.outcome.folder)}"
 
 

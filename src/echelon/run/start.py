@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.config import RunConfig
+from echelon.config import Resolved, RunConfig
 from echelon.config.validate import Nodes, check_batch
 from echelon.coordinator.config import CONTINUES
 from echelon.core.errors import LEFT, UserError, naming
@@ -29,16 +29,16 @@ from echelon.observe.callbacks import check_callbacks, check_methods
 from echelon.observe.environment import command_given_t, is_own_command
 from echelon.observe.loggers.base import own_loggers
 from echelon.optim.names import check_optimizer_name
-from echelon.records.events import CallbackError, MachineLeft, Refusal, RunDiverged, WorkerDied
+from echelon.records.events import CallbackError, CannotGoOn, MachineLeft, Refusal, RunDiverged, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.going import LAUNCH_FILE, read_launch
 from echelon.records.kinds import CommandRefused, End, Evaluation, Start
 from echelon.run.closing import close_run
 from echelon.run.data_names import check_data_name
-from echelon.run.deaths import watched
-from echelon.run.defaults import are_told_late
+from echelon.run.deaths import Trained, watched
+from echelon.run.defaults import are_told_late, with_task_defaults
 from echelon.run.elsewhere import Around, followed, left_place, prepared, submitted, submitted_again
-from echelon.run.ending import check_checkpoints, check_objects, nothing_left, why_cut
+from echelon.run.ending import check_checkpoints, check_objects, failed_by, nothing_left, why_cut
 from echelon.run.foretold import Foretold, foretell, told_by_record, trained_scalars, trains_all
 from echelon.run.home import at_home, home_of, mend
 from echelon.run.job import RANK
@@ -102,6 +102,7 @@ def start(
         return followed(submitted(described, cluster, foretell(config).model, user_objects is not None), around)
     plan, told = plan_of(request, Path(config.run)), foretold(config, user_objects)
     with (
+        _only_command(request),
         folders.reserved(config, folder_word(config, told)) as named,
         Opening(named, plan, told) as opening,
         closing(request.place.build()) as place,
@@ -124,10 +125,7 @@ def prepare_elsewhere(config: RunConfig) -> Submission:
     Raises:
         UserError: it cannot start as described, or its place takes no whole runs.
     """
-    check_names(config)
-    check_data_name(config.data.source)
-    check_model_name(config.model.name)
-    check_optimizer_name(config.optimizer.name)
+    _check_all_names(config)
     described = as_search(config)
     request = launch_request(at_home(described))
     folders.check_weights(config.model.weights)
@@ -135,6 +133,28 @@ def prepare_elsewhere(config: RunConfig) -> Submission:
     if cluster is None:
         raise UserError(f"--on {config.launch.on} takes no whole runs")
     return prepared(described, cluster, foretell(with_open_batch(request).config).model)
+
+
+def _check_all_names(config: RunConfig) -> None:
+    """Refuse a name that nobody knows, before anything heavy is imported.
+
+    Raises:
+        UserError: names the nearest one.
+    """
+    check_names(config)
+    check_data_name(config.data.source)
+    check_model_name(config.model.name)
+    check_optimizer_name(config.optimizer.name)
+
+
+def check_described(resolved: Resolved) -> None:
+    """Refuse what a command that trains would refuse before its processes start; leaves nothing behind.
+
+    Raises:
+        UserError: it cannot start as described.
+    """
+    _check_all_names(resolved.config)
+    check(launch_request(with_task_defaults(resolved).config))
 
 
 def _check_rendezvous(request: LaunchRequest) -> None:
@@ -210,7 +230,7 @@ def _start_again_here(
     path: Path, request: LaunchRequest, user_objects: UserObjects | None, rescan: bool, given_t: float
 ) -> Outcome:
     config = request.config
-    with _lock(path, request.nodes):
+    with _only_command(request), _lock(path, request.nodes):
         if is_worker():
             run = resolve(config)
             check_micro_batches(run, int(os.environ["WORLD_SIZE"]))
@@ -262,6 +282,7 @@ def check(
     from echelon.data.transforms import NO_TRANSFORMS
     from echelon.trainer.compatibility import check_strategies
     from echelon.trainer.folder import has_checkpoint
+    from echelon.trainer.layouts import check_own_chain
     from echelon.trainer.start_weights import bring_weights
 
     run = resolve(config, user_objects.optimizer if user_objects else None)
@@ -282,7 +303,10 @@ def check(
         raise UserError("--elastic on is for `echelon train` without torchrun, which ends all processes with one")
     ranks = _workers(request) * request.nodes.most
     check_micro_batches(run, ranks)
-    check_strategies(run, int(os.environ["WORLD_SIZE"]) if is_worker() else ranks)
+    ranks = int(os.environ["WORLD_SIZE"]) if is_worker() else ranks
+    check_strategies(run, ranks)
+    if user_objects is not None and user_objects.model is not None:
+        check_own_chain(run, ranks, user_objects.model)
     return run
 
 
@@ -369,6 +393,19 @@ def _workers(request: LaunchRequest) -> int:
     return max(of_replica, workers - workers % of_replica)
 
 
+def _only_command(request: LaunchRequest) -> AbstractContextManager[None]:
+    """Be the only command on this machine that takes part in a run of several; what a place starts, it sees to.
+
+    Raises:
+        UserError: another one is; nothing of its run was touched.
+    """
+    if request.rendezvous is None or request.nodes.most == 1 or request.node_rank is not None or is_worker():
+        return nullcontext()
+    from echelon.launch.addresses import only_command
+
+    return only_command(request.rendezvous)
+
+
 def _lock(path: Path, nodes: Nodes) -> AbstractContextManager[None]:
     return nullcontext() if is_worker() else folders.locked(path, shared=nodes.most > 1)
 
@@ -441,22 +478,47 @@ def _run_here(
 
     Args:
         before: the description that a resumed run had, which it has again where this one is refused.
+
+    Raises:
+        UserError: it was refused. What ends it once this command has trained, such as a disk that stays full, is a
+            failure, of which the outcome tells.
     """
-    plan = elastic_plan(plan, run)
+    trained = Trained()
+    try:
+        return _run_to_its_end(run, elastic_plan(plan, run), path, place, opening, user_objects, before, trained)
+    except UserError as error:
+        if not trained:
+            raise
+        failed = failed_by(path, error)
+        say(failed.failure)
+        Notifier(run.described.tracking.notify, path).end("failed", failed.failure)
+        return failed
+
+
+def _run_to_its_end(
+    run: ResolvedRun,
+    plan: LaunchPlan,
+    path: Path,
+    place: Place,
+    opening: Opening,
+    user_objects: UserObjects | None,
+    before: str,
+    trained: Trained,
+) -> Outcome:
     opened = closing(Recorder(path, patience_s=run.io_patience_s))
     with full_disk_in_words(path), stop_on_signals(raises=True) as stop, opened as record:
         leads = bool(run.described.checkpoint.mirror) and _is_first(plan)
         with _mirrored(run, path, record, stop, leads, place.stop_s) as mirror:
             notifier = Notifier(run.described.tracking.notify, path)
             try:
-                ended = _run(_Here(run, place, path, record, stop, opening, mirror), plan)
+                ended = _run(_Here(run, place, path, record, stop, opening, mirror, trained), plan)
             except Stopped:
                 ended = _Ended("stopped", plan.nodes.most == 1, "It was stopped while the machines met.")
                 if ended.closes:
                     _end_before_start(path, record)
             except UserError as error:
                 folders.put_back(path, before)
-                if plan.node_rank is None:  # else the node command tells
+                if plan.node_rank is None and not trained:  # else the node command tells, or who called this
                     notifier.end("failed", str(error))
                 raise
             finally:
@@ -532,6 +594,7 @@ class _Here:
     stop: StopFlag
     opening: Opening
     mirror: Mirror | None
+    trained: Trained
 
 
 @dataclass(frozen=True)
@@ -586,7 +649,7 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
     run, path, record, stop, mirror = here.run, here.path, here.record, here.stop, here.mirror
     with (
         this_machine(run, plan, path, record) as machine,
-        watched(machine, here.place, run, here.opening, path, record) as (job, watch),
+        watched(machine, here.place, run, here.opening, path, record, here.trained) as (job, watch),
     ):
         search = Search(path, stop) if run.config.optimizer.lr_find else None
         if search is not None:
@@ -602,7 +665,7 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
             stop.raises = False  # from now on the ranks have something to save
             stopped = supervise(job, here.place, watch, stop, machine.rounds)
         except Refused:
-            last = next(newest(path, Refusal, CallbackError, RunDiverged), None)
+            last = next(newest(path, Refusal, CannotGoOn, CallbackError, RunDiverged), None)
             if not isinstance(last, CallbackError | RunDiverged):
                 raise _refusal(here, machine) from None
             say(last.message)
@@ -636,12 +699,12 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
 
 
 def _refusal(here: _Here, machine: Machine) -> UserError:
-    """Record that a process refused its input; returns why."""
-    reason = folders.last_message(here.path, Refusal)
-    if machine.number == 0 and _stays_as_it_was(here.path):
+    """Record that a process refused its input, or could not go on once it had trained; returns why."""
+    reason = folders.last_message(here.path, Refusal, CannotGoOn)
+    if machine.number == 0 and _stays_as_it_was(here.path) and not here.trained:
         here.record.write(CommandRefused(read_launch(here.path).seconds_since(), reason))
         return UserError(reason)
-    _end(here.path, here.record, machine, "refused", reason)
+    _end(here.path, here.record, machine, "failed" if here.trained else "refused", reason)
     if machine.number == 0:
         close_run(here.path, here.record, here.stop, here.place.stop_s)
     return UserError(reason)

@@ -34,11 +34,11 @@ from echelon.observe.callbacks import CallbackFailed
 from echelon.observe.notes import RankNotes, open_notes
 from echelon.observe.screen import Screen
 from echelon.ps.worker_rank import WorkerRank
-from echelon.records.events import BadImageSkipped, CallbackError, RankFailed, Refusal, RunDiverged
+from echelon.records.events import BadImageSkipped, CallbackError, CannotGoOn, RankFailed, Refusal, RunDiverged
 from echelon.records.file import Recorder
 from echelon.records.going import read_launch
 from echelon.records.kinds import MAX_TIME, End
-from echelon.run.ending import why_ended
+from echelon.run.ending import failed_by, why_ended
 from echelon.run.machine import say
 from echelon.run.parcel import Parcel
 from echelon.run.rate_search import as_ended
@@ -47,7 +47,7 @@ from echelon.trainer.assemble import UserObjects, assemble, assemble_worker
 from echelon.trainer.batches import EpochOrder
 from echelon.trainer.elastic import ElasticLoop
 from echelon.trainer.folder import CONFIG_FILE, SECRET_FOLDER, claim
-from echelon.trainer.loop import StepCounter, TrainingRun, fit
+from echelon.trainer.loop import TrainingRun, fit
 from echelon.trainer.loss_guard import Diverged
 from echelon.trainer.membership import Membership
 from echelon.trainer.precision import set_numerics
@@ -62,9 +62,9 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 def run_worker(folder: str, parcel: Parcel | None = None) -> None:
     """Train one rank in a process of its own, which ends with exit code 3 when the run was stopped."""
     path, rank, notes = Path(folder), int(os.environ.get("RANK", "0")), open_notes()
-    with _recording_errors(path, rank, notes) as count, stop_on_signals() as stop:
+    with _recording_errors(path, rank, notes), stop_on_signals() as stop:
         _prepare_process()
-        status = train_rank(path, stop, parcel.open() if parcel else None, notes, count)
+        status = train_rank(path, stop, parcel.open() if parcel else None, notes)
     if status == "stopped":
         leave(STOPPED_EXIT_CODE)
     if status == LEFT:
@@ -79,9 +79,9 @@ def run_server_worker(folder: str, process: WorkerRank, parcel: Parcel | None = 
     """Be a process of a parameter server's worker, to the end of the run that a folder describes."""
     path, notes = Path(folder), open_notes()
     number = process.number * process.size + process.rank
-    with _recording_errors(path, number, notes, process.name) as count:
+    with _recording_errors(path, number, notes, process.name):
         log_to(path / "logs" / f"{process.name}.log")
-        status = _train_on_servers(path, process, parcel.open() if parcel else UserObjects(), notes, count)
+        status = _train_on_servers(path, process, parcel.open() if parcel else UserObjects(), notes)
     if process.machine and process.leads:
         note_status(path / ROLES_FOLDER, status)
     if status == "refused":
@@ -91,18 +91,19 @@ def run_server_worker(folder: str, process: WorkerRank, parcel: Parcel | None = 
 
 
 @contextmanager
-def _recording_errors(path: Path, rank: int, notes: RankNotes, role: str | None = None) -> Iterator[StepCounter]:
-    """Record what ends the block, and end the process; gives what counts the steps of the block.
+def _recording_errors(path: Path, rank: int, notes: RankNotes, role: str | None = None) -> Iterator[None]:
+    """Record what ends the block, and end the process.
 
-    A user's mistake, a loss that is not finite, or a callback that raised, ends it with exit code 2: no restart would
-    help. Any other error is logged with its traceback and ends it with exit code 1, so that the rank or its group can
-    be restarted: at once, for a peer may be gone, and nothing that exit handlers would wait for will come.
+    A user's mistake, a disk that stays full, a loss that is not finite, or a callback that raised, ends it with exit
+    code 2: no restart would help. Whether the run was refused by that, or has failed, its launcher knows. Any other
+    error is logged with its traceback and ends it with exit code 1, so that the rank or its group can be restarted: at
+    once, for a peer may be gone, and nothing that exit handlers would wait for will come.
     """
-    count = StepCounter()
     try:
-        yield count
+        yield
     except UserError as error:
-        record_last(path, Refusal(str(error), None if role else rank, role))
+        kind = CannotGoOn if notes.finished else Refusal
+        record_last(path, kind(str(error), None if role else rank, role))
         leave(USER_ERROR_EXIT_CODE)
     except Diverged as error:
         logging.error("%s", error)
@@ -116,19 +117,16 @@ def _recording_errors(path: Path, rank: int, notes: RankNotes, role: str | None 
         if is_lost_wait(error):
             notes.fail()
         logging.exception("this rank failed")
-        record_last(path, RankFailed(one_line(error), rank, os.getpid(), role, place_of(error), count.finished))
+        record_last(path, RankFailed(one_line(error), rank, os.getpid(), role, place_of(error), notes.finished))
         leave(1)
 
 
-def _train_on_servers(
-    path: Path, process: WorkerRank, user_objects: UserObjects, notes: RankNotes, count: StepCounter
-) -> str:
+def _train_on_servers(path: Path, process: WorkerRank, user_objects: UserObjects, notes: RankNotes) -> str:
     resolved = resolve(load_run_config(path / "config.yaml"), user_objects.optimizer)
     _prepare_process()
     with full_disk_in_words(path), join_worker(resolved, process, path / ROLES_FOLDER, notes) as world:
         set_numerics(resolved.config.training)
         run, batches = assemble_worker(resolved, path, world, process, user_objects)
-        run.count = count
         status = fit(run, batches)
         _close(run, path)
         run.progress.record.close()
@@ -140,18 +138,14 @@ def train_rank(
     stop: StopFlag,
     user_objects: UserObjects | None = None,
     notes: RankNotes | None = None,
-    count: StepCounter | None = None,
 ) -> str:
     """Train one rank of the run that a folder describes; returns how it ended for this rank.
 
     That is `completed`, `stopped` once the flag is set, `left` where the rank was asked to leave the others, or
     `rescued` where it has saved what was trained, for another rank was killed.
 
-    Args:
-        count: is told of each step.
-
     Raises:
-        UserError: something in the description cannot be used.
+        UserError: something in the description cannot be used, or the disk takes nothing for too long.
     """
     log_to(path / "logs" / f"rank{os.environ.get('RANK', '0')}.log")
     objects = user_objects or UserObjects()
@@ -162,7 +156,6 @@ def train_rank(
         set_numerics(resolved.config.training)
         record = Recorder(path if world.leads else None, patience_s=resolved.io_patience_s)
         run, cursor, rebuilder = assemble(resolved, path, world, record, objects, membership)
-        run.count = count or run.count
         try:
             with run.progress.display as display, closing(rebuilder):
                 display.watch("checkpoint: writing", run.saver.is_writing)
@@ -213,11 +206,17 @@ def _prepare_process() -> None:
 def train_launched(path: Path, stop: StopFlag, user_objects: UserObjects | None = None) -> str:
     """Train the rank that a launcher of the user's started; returns what `train_rank` returns, or `failed`."""
     _prepare_process()
+    notes = RankNotes()
     try:
-        return train_rank(path, stop, user_objects)
+        return train_rank(path, stop, user_objects, notes)
     except Diverged as error:
         record_last(path, RunDiverged(str(error), int(os.environ["RANK"])))
         say(str(error))
+        return "failed"
+    except UserError as error:
+        if not notes.finished:
+            raise
+        say(failed_by(path, error).failure)
         return "failed"
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from echelon.config import RunConfig, build
+from echelon.config import Resolved, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.stop import Stopped, signal_name, stop_on_signals
 from echelon.records.file import Recorder, newest
@@ -247,7 +247,7 @@ def _outcome(folder: Path, code: int, error: str) -> tuple[str, str]:
     return "failed", message or error or how
 
 
-def check_settings(study: Study, check: Callable[[RunConfig], object]) -> dict[str, str]:
+def refused_settings(study: Study, check: Callable[[Resolved], object]) -> dict[str, str]:
     """Return why runs cannot start, by candidate (and terms), as far as that is known before anything starts.
 
     Args:
@@ -260,7 +260,7 @@ def check_settings(study: Study, check: Callable[[RunConfig], object]) -> dict[s
     runs = {run.title: run for run in planned_runs(study)}  # seeds make no difference
     for name, run in runs.items():
         try:
-            check(build(None, run.settings).config)
+            check(build(None, run.settings))
         except UserError as error:
             refused[name] = str(error)
     if len(refused) == len(runs):

@@ -14,9 +14,10 @@ from echelon.core.errors import UserError
 from echelon.core.files import full_disk_in_words
 from echelon.core.stop import stop_on_signals
 from echelon.observe.environment import command_given_t
+from echelon.run.machine import say
 from echelon.run.trust import check_settings, check_trust
 from echelon.study.base import COMPLETED, Study
-from echelon.study.execute import How, StudyStopped, run_study
+from echelon.study.execute import How, StudyStopped, refused_settings, run_study
 from echelon.study.file import STUDY_FILE, StudyRequest, is_study, load_study, open_study, study_file
 from echelon.study.live import StudyDisplay
 from echelon.study.report import StudyReport
@@ -114,6 +115,18 @@ def concluded(path: Path, signum: int = 0, ends: bool = False) -> StudyOutcome:
     """
     with full_disk_in_words(path, _CONTINUE):
         return StudyOutcome(path, write_study(path, ends), signum)
+
+
+def warn_of_refusals(study: Study) -> None:
+    """Say which candidates will be refused, before anything starts and before there is a folder.
+
+    Raises:
+        UserError: no run can start: the data, the model, or whatever else all have in common, is refused.
+    """
+    from echelon.run.start import check_described
+
+    for name, reason in refused_settings(study, check_described).items():
+        say(f"{name} will be refused: {reason}")
 
 
 def check_study_trust(request: StudyRequest, folder: str, trust: bool) -> None:

@@ -174,7 +174,8 @@ class _Groundwork:
             tuning,
             steps=self._steps_since(tuning),
             example_targets=targets,
-            least_samples=self._least_samples,
+            least_samples=self._at_once(self._last_batch),
+            usual_samples=self._at_once(self.full_batch),
         )
 
     @property
@@ -191,13 +192,15 @@ class _Groundwork:
         return min(self.resolved.config.data.batch_size, self.source.info.train_size)
 
     @property
-    def _least_samples(self) -> int:
-        """Return the samples that a rank computes with at once in the smallest batch, which is the last of an epoch."""
-        data, ranks = self.resolved.config.data, max(1, self.world.data_size)
-        last = self.source.info.train_size % data.batch_size or data.batch_size
+    def _last_batch(self) -> int:
+        """Return the samples of the smallest batch, which is the last of an epoch."""
         if self.steps < self.train_loader.batches_per_epoch:  # it is never reached
-            last = data.batch_size
-        return max(1, min(last, self.source.info.train_size) // ranks // self.resolved.config.training.accumulate)
+            return self.full_batch
+        return self.source.info.train_size % self.full_batch or self.full_batch
+
+    def _at_once(self, samples: int) -> int:
+        """Return the samples of a batch that the rank with the fewest computes with at once."""
+        return max(1, samples // max(1, self.world.data_size) // self.resolved.config.training.accumulate)
 
     @property
     def steps(self) -> int:

@@ -22,7 +22,7 @@ from echelon.core.files import write_atomic
 from echelon.observe.environment import command_given_t, command_line
 from echelon.records.events import Event
 from echelon.records.file import newest
-from echelon.records.going import LAUNCH_FILE, LOCK_FILE, Launch, read_launch, resumed_by
+from echelon.records.going import LAUNCH_FILE, LOCK_FILE, Launch, holder, read_launch, resumed_by
 from echelon.records.kinds import Start, Steps
 from echelon.records.segments import RECORD_FILE
 
@@ -279,10 +279,10 @@ def _write_launch(folder: Path, config: RunConfig, given_t: float | None) -> Non
     write_atomic(folder / LAUNCH_FILE, json.dumps(vars(launch)))
 
 
-def last_message(folder: Path, event: type[Event]) -> str:
-    """Return what the last event of a type says, or where to look when there is none."""
-    last = next(newest(folder, event), None)
-    return last.message if last else f"the processes ended; see {folder}/logs"
+def last_message(folder: Path, *events: type[Event]) -> str:
+    """Return what the last event of some types since the command began says, or where to look when there is none."""
+    last, since = next(newest(folder, *events), None), read_launch(folder).launched_t or 0.0
+    return last.message if last and last.t >= since else f"the processes ended; see {folder}/logs"
 
 
 def mark_ended(folder: Path) -> None:
@@ -305,5 +305,7 @@ def locked(folder: Path, shared: bool) -> Iterator[None]:
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"a run goes on in {folder}: wait for it, or choose another --run") from None
+            pid = holder(folder)
+            who = f" (process {pid})" if pid else ""
+            raise UserError(f"a run goes on in {folder}{who}: wait for it, or choose another --run") from None
         yield

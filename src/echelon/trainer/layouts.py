@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.layout import Layout
+from echelon.core.own import TRANSFORMERS
+from echelon.models import hints_for, is_chain_by_name
 from echelon.optim.traits import Reach
+from echelon.parallel.pipeline.chain import MAKES_CHAIN, is_chain, no_chain
 from echelon.parallel.pipeline.settings import schedule_kind
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.tables import check_cut
@@ -29,6 +34,25 @@ def check_layout(run: ResolvedRun, ranks: int) -> None:
         check_cut(run, layout)
     if layout.pp > 1:
         schedule_kind(layout.schedule)
+        _check_named_chain(run)
+
+
+def check_own_chain(run: ResolvedRun, ranks: int, model: nn.Module) -> None:
+    """Refuse a pipeline of a caller's module whose forward pass is not known to be a chain.
+
+    Raises:
+        UserError: says what makes it one, and what works.
+    """
+    if run.layout_for(ranks).pp > 1 and not is_chain(model, hints_for(model)):
+        raise no_chain(type(model).__name__, MAKES_CHAIN)
+
+
+def _check_named_chain(run: ResolvedRun) -> None:
+    """Refuse a pipeline of a model whose name tells that it is no chain; of others the ranks say, who build them."""
+    name, features = run.config.model.name, run.config.data.features
+    hears = name.startswith(TRANSFORMERS) and features == name  # no family for sounds declares a chain
+    if hears or is_chain_by_name(name) is False:
+        raise no_chain(f"--model {name}")
 
 
 def _check_split(run: ResolvedRun, layout: Layout) -> None:

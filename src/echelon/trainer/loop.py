@@ -56,13 +56,6 @@ class LoopSettings:
 
 
 @dataclass
-class StepCounter:
-    """Steps that a process has finished since it began."""
-
-    finished: int = 0
-
-
-@dataclass
 class TrainingRun:
     """The parts of a run, put together by `assemble.py` or by a loop of one's own.
 
@@ -84,7 +77,6 @@ class TrainingRun:
     traffic: Traffic = field(default_factory=Traffic)
     profiler: StepProfiler | None = None
     test_loader: EvalLoader | None = None
-    count: StepCounter = field(default_factory=StepCounter)
     balance: Balancer | None = None
     survives: bool = False
     retuning: Retuning | None = None
@@ -149,7 +141,7 @@ def fit(run: TrainingRun, batches: Batches) -> str:
             run.parts.ema.update(run.parts.local_model)
         run.clock.enter(Phase.OTHER)
         batches.step_done(result)
-        run.count.finished += 1
+        run.world.notes.finish_step()
     return batches.status
 
 

@@ -88,12 +88,19 @@ def check_single_samples(model: nn.Module, work: Work) -> None:
         if _NEEDS_SEVERAL not in str(error):
             return
         raise UserError(
-            f"model {type(model).__name__} normalises over the samples of a batch, and a worker has one alone in the "
-            f"last batch of an epoch ({work.info.train_size:,} training samples): use a --batch-size that leaves more, "
-            "or GroupNorm"
+            f"model {type(model).__name__} normalises over the samples of a batch, and a worker has one alone in "
+            f"{_where_alone(work)}, or GroupNorm"
         ) from error
     except Exception:  # noqa: BLE001  what else a forward raises is told where samples are at hand
         return
+
+
+def _where_alone(work: Work) -> str:
+    """Say in which batches a worker has one sample alone, and what leaves it more."""
+    if work.usual_samples == 1:
+        return "every batch: use a larger --batch-size, fewer workers, or less --accumulate"
+    samples = f"{work.info.train_size:,} training samples"
+    return f"the last batch of an epoch ({samples}): use a --batch-size that leaves more"
 
 
 def _check_types(model: nn.Module, work: Work) -> None:

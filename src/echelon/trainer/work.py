@@ -32,6 +32,7 @@ class Work:
         row_starts: how rows of tables begin that servers make, by name, likewise: the model is built without them;
             None: it is built with all rows.
         least_samples: that a rank computes with at once in some step; 0: not known.
+        usual_samples: that a rank computes with at once in a full batch; 0: not known.
         example_targets: of the two samples, where data is at hand; None: it is not, as in a rehearsal.
     """
 
@@ -46,6 +47,7 @@ class Work:
     row_starts: dict[str, RowStart] | None = None
     example_targets: Nest = None
     least_samples: int = 0
+    usual_samples: int = 0
 
     @property
     def tuned(self) -> Tuned:

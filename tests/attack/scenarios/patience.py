@@ -110,14 +110,14 @@ def _stays_full(folder: Path) -> str:
         seconds = time.monotonic() - full_t
         *notices, line = run.errors().splitlines()
         assert notices and all("training goes on" in notice for notice in notices), run.text()
-        assert code == 2 and "No space left" in line, run.text()
+        assert code == 1 and "No space left" in line, run.text()
         assert "free or mend the disk, then continue with `echelon resume" in line, run.text()
         disk.free()
         last = run.records("checkpoint")[-1]["step"] + 50
         resumed = runs.start("resume", "disk/run", "--max-steps", str(last), folder="disk/run")
         assert resumed.end() == 0, resumed.text()
         assert run.records("start")[-1]["start_step"] > 0 and set(run.losses()) >= set(range(1, last + 1))
-        return f"it ended with code 2 after {seconds:.1f} s of a full disk, and could be resumed"
+        return f"it failed, with code 1, after {seconds:.1f} s of a full disk, and could be resumed"
 
 
 def _full_at_the_end(folder: Path) -> str:
@@ -283,7 +283,7 @@ SCENARIOS = [
     ),
     Scenario(
         "stays-full",
-        "A disk that stays full ends the run after --io-patience; it can be resumed.",
+        "A disk that stays full fails the run after --io-patience; it can be resumed.",
         _stays_full,
         short=False,
     ),

@@ -36,3 +36,24 @@ def test_several_runs_at_once_on_this_machine_are_refused_before_anything_is_the
     done = echelon("compare", "digits", "--try", "sync=allreduce", "--at-once", "2", *more, cwd=tmp_path)
     assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
     assert "--at-once 2 is for runs on a cluster" in done.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "words"),
+    [
+        ("table.csv", (), "name the column to predict with --target: a, b"),
+        ("table.csv", ("--target", "c"), "no column 'c': it has a, b"),
+        ("nowhere/data", (), "data nowhere/data: no such folder"),
+        ("digit", (), "did you mean digits?"),
+        ("digits", ("--model", "smal_cnn"), "did you mean small_cnn?"),
+    ],
+)
+def test_what_refuses_all_candidates_is_said_once_before_anything_is_there(
+    data: str, more: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n3,4\n5,6\n7,8\n")
+    tries = ("--try", "sync=allreduce", "--try", "sync=local(8)", "--workers", "2")
+    done = echelon("compare", data, *more, *tries, cwd=tmp_path)
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("echelon: ") and words in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]

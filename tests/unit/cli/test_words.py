@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from echelon.cli.app import COMMANDS
+from echelon.cli.help import paragraphs
 from echelon.config import RunConfig
 from echelon.trainer.folder import claim
 from tests.machine import slowness
@@ -121,3 +124,21 @@ def test_names_of_runs_are_whole_in_a_pipe(tmp_path: Path) -> None:
     claim(replace(RunConfig(), run=str(tmp_path / "runs" / name)))
     lines = echelon("runs", cwd=tmp_path).stdout.splitlines()
     assert len(lines) == 2 and f"runs/{name} " in lines[1]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_help_is_not_wider_than_the_terminal(columns: int, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words in (("--help",), *((name, "--help") for name in COMMANDS), ("list",), ("explain", "topk")):
+        said = here(*words)
+        assert said.returncode == 0 and said.stdout
+        wide = [line for line in said.stdout.splitlines() if len(line) > columns]
+        assert not wide, (words, wide)
+
+
+def test_an_example_that_is_broken_is_still_the_same_command() -> None:
+    line = 'echelon plan runs/NAME --at "workers=64, link=1gbit, memory=24GB" --page plan.html      and its page'
+    _, *command, comment = paragraphs(f"Examples:\n  {line}", 60)
+    assert comment == "      and its page" and all(len(part) <= 60 for part in command)
+    typed = "\n".join(command).replace("\\\n", "")
+    assert shlex.split(typed) == shlex.split(line.partition("      ")[0])

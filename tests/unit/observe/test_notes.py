@@ -71,6 +71,19 @@ def test_a_note_costs_less_than_a_microsecond_or_so() -> None:
     assert note is not None and note.activity == "forward" and note.pid == os.getpid()
 
 
+def test_a_board_knows_whether_one_of_its_processes_has_trained() -> None:
+    board = NoticeBoard(["rank0", "rank1"])
+    (process,) = board.noted(Job((Group((Process("rank1", "x:y"),)),))).groups[0].processes
+    code = "from echelon.observe.notes import open_notes; open_notes().{}"
+    try:
+        for said, has_trained in (("at_step(1)", False), ("finish_step()", True)):
+            environment = {**os.environ, **process.environment}
+            subprocess.run([sys.executable, "-c", code.format(said)], env=environment, check=True)
+            assert board.has_trained() == has_trained
+    finally:
+        board.close()
+
+
 def _ns_per_note(notes: RankNotes) -> float:
     began = time.perf_counter_ns()
     for _ in range(1000):

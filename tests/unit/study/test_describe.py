@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from echelon.config import RunConfig
+from echelon.config import Resolved
 from echelon.core.errors import UserError
 from echelon.study import from_tries, load_study, open_study, planned_runs
-from echelon.study.execute import check_settings
+from echelon.study.execute import refused_settings
 from echelon.study.settings import arguments_of, label_of, read_try
 
 STUDY = """\
@@ -154,16 +154,16 @@ def test_a_run_is_a_command_that_one_could_type() -> None:
 def test_the_examples_are_studies(name: str, runs: int) -> None:
     study = load_study(Path(__file__).parents[3] / "examples" / "studies" / name / "study.yaml")
     assert len(planned_runs(study)) == runs
-    assert check_settings(study, lambda config: None) == {}
+    assert refused_settings(study, lambda config: None) == {}
 
 
 def test_what_will_be_refused_is_known_before_anything_starts() -> None:
-    def no_int8(config: RunConfig) -> None:
-        if config.strategy.compression == "int8":
+    def no_int8(described: Resolved) -> None:
+        if described.config.strategy.compression == "int8":
             raise UserError("no int8 here")
 
     study = from_tries({}, ["sync=allreduce", "compression=int8", "epochs=0"], "3")
-    refused = check_settings(study, no_int8)
+    refused = refused_settings(study, no_int8)
     assert list(refused) == ["compression=int8", "epochs=0"] and refused["compression=int8"] == "no int8 here"
     with pytest.raises(UserError, match="no run of this study can start: no int8 here"):
-        check_settings(from_tries({}, ["compression=int8"], "2"), no_int8)
+        refused_settings(from_tries({}, ["compression=int8"], "2"), no_int8)

@@ -6,12 +6,15 @@ import re
 from typing import Any
 
 import pytest
+from torch import nn
 
 from echelon.config import build
 from echelon.core.errors import UserError
 from echelon.run.resolve import resolve
 from echelon.trainer.compatibility import check_strategies, interplay_notes
-from echelon.trainer.layouts import read_cuts, read_tensor_plan
+from echelon.trainer.layouts import check_own_chain, read_cuts, read_tensor_plan
+
+EARS = "transformers/ears"  # whose features are its own: it is for sounds
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,8 @@ from echelon.trainer.layouts import read_cuts, read_tensor_plan
         ("dp=2", 2, {"strategy.tensor_plan": "a=column"}, "--parallel tp=N"),
         ("tp=2", 2, {"strategy.tensor_plan": "column"}, "PATTERN=STYLE"),
         ("pp=2", 2, {"strategy.cuts": "a,,b"}, "names of blocks"),
+        ("pp=2", 2, {"model.name": "small_unet"}, "--model small_unet is not known to be a chain of blocks: use fsdp"),
+        ("pp=2", 2, {"model.name": EARS, "data.features": EARS}, "--model transformers/ears is not known to be"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(parallel: str, ranks: int, settings: dict[str, Any], words: str) -> None:
@@ -146,3 +151,20 @@ def test_a_refused_setting_of_a_server_is_named(sync: str, words: str) -> None:
 def test_a_rate_of_sgd_is_remarked_on_where_steps_have_its_size(name: str, lr: float, said: bool) -> None:
     run = resolve(build(None, {"optimizer.name": name, "optimizer.lr": lr}).config)
     assert any("--lr 0.1, which is a rate for sgd" in note for note in interplay_notes(run, 1)) is said
+
+
+class Tangled(nn.Module):
+    """A model that says nothing of its forward pass."""
+
+
+@pytest.mark.parametrize("model", ["auto", "mlp", "small_cnn", "small_bert", "speech_cnn", "transformers/gpt2"])
+def test_a_named_model_that_may_be_a_chain_is_not_refused(model: str) -> None:
+    check_strategies(resolve(build(None, {"strategy.parallel": "pp=2", "model.name": model}).config), 2)
+
+
+def test_a_callers_module_that_is_no_chain_is_refused_before_it_is_sent_anywhere() -> None:
+    run = resolve(build(None, {"strategy.parallel": "pp=2"}).config)
+    check_own_chain(run, 2, nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(UserError, match=r"Tangled is not known to be a chain of blocks: make the model an"):
+        check_own_chain(run, 2, Tangled())
+    check_own_chain(resolve(build(None, {"strategy.parallel": "tp=2"}).config), 2, Tangled())

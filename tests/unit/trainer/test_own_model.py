@@ -154,7 +154,9 @@ def test_a_batch_of_one_sample_is_refused_where_normalisation_needs_several() ->
     source = from_datasets(data, data)
     task = build_task(source.info.task).fitted(source.info, TaskSettings())
     with pytest.raises(UserError, match=r"model Counts normalises over .* a worker has one alone in the last batch"):
-        check_single_samples(Counts(), Work(source.info, task, least_samples=1))
+        check_single_samples(Counts(), Work(source.info, task, least_samples=1, usual_samples=4))
+    with pytest.raises(UserError, match=r"one alone in every batch: use a larger --batch-size, fewer workers, or"):
+        check_single_samples(Counts(), Work(source.info, task, least_samples=1, usual_samples=1))
     check_single_samples(Counts(), Work(source.info, task, least_samples=2))
     check_single_samples(nn.Linear(8, 3), Work(source.info, task, least_samples=1))
 

@@ -33,6 +33,26 @@ class ChainStep:
     function: Callable[[Any, Any], Any] | None = None
 
 
+def is_chain(model: nn.Module, hints: Hints | None) -> bool:
+    """Whether a model's forward pass is a chain that is known: its family's, or the children of an `nn.Sequential`."""
+    declared = hints is not None and hints.chain is not None
+    return declared or (isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward)
+
+
+def no_chain(model: str, fix: str = "") -> UserError:
+    """Build the refusal of a model that is none, as `fix` may make it one."""
+    return UserError(
+        f"--parallel pp: the forward pass of {model} is not known to be a chain of blocks: {fix}use fsdp=N or tp=N "
+        "instead"
+    )
+
+
+MAKES_CHAIN = (
+    "make the model an nn.Sequential, give its class `structure = echelon.models.Hints(chain=...)` beside its forward, "
+    "or "
+)
+
+
 def find_chain(model: nn.Module, hints: Hints | None) -> tuple[ChainStep, ...]:
     """Return a model's forward pass as a chain: its family's, or the children of an `nn.Sequential`.
 
@@ -40,16 +60,12 @@ def find_chain(model: nn.Module, hints: Hints | None) -> tuple[ChainStep, ...]:
         UserError: it is none that is known, a parameter belongs to no step or to two, or a declaration names what the
             model does not have.
     """
+    if not is_chain(model, hints):
+        raise no_chain(type(model).__name__, MAKES_CHAIN)
     if hints is not None and hints.chain is not None:
         steps = _declared(model, hints.chain, hints)
-    elif isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        steps = _declared(model, ("*",), Hints())
     else:
-        raise UserError(
-            f"--parallel pp: the forward pass of {type(model).__name__} is not known to be a chain of blocks: "
-            "make the model an nn.Sequential, give its class `structure = echelon.models.Hints(chain=...)` beside its "
-            "forward, or use fsdp=N or tp=N instead"
-        )
+        steps = _declared(model, ("*",), Hints())
     _check_owners(model, steps)
     return steps
 
