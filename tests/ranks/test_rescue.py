@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -76,15 +78,22 @@ def check_recorded(run: Run) -> None:
     assert steps == list(range(1, STEPS + 1)), run.text()[-3000:]
 
 
-def check_undisturbed(runs: Runs, run: Run, layout: str, *settings: str) -> None:
+@cache
+def undisturbed_weights(layout: str, settings: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Return what a run without faults trains."""
+    with TemporaryDirectory() as folder, Runs(Path(folder)) as runs:
+        run = train(runs, layout, [], *settings)
+        assert run.end() == 0, run.text()[-3000:]
+        return weights(run)
+
+
+def check_undisturbed(run: Run, layout: str, *settings: str) -> None:
     """Check that a run that has lost workers lost no step, and has trained what one without faults trains."""
     assert run.end() == 0, run.text()[-3000:]
-    whole = train(runs, layout, [], *settings, folder="whole")
-    assert whole.end() == 0, whole.text()[-3000:]
+    undisturbed = undisturbed_weights(layout, settings)
     assert run.events("worker_died") and [r for r in run.records("checkpoint") if r["reason"] == "rescue"]
     assert all(event["lost_steps"] == 0 for event in run.events("resumed")), run.text()[-3000:]
     check_recorded(run)
-    undisturbed = weights(whole)
     for name, tensor in weights(run).items():
         assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(undisturbed[name])), name
 
@@ -99,7 +108,7 @@ def _cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("layout", "faults"), _cases())
 def test_no_step_is_lost_whoever_dies_where(layout: str, faults: Sequence[Fault], tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
-        check_undisturbed(runs, train(runs, layout, faults), layout)
+        check_undisturbed(train(runs, layout, faults), layout)
 
 
 ADAM = ("--optimizer", "adamw", "--lr", "0.002", "--ema", "0.9", "--clip-norm", "0.5", "--workers", "2")
@@ -111,7 +120,7 @@ ADAM = ("--optimizer", "adamw", "--lr", "0.002", "--ema", "0.9", "--clip-norm", 
 def test_a_copy_has_moments_averages_and_clipped_gradients(layout: str, point: str, tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         run = train(runs, layout, [("rank0", point, 7), ("rank1", point, 5)], *ADAM)
-        check_undisturbed(runs, run, layout, *ADAM)
+        check_undisturbed(run, layout, *ADAM)
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_workers_of_each_machine_die_and_no_step_is_lost(layout: str, where: int
         machines = Machines(runs, network, layout)
         first, other = (machines.start(i, [fault] if i == where else []) for i in range(2))
         assert other.end() == 0, f"{first.text()[-3000:]}\n{other.text()[-3000:]}"
-        check_undisturbed(runs, first, layout)
+        check_undisturbed(first, layout)
 
 
 @pytest.mark.long

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 
 from echelon.config import RunConfig
 from echelon.config.machines import FLAG, Machines
-from echelon.config.validate import parse_interval
 from echelon.core.errors import UserError
 from echelon.core.link import Link
 from echelon.planning.calibration import Calibration
 from echelon.planning.layouts import DescribedModel, PlannedWay, candidates
 from echelon.planning.steps import Estimate, StepForecast, interval
 from echelon.records.kinds import Alternative
-from echelon.run.resolve import agreements
+from echelon.run.resolve import agreements, checkpoint_interval
 
 SHOWN = 3
 _USED_SHARE = 0.9  # of a device's memory: a forecast is no measurement
@@ -44,7 +43,7 @@ class Length:
     def of(config: RunConfig, known: Calibration, batch: int = 0, epochs: int = 0) -> Length:
         """Return a run's length, with another batch or other epochs where they are given."""
         epochs = epochs or config.training.epochs
-        every = parse_interval(config.checkpoint.every)
+        every = checkpoint_interval(config)
         every_s = every.seconds if every.seconds else math.inf
         evaluations = max(1, epochs // config.training.eval_every) if config.training.eval_every else 1
         return Length(batch or config.data.batch_size, epochs, known.train_size, evaluations, every_s)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from echelon.collectives.registry import PATHS
 from echelon.compression import registry as codecs
 from echelon.config import RunConfig
-from echelon.config.validate import Nodes, parse_interval, parse_max_time, parse_nodes
+from echelon.config.validate import CheckpointInterval, Nodes, parse_interval, parse_max_time, parse_nodes
 from echelon.core.address import Address, parse_rendezvous
 from echelon.core.errors import UserError, naming
 from echelon.core.hints import parse_tensor_plan
@@ -186,6 +186,15 @@ def canonical(setting: str, spec: str) -> str:
     return registries[setting].canonical(spec)
 
 
+def checkpoint_interval(config: RunConfig) -> CheckpointInterval:
+    """Return how often a run saves.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    return parse_interval(config.checkpoint.every)
+
+
 def agreements(sync: str, steps: int) -> int:
     """Return how often replicas agree on a parameter in a run of so many steps.
 
@@ -248,7 +257,7 @@ def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> Res
         timeout_s=parse_seconds(config.launch.timeout),
         machine_patience_s=parse_seconds(config.launch.machine_patience),
         log_limit=_log_limit(config),
-        checkpoint_every=parse_interval(config.checkpoint.every),
+        checkpoint_every=checkpoint_interval(config),
         io_patience_s=parse_seconds(config.checkpoint.io_patience),
         max_time_s=parse_max_time(config.training.max_time),
         tuning=tuning,

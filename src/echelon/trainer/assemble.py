@@ -48,8 +48,7 @@ from echelon.observe.notes import NotedClock
 from echelon.observe.phases import PhaseClock, make_clock
 from echelon.observe.profile import StepProfiler, TracedClock, rank_trace
 from echelon.observe.tensorboard import TensorBoard
-from echelon.optim.build import Schedule, build_optimizer, build_schedule
-from echelon.optim.kernels import fuse_where_possible
+from echelon.optim.build import Schedule, build_schedule
 from echelon.optim.own import OptimizerFactory, described
 from echelon.parallel.sync_batchnorm import regroup_sync_batchnorm
 from echelon.ps.split_worker import SplitWorker
@@ -85,7 +84,7 @@ from echelon.trainer.progress import RunProgress
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.retuning import RebuiltParts, Retuning, as_it_goes_on, kept_epoch
 from echelon.trainer.saving import RanksState, Saver
-from echelon.trainer.second_copy import MomentsCopy, ShardCopy, why_no_room
+from echelon.trainer.second_copy import make_copy
 from echelon.trainer.server_parts import ServerLink, build_worker
 from echelon.trainer.servers_checkpoint import ServersState
 from echelon.trainer.state import Cursor, Fingerprint, OwnMarks, RunParts, layout_of, layout_sizes, seed_everything
@@ -523,42 +522,20 @@ def assemble(
     _tell_beginning(ground, work, run, [*notes, *chosen], restored is not None)
     if world.leads:
         progress.restored(None if restored is None else cursor.step, path, saver.passed_over)
-    run.survives = membership is not None
-    if membership is not None and run_parts.split is not None and world.group is not None:
-        assert run_parts.update is not None
-        run_parts.update.gate = UpdateGate(world.group, world.device)
-        with _connecting(membership):
-            _keep_copies(resolved, run)
+    if membership is not None:
+        _let_survive(resolved, run, membership)
     return run, cursor, Rebuilder(ground, path, membership)
 
 
-def _keep_copies(resolved: ResolvedRun, run: TrainingRun) -> None:
-    """Let each rank keep what its neighbour alone has, where there is no other replica; all ranks call it."""
-    world, run_parts = run.world, run.parts
-    assert world.placement is not None and run_parts.split is not None and run_parts.update is not None
-    divided, fsdp = run_parts.split.pieces.divided, world.placement.group(Axis.FSDP)
-    if divided is None and (world.placement.layout.dp > 1 or fsdp is None):
+def _let_survive(resolved: ResolvedRun, run: TrainingRun, membership: Membership) -> None:
+    """Let survivors go on, or those of a split run save what a dead rank had; all ranks call it."""
+    run.survives = True
+    if run.parts.split is None or run.world.group is None:
         return
-    why = why_no_room(run_parts, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    none_fits = torch.tensor([bool(why)], dtype=torch.uint8, device=world.device)
-    dist.all_reduce(none_fits, dist.ReduceOp.MAX, group=world.group)
-    if none_fits:
-        told = why or "there is no room for it with another worker"
-        run.progress.note("copies", f"what a worker alone has is not kept twice, and its death loses steps: {told}")
-        return
-    config = resolved.config
-
-    def build(model: nn.Module) -> torch.optim.Optimizer:
-        """Build the optimizer that the neighbour has."""
-        made = build_optimizer(model, config.optimizer, config.data.batch_size, resolved.optimizer.factory)
-        fuse_where_possible(made, model)
-        return made
-
-    if divided is not None:
-        assert world.group is not None
-        run_parts.update.copy = MomentsCopy(run_parts, divided, world.group, build)
-    elif fsdp is not None:
-        run_parts.update.copy = ShardCopy(run_parts, fsdp, build)
+    assert run.parts.update is not None
+    run.parts.update.gate = UpdateGate(run.world.group, run.world.device)
+    with membership.connecting():
+        run.copy = run.parts.update.copy = make_copy(resolved, run.parts, run.world, run.progress.note)
 
 
 def _restored(saver: Saver, goes_on: bool) -> Cursor | None:

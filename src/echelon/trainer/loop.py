@@ -25,6 +25,7 @@ from echelon.trainer.evaluate import EvaluationReport, evaluate
 from echelon.trainer.progress import RunProgress
 from echelon.trainer.retuning import Retuning
 from echelon.trainer.saving import Saver
+from echelon.trainer.second_copy import SecondCopy
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import Step, StepResult
 from echelon.trainer.window import Traffic
@@ -60,6 +61,7 @@ class TrainingRun:
     """The parts of a run, put together by `assemble.py` or by a loop of one's own.
 
     `survives`: it goes on when some of its ranks die (see `elastic.py`).
+    `copy`: what this rank keeps of a neighbour's state; None: nothing.
     `balance`: decides on the ranks' shares of a batch; None: they stay as they are.
     """
 
@@ -80,12 +82,12 @@ class TrainingRun:
     balance: Balancer | None = None
     survives: bool = False
     retuning: Retuning | None = None
+    copy: SecondCopy | None = None
 
     @property
     def other_bytes_sent(self) -> int:
         """Bytes that this rank has sent so that states are saved, or kept twice."""
-        copy = self.parts.update.copy if self.parts.update else None
-        return self.saver.bytes_sent + (copy.bytes_sent if copy else 0)
+        return self.saver.bytes_sent + (self.copy.bytes_sent if self.copy else 0)
 
     def retune(self, epoch: int) -> None:
         """Go on with parts that are built for an epoch, from the newest checkpoint; all ranks call it together."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -33,7 +33,7 @@ from echelon.checkpoint import (
 )
 from echelon.core.errors import RESCUED
 from echelon.core.patience import Patience
-from echelon.core.state_tree import StateView
+from echelon.core.state_tree import StateTree, StateView
 from echelon.core.task import BestResult
 from echelon.parallel.local_shards import LocalShard
 from echelon.records.decode import decode
@@ -131,10 +131,10 @@ class _Table:
         texts = (self._store.get(f"{name}/{place}") for place in range(self.size))
         return [decode(kind, json.loads(text)) for text in texts]
 
-    def hear(self, name: str, said: str) -> str:
+    def hear(self, name: str, text: str) -> str:
         """Return what the first survivor says."""
         if self.leads:
-            self._store.set(name, said)
+            self._store.set(name, text)
         return self._store.get(name).decode()
 
 
@@ -227,7 +227,7 @@ class _Rescue:
     def _told(self) -> _Told:
         run, update, commit = self._run, self._run.parts.update, self._batches.commit
         assert commit is not None and update is not None and update.gate is not None
-        copies = update.copy.rank if update.copy is not None else -1
+        copies = run.copy.rank if run.copy is not None else -1
         gate, world = update.gate, run.world
         return _Told(world.rank, self._recorded(), world.leads, commit.step, gate.holds, gate.made, copies)
 
@@ -328,8 +328,8 @@ def _written(members: Sequence[_Told], run: TrainingRun) -> _Written:
     Raises:
         CannotSave: nobody has a piece, or a copy of it.
     """
-    split, update = run.parts.split, run.parts.update
-    assert run.world.placement is not None and split is not None and update is not None
+    split = run.parts.split
+    assert run.world.placement is not None and split is not None
     divided = split.pieces.divided is not None
     pieces = run.world.size if divided else run.world.placement.layout.model_size  # consecutive ranks are a replica
     ranks = [member.rank for member in members]
@@ -337,28 +337,27 @@ def _written(members: Sequence[_Told], run: TrainingRun) -> _Written:
     copied = {member.copies for member in members} - set(ranks)
     if missing := set(range(pieces)) - first.keys() - copied:
         raise CannotSave(f"no other has what rank {min(missing)} of a replica had")
-    dead = update.copy.rank if update.copy is not None else -1
-    writes = update.copy if dead not in first.values() and dead not in ranks else None
     lost = sorted(each for each in copied if each >= 0)
-    return _Written([*ranks, *lost], run.world.rank in first.values(), writes if dead in lost else None)
+    writes = run.copy if run.copy is not None and run.copy.rank in lost else None
+    return _Written([*ranks, *lost], run.world.rank in first.values(), writes)
 
 
 def _unrecorded_steps(members: Sequence[_Known]) -> list[int]:
     return sorted({known.step for member in members for known in member.steps})
 
 
-def _whole(step: int, members: Sequence[_Known], parts: int) -> _StepSums | None:
+def _whole(step: int, members: Sequence[_Known], data_size: int) -> _StepSums | None:
     """Return what stands for the whole batch of a step: the sums of those that know it, scaled by what is missing.
 
     Args:
-        parts: that a batch is cut into, where losses are no means over samples; 0: they are.
+        data_size: parts that a batch is cut into, where losses are no means over samples; 0: they are.
     """
     known = [each for member in members for each in member.steps if each.step == step]
     samples = sum(each.samples for each in known)
     if not samples:
         return None
     units = known[0].global_units
-    scale = parts / len(known) if parts else units / samples
+    scale = data_size / len(known) if data_size else units / samples
     loss, score = (scale * sum(values) for values in ([e.loss for e in known], [e.score for e in known]))
     return _StepSums(step, loss, score, round(scale * samples), units)
 
@@ -432,6 +431,6 @@ class _SurvivorsState:
         self._writer.wait()
 
 
-def _joined(state: StateView, stored: Sequence[StoredPart]) -> dict[str, Any]:
+def _joined(state: StateView, stored: Sequence[StoredPart]) -> StateTree:
     """Return the state that is saved, of what the survivors' parts hold together."""
     return {**list_groups(merge([part.shared() for part in stored])), **state}

@@ -7,9 +7,10 @@ update, once: a shard's gradients are what they are anyway after the sum. Where 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 import torch
@@ -17,12 +18,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.checkpoint import broadcast_state, copy_state
+from echelon.core.axes import Axis
 from echelon.core.state_tree import StateView
 from echelon.core.units import format_bytes
-from echelon.optim.build import EMA
+from echelon.optim.build import EMA, build_optimizer
+from echelon.optim.kernels import fuse_where_possible
 from echelon.parallel.local_shards import LocalShard, LocalShards
 from echelon.parallel.zero import DividedUpdate
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.state import RunParts
+from echelon.trainer.update import Rates
+from echelon.trainer.world import World
 
 _MOST_OF_FREE = 0.5  # of the memory that is free for a rank
 _MOMENTS = 2  # numbers that an optimizer keeps for each it updates, at most
@@ -44,7 +50,7 @@ class SecondCopy(Protocol):
     def take(self) -> None:
         """Take the gradients of a step; all ranks call it before any of them updates."""
 
-    def update(self, rates: Sequence[Mapping[str, Any]]) -> None:
+    def update(self, rates: Rates) -> None:
         """Make the neighbour's update, with the rates of this rank's groups; nobody is asked."""
 
     def parts(self, run_parts: RunParts) -> RunParts:
@@ -54,7 +60,7 @@ class SecondCopy(Protocol):
         """Return what is written in the neighbour's place, by name."""
 
 
-def _set_rate(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+def _set_rate(optimizer: torch.optim.Optimizer, groups: Rates) -> None:
     """Take the rate of other groups, which have all the same."""
     for group in optimizer.param_groups:
         group["lr"] = groups[0]["lr"]
@@ -110,7 +116,7 @@ class ShardCopy:
         self.bytes_sent += sum(each.nbytes for each in sent)
         self._received = list(_unpacked(self._trained, received))
 
-    def update(self, rates: Sequence[Mapping[str, Any]]) -> None:
+    def update(self, rates: Rates) -> None:
         """Make the neighbour's update."""
         for parameter, gradient in self._received:
             parameter.grad = gradient
@@ -152,7 +158,7 @@ class MomentsCopy:
     def take(self) -> None:
         """Do nothing: this rank has all gradients."""
 
-    def update(self, rates: Sequence[Mapping[str, Any]]) -> None:
+    def update(self, rates: Rates) -> None:
         """Make the neighbour's update, of this replica's parameters: the neighbour sends the same."""
         _set_rate(self._optimizer, rates)
         self._optimizer.step()
@@ -176,8 +182,40 @@ def share_regions(pieces: LocalShards, divided: DividedUpdate, rank: int, with_b
     }
 
 
-def why_no_room(run_parts: RunParts, local_ranks: int) -> str:
-    """Return why there is no room for a second copy; empty: there is."""
+def make_copy(
+    resolved: ResolvedRun, run_parts: RunParts, world: World, note: Callable[[str, str], None]
+) -> SecondCopy | None:
+    """Let each rank keep what its neighbour alone has, where no other replica has it; all ranks call it.
+
+    Args:
+        note: tells the user something, by its kind.
+    """
+    assert world.placement is not None and run_parts.split is not None and world.group is not None
+    divided, fsdp = run_parts.split.pieces.divided, world.placement.group(Axis.FSDP)
+    if divided is None and (world.placement.layout.dp > 1 or fsdp is None):
+        return None
+    why = _why_no_room(run_parts, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    none_fits = torch.tensor([bool(why)], dtype=torch.uint8, device=world.device)
+    dist.all_reduce(none_fits, dist.ReduceOp.MAX, group=world.group)
+    if none_fits:
+        told = why or "there is no room for it with another worker"
+        note("copies", f"what a worker alone has is not kept twice, and its death loses steps: {told}")
+        return None
+    config = resolved.config
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        """Build the optimizer that the neighbour has."""
+        made = build_optimizer(model, config.optimizer, config.data.batch_size, resolved.optimizer.factory)
+        fuse_where_possible(made, model)
+        return made
+
+    if divided is not None:
+        return MomentsCopy(run_parts, divided, world.group, build)
+    assert fsdp is not None
+    return ShardCopy(run_parts, fsdp, build)
+
+
+def _why_no_room(run_parts: RunParts, local_ranks: int) -> str:
     n_bytes = sum(p.nbytes for p in run_parts.local_model.parameters()) * (1 + _MOMENTS + (run_parts.ema is not None))
     free = psutil.virtual_memory().available / max(1, local_ranks)
     if n_bytes <= _MOST_OF_FREE * free:
@@ -227,15 +265,15 @@ def _described(run_parts: RunParts) -> StateView:
     }
 
 
-def _pieces_of(listed: Sequence[StateView], values: StateView, own: LocalShards) -> LocalShards:
-    """Build what another rank holds; its buffers are this rank's."""
-    pieces = LocalShards((), own.placement)
+def _pieces_of(listed: Sequence[StateView], values: StateView, like: LocalShards) -> LocalShards:
+    """Build what another rank holds; its buffers are those of `like`, which this rank holds."""
+    pieces = LocalShards((), like.placement)
     made: dict[str, nn.Parameter] = {}
     for described in map(_Described.of, listed):
         if described.first not in made:
             made[described.first] = nn.Parameter(values[described.first], requires_grad=described.trained)
         pieces.hold(described.name, made[described.first], described.region)
-    pieces.hold_buffers_of(own)
+    pieces.hold_buffers_of(like)
     return pieces
 
 

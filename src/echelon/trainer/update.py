@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,18 @@ from torch import nn
 
 from echelon.parallel.local_shards import LocalShards, clip_by_norm
 
-if TYPE_CHECKING:
-    from echelon.trainer.second_copy import SecondCopy
+Rates = Sequence[Mapping[str, Any]]
+"""Groups of an optimizer, of which the learning rate counts."""
+
+
+class GradientCopy(Protocol):
+    """What makes the updates of a copy of a neighbour's state (see `second_copy.py`)."""
+
+    def take(self) -> None:
+        """Take the gradients of a step; all ranks call it before any of them updates."""
+
+    def update(self, rates: Rates) -> None:
+        """Make the neighbour's update, with the rates of this rank's groups; nobody is asked."""
 
 
 class UpdateGate:
@@ -46,7 +56,7 @@ class Update:
     """
 
     gate: UpdateGate | None = None
-    copy: SecondCopy | None = None
+    copy: GradientCopy | None = None
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, clip_norm: float
