@@ -522,15 +522,14 @@ def assemble(
     _tell_beginning(ground, work, run, [*notes, *chosen], restored is not None)
     if world.leads:
         progress.restored(None if restored is None else cursor.step, path, saver.passed_over)
-    if membership is not None:
-        _let_survive(resolved, run, membership)
+    _let_survive(resolved, run, membership)
     return run, cursor, Rebuilder(ground, path, membership)
 
 
-def _let_survive(resolved: ResolvedRun, run: TrainingRun, membership: Membership) -> None:
+def _let_survive(resolved: ResolvedRun, run: TrainingRun, membership: Membership | None) -> None:
     """Let survivors go on, or those of a split run save what a dead rank had; all ranks call it."""
-    run.survives = True
-    if run.parts.split is None or run.world.group is None:
+    run.survives = membership is not None
+    if membership is None or run.parts.split is None or run.world.group is None:
         return
     assert run.parts.update is not None
     run.parts.update.gate = UpdateGate(run.world.group, run.world.device)
