@@ -120,12 +120,12 @@ def train(tool: Tool, kills: Sequence[tuple[int, int]]) -> Trained:
         folder = Path(root) / "steps"
         folder.mkdir()
         watch, done, dead = Watch(folder), Trained(), set[int]()
-        awaited = f"within {AWAY_S:.0f} s, a step of all workers from"
+        awaited = f"of all workers, awaited for {AWAY_S:.0f} s"
         with Runs(Path(root)) as runs:
             started = tool.start(runs, folder, STEP_S if kills else QUICK_S)
             try:
                 for step, worker in kills:
-                    started[-1].wait_for(partial(watch.is_due, step, dead), f"{awaited} {step}", AWAY_S)
+                    started[-1].wait_for(partial(watch.is_due, step, dead), f"step {step} {awaited}", AWAY_S)
                     pid, kill = _kill(watch, worker)
                     done.kills.append(kill)
                     dead.add(pid)
@@ -142,15 +142,11 @@ def train(tool: Tool, kills: Sequence[tuple[int, int]]) -> Trained:
 
 def _progress(watch: Watch, done: Trained, kills: Sequence[tuple[int, int]]) -> str:
     """Return how far a run came that failed."""
-    newest = watch.newest(0)
-    if newest is None:
-        return "no step was finished; "
-    if not done.kills:
-        return f"it came to step {newest['step']} without a kill; "
-    last = done.kills[-1]
-    after_s = newest["t"] - last.t
-    stood = f"the newest step is {newest['step']}, {after_s:.1f} s after it" if after_s > 0 else "no step is after it"
-    return f"kill {len(done.kills)} of {len(kills)} was after step {last.step}, {stood}; "
+    newest, last = watch.newest(0), done.kills[-1] if done.kills else None
+    since = f"after kill {len(done.kills)} of {len(kills)}, at step {last.step}," if last else "before any kill"
+    if newest is None or (last and newest["t"] <= last.t):
+        return f"{since} no step was finished; "
+    return f"{since} it came to step {newest['step']}; "
 
 
 def _kill(watch: Watch, worker: int) -> tuple[int, Kill]:
@@ -230,16 +226,17 @@ def _counted(run: Trained) -> tuple[int, int]:
 TIMES = ("stalls", "new", "whole")
 HEADER = (
     "tool", "runs", "steps trained again", "stall, s", "to a new step, s", "to all workers, s",
-    "batch while one is missing", "samples lost / repeated", "largest difference of losses",
+    "batch while one is missing", "samples lost / repeated", "largest difference of losses", "load",
 )  # fmt: skip
 
 
-def row(tool: Tool, results: Sequence[Kept], failed: Sequence[str]) -> tuple[str, ...]:
-    """Return a tool's row; `failed`: why the other runs have no result."""
+def row(tool: Tool, results: Sequence[Kept], failed: Sequence[str], loads: Sequence[float]) -> tuple[str, ...]:
+    """Return a tool's row; `failed`: why the other runs have no result; `loads`: the machine's load averages."""
+    load = ", ".join(map(str, loads))
     runs = f"{len(results)} of {len(results) + len(failed)}" if failed else str(len(results))
     if not results:
         state = failed[-1] if failed else "not measured" if tool.version() else "not installed"
-        return (tool.name, runs, state, *[""] * (len(HEADER) - 3))
+        return (tool.name, runs, state, *[""] * (len(HEADER) - 4), load)
     batches: Counter[int] = Counter()
     for result in results:
         batches.update(result.batches)
@@ -248,7 +245,7 @@ def row(tool: Tool, results: Sequence[Kept], failed: Sequence[str]) -> tuple[str
         tool.name, runs, _mean_and_span([float(n) for r in results for n in r.again]),
         *(_median_and_span([value for r in results for value in getattr(r, name)]) for name in TIMES),
         trained or "none is trained", _each([r.lost for r in results]) + " / " + _each([r.repeated for r in results]),
-        f"{max(r.loss for r in results):.1g}",
+        f"{max(r.loss for r in results):.1g}", load,
     )  # fmt: skip
 
 
@@ -306,29 +303,29 @@ def main() -> None:
 def section(known: Sequence[Tool], raw: Sequence[dict[str, Any]]) -> str:
     """Return what stands below the section's title."""
     names = [each.name for each in fields(Kept)]
-    ended = [r for r in raw if "why" not in r]
-    results = {
-        tool.name: [Kept(**{name: r[name] for name in names}) for r in ended if r["tool"] == tool.name]
-        for tool in known
-    }
-    failed = {tool.name: [str(r["why"]) for r in raw if "why" in r and r["tool"] == tool.name] for tool in known}
-    loads = [r["environment"]["load"] for r in raw]
+    rows = []
+    for tool in known:
+        own = [r for r in raw if r["tool"] == tool.name]
+        ended = [Kept(**{name: r[name] for name in names}) for r in own if "why" not in r]
+        failed = [str(r["why"]) for r in own if "why" in r]
+        rows.append(row(tool, ended, failed, [r["environment"]["load"] for r in own]))
     steps = ", ".join(str(step) for step, _ in KILLS)
     about = (
         f"The same small model in each: {SAMPLES} samples, batches of {BATCH}, {WORKERS} workers, gloo, one thread "
         f"each, {STEPS} steps. A worker takes {STEP_S} s for its {BATCH // WORKERS} samples of a step, and longer for "
         f"more. SIGKILL of a worker other than the leading one after steps {steps}, once all workers train: "
-        f"{len(KILLS)} kills a run. The machine's load average was {min(loads)} to {max(loads)}."
+        f"{len(KILLS)} kills a run."
     )
     terms = (
         "Medians, with least and most; steps trained again: mean. Stall: to the next finished step of any worker that "
         "trains. New step: one that had not been finished before the kill; all workers: a step of all of them. A step "
         "that a kill interrupts does not count as trained again. Samples lost and repeated are those of the model at "
         f"the end, for each run in sum over its {STEPS // EPOCH} epochs: what was rolled back is not in it. Losses "
-        "are means over all samples, after the same step of the same tool's undisturbed run."
+        "are means over all samples, after the same step of the same tool's undisturbed run. Load: the machine's "
+        "average in the minute before each run ended, its own part included."
     )
     told = [f"- {tool.name}: {_versions(tool, raw)}; {tool.settings}." for tool in known]
-    table = markdown_table(HEADER, (row(tool, results[tool.name], failed[tool.name]) for tool in known))
+    table = markdown_table(HEADER, rows)
     return "\n\n".join([about, table, terms, "\n".join(told)])
 
 
