@@ -93,7 +93,8 @@ def tools(torchft_python: str, ray_python: str) -> list[Tool]:
         ),
         Tool(
             "torchrun, a store a start", "torchrun", "torch", sys.executable,
-            "the same, with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, which is said to help in pytorch's issue 135712", environment=(("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),),
+            "the same, with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, which is said to help in pytorch's issue 135712",
+            environment=(("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),),
         ),
         Tool(
             "Ray Train", "ray", "ray", ray_python,
