@@ -136,7 +136,7 @@ def ray(folder: Path, steps: int) -> None:
 
     from benchmarks._elastic_peers_sides import ray_worker
 
-    ray.init(num_cpus=WORKERS + 1, include_dashboard=False)
+    ray.init(num_cpus=WORKERS + 1)  # a worker asks for one
     TorchTrainer(
         ray_worker, train_loop_config={"steps": steps}, torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=WORKERS),

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, Sampler
 
 SAMPLES, FEATURES, BATCH, WORKERS, LR = 480, 8, 12, 3, 0.2
 EPOCH = SAMPLES // BATCH  # steps
+STEPS = 8 * EPOCH
 PACE = "ELASTIC_PEERS_PACE_S"  # seconds that a worker takes for a sample
 RECORD = "ELASTIC_PEERS_RECORD"  # the folder where each process writes its finished steps
 CHECKPOINT_STEPS = 50

@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +29,6 @@ from typing import Any
 from tests.ranks.runs import Run, Runs, TooLate
 
 from benchmarks._common import (
-    REPOSITORY,
     append_result,
     environment_line,
     interleave,
@@ -38,78 +37,17 @@ from benchmarks._common import (
     read_results,
     update_section,
 )
-from benchmarks._elastic_peers_task import (
-    BATCH,
-    CHECKPOINT_STEPS,
-    EPOCH,
-    PACE,
-    RECORD,
-    RESTARTS,
-    SAMPLES,
-    WORKERS,
-)
+from benchmarks._elastic_peers_task import BATCH, EPOCH, SAMPLES, STEPS, WORKERS
+from benchmarks._elastic_peers_tools import Tool, tools
 
 RAW_NAME = "elastic_peers"
 TITLE = "Elastic: beside torchft, torchrun and Ray Train"
 KILLS = ((60, 1), (145, 2), (220, 1))  # after which step which worker
-STEPS = 8 * EPOCH
 STEP_S = 0.1  # of a worker's samples of a step; a worker that takes more of them takes longer
 QUICK_S = 0.01  # the same, undisturbed
 DEADLINE_S = 400.0  # of a run
 AWAY_S = 200.0  # in which a kill's step comes, with all workers
 Line = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A contender. `package`: what is imported and whose version is told; `settings`: what is not a default."""
-
-    name: str
-    side: str
-    package: str
-    python: str
-    settings: str
-    heartbeat_ms: int = 5000
-
-    def version(self) -> str:
-        """Return the versions of the package and of torch; "" where it is not installed."""
-        code = f"import {self.package} as p, torch; from importlib.metadata import version as v; "
-        code += f"print(v('{self.package}'), v('torch'))"
-        given = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")} if self.side == "echelon" else None
-        tried = subprocess.run([self.python, "-c", code], capture_output=True, text=True, timeout=100, env=given)
-        return tried.stdout.strip() if tried.returncode == 0 else ""
-
-    def start(self, runs: Runs, folder: Path, step_s: float) -> list[Run]:
-        """Start all that this tool needs; whose last one is to be waited for."""
-        share_s = step_s / (BATCH // WORKERS)
-        common = {RECORD: str(folder), PACE: str(share_s), "PYTHONPATH": str(REPOSITORY)}
-        side = ["benchmarks._elastic_peers_sides", self.side, str(folder), str(STEPS)]
-        if self.side == "torchft":
-            return self._start_torchft(runs, side, common)
-        launch = ["-m"]
-        if self.side == "torchrun":
-            launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
-            launch += [f"--max-restarts={RESTARTS}", "-m"]
-        return [runs.start(*side, program=[self.python, *launch], environment=common)]
-
-    def _start_torchft(self, runs: Runs, side: Sequence[str], common: dict[str, str]) -> list[Run]:
-        port = _free_port()
-        lighthouse = [str(Path(self.python).parent / "torchft_lighthouse"), "--bind", f"[::]:{port}"]
-        lighthouse += ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
-        lighthouse += ["--heartbeat_timeout_ms", str(self.heartbeat_ms)]
-        started = [runs.start(program=lighthouse)]
-        for i in reversed(range(WORKERS)):
-            launch = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1", "--master-addr=localhost"]
-            launch += [f"--master-port={_free_port()}", f"--max-restarts={RESTARTS}", "-m"]
-            own = {"REPLICA_GROUP_ID": str(i), "TORCHFT_LIGHTHOUSE": f"http://localhost:{port}", **common}
-            started.append(runs.start(*side, program=[self.python, *launch], environment=own))
-        return started
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return int(listener.getsockname()[1])
 
 
 @dataclass
@@ -182,21 +120,33 @@ def train(tool: Tool, kills: Sequence[tuple[int, int]]) -> Trained:
         folder = Path(root) / "steps"
         folder.mkdir()
         watch, done, dead = Watch(folder), Trained(), set[int]()
+        awaited = f"of all workers, awaited for {AWAY_S:.0f} s"
         with Runs(Path(root)) as runs:
             started = tool.start(runs, folder, STEP_S if kills else QUICK_S)
             try:
                 for step, worker in kills:
-                    started[-1].wait_for(partial(watch.is_due, step, dead), f"step {step}", AWAY_S)
+                    started[-1].wait_for(partial(watch.is_due, step, dead), f"step {step} {awaited}", AWAY_S)
                     pid, kill = _kill(watch, worker)
                     done.kills.append(kill)
                     dead.add(pid)
                 started[-1].end(DEADLINE_S)
+            except TooLate as error:
+                raise TooLate(_progress(watch, done, kills) + str(error)) from error
             finally:
                 _end(started)
         done.lines = list(watch.look())
     if len(done.history) != STEPS:
         raise TooLate(f"{len(done.history)} steps instead of {STEPS}")
     return done
+
+
+def _progress(watch: Watch, done: Trained, kills: Sequence[tuple[int, int]]) -> str:
+    """Return how far a run came that failed."""
+    newest, last = watch.newest(0), done.kills[-1] if done.kills else None
+    since = f"after kill {len(done.kills)} of {len(kills)}, at step {last.step}," if last else "before any kill"
+    if newest is None or (last and newest["t"] <= last.t):
+        return f"{since} no step was finished; "
+    return f"{since} it came to step {newest['step']}; "
 
 
 def _kill(watch: Watch, worker: int) -> tuple[int, Kill]:
@@ -276,24 +226,26 @@ def _counted(run: Trained) -> tuple[int, int]:
 TIMES = ("stalls", "new", "whole")
 HEADER = (
     "tool", "runs", "steps trained again", "stall, s", "to a new step, s", "to all workers, s",
-    "batch while one is missing", "samples lost / repeated", "largest difference of losses",
+    "batch while one is missing", "samples lost / repeated", "largest difference of losses", "load",
 )  # fmt: skip
 
 
-def row(tool: Tool, results: Sequence[Kept]) -> tuple[str, ...]:
-    """Return a tool's row."""
+def row(tool: Tool, results: Sequence[Kept], failed: Sequence[str], loads: Sequence[float]) -> tuple[str, ...]:
+    """Return a tool's row; `failed`: why the other runs have no result; `loads`: the machine's load averages."""
+    load = ", ".join(map(str, loads))
+    runs = f"{len(results)} of {len(results) + len(failed)}" if failed else str(len(results))
     if not results:
-        state = "not measured" if tool.version() else "not installed"
-        return (tool.name, "0", state, *[""] * (len(HEADER) - 3))
+        state = failed[-1] if failed else "not measured" if tool.version() else "not installed"
+        return (tool.name, runs, state, *[""] * (len(HEADER) - 4), load)
     batches: Counter[int] = Counter()
     for result in results:
         batches.update(result.batches)
     trained = ", ".join(f"{size} of {BATCH} ({count} steps)" for size, count in sorted(batches.items()))
     return (
-        tool.name, str(len(results)), _mean_and_span([float(n) for r in results for n in r.again]),
+        tool.name, runs, _mean_and_span([float(n) for r in results for n in r.again]),
         *(_median_and_span([value for r in results for value in getattr(r, name)]) for name in TIMES),
         trained or "none is trained", _each([r.lost for r in results]) + " / " + _each([r.repeated for r in results]),
-        f"{max(r.loss for r in results):.1g}",
+        f"{max(r.loss for r in results):.1g}", load,
     )  # fmt: skip
 
 
@@ -309,38 +261,25 @@ def _each(values: Sequence[int]) -> str:
     return ", ".join(map(str, values)) if any(values) else "0"
 
 
-def tools(options: argparse.Namespace) -> list[Tool]:
-    """Return the contenders."""
-    saves = f"a checkpoint every {CHECKPOINT_STEPS} steps, from which all go on in the middle of the epoch"
-    readme = (
-        "lighthouse as in its README (`--join_timeout_ms 10000`), groups of one worker, each under torchrun, as in its "
-        "TorchX file; `DistributedSampler` of torchft, the batch by `manager.current_step()`, so that a step that is "
-        "not committed is tried again with the same samples. Its `DistributedDataParallel` as it is ends all survivors "
-        "(`assert fut._fut` after gloo's error), after which all begin again at step 0: measured is one whose hook "
-        "was repaired"
-    )
-    return [
-        Tool("Echelon", "echelon", "echelon", sys.executable, f"all defaults, `max_restarts={RESTARTS}`"),
-        Tool("torchft", "torchft", "torchft", options.torchft_python, readme),
-        Tool(
-            "torchft, quick heartbeat", "torchft", "torchft", options.torchft_python,
-            "the same, with `--heartbeat_timeout_ms 1000` (its default is 5000)", heartbeat_ms=1000,
-        ),
-        Tool("torchrun", "torchrun", "torch", sys.executable, f"DDP, `--max-restarts {RESTARTS}`, {saves}"),
-        Tool("Ray Train", "ray", "ray", options.ray_python, f"`FailureConfig(max_failures={RESTARTS})`, {saves}"),
-    ]  # fmt: skip
-
-
 def measure(tool: Tool) -> None:
-    """Train with kills and undisturbed, and append the result; a run that failed is printed."""
+    """Train with kills and undisturbed, and append the result, or why there is none."""
+    raw = {"tool": tool.name, "version": tool.version(), "kills": len(KILLS)}
     try:
         result = kept(train(tool, KILLS), train(tool, ()))
-    except (TooLate, AssertionError) as error:
+    except AssertionError as error:  # such as TooLate
         print(f"{tool.name}: {str(error)[-3000:]}", file=sys.stderr, flush=True)
+        append_result(RAW_NAME, {**raw, "why": why(str(error))})
         return
     print(tool.name, result, flush=True)
-    raw = {"tool": tool.name, "version": tool.version(), "kills": len(KILLS), **asdict(result)}
-    append_result(RAW_NAME, raw)
+    append_result(RAW_NAME, {**raw, **asdict(result)})
+
+
+def why(message: str) -> str:
+    """Return what failed, in a sentence: the message's first line, and the newest error that was printed."""
+    first, _, printed = message.partition("\n")
+    errors: list[str] = re.findall(r"\w+Error: .+", printed)
+    newest = re.sub(r"(?:/[^\s/\]]+)+/", "", errors[-1])[:200] if errors else ""  # without folders
+    return f"{first}; the newest error is `{newest}`" if newest else first
 
 
 def main() -> None:
@@ -351,7 +290,7 @@ def main() -> None:
     parser.add_argument("--ray-python", default=sys.executable, help="an interpreter that has Ray")
     parser.add_argument("--tool", nargs="*", help="some of echelon, torchft, torchrun, ray, or names of rows")
     options = parser.parse_args()
-    known = tools(options)
+    known = tools(options.torchft_python, options.ray_python)
     asked = [t for t in known if (not options.tool or {t.side, t.name} & set(options.tool)) and t.version()]
     for _, tool in interleave(asked, options.rounds):
         measure(tool)
@@ -364,26 +303,29 @@ def main() -> None:
 def section(known: Sequence[Tool], raw: Sequence[dict[str, Any]]) -> str:
     """Return what stands below the section's title."""
     names = [each.name for each in fields(Kept)]
-    results = {
-        tool.name: [Kept(**{name: r[name] for name in names}) for r in raw if r["tool"] == tool.name] for tool in known
-    }
-    loads = [r["environment"]["load"] for r in raw]
+    rows = []
+    for tool in known:
+        own = [r for r in raw if r["tool"] == tool.name]
+        ended = [Kept(**{name: r[name] for name in names}) for r in own if "why" not in r]
+        failed = [str(r["why"]) for r in own if "why" in r]
+        rows.append(row(tool, ended, failed, [r["environment"]["load"] for r in own]))
     steps = ", ".join(str(step) for step, _ in KILLS)
     about = (
         f"The same small model in each: {SAMPLES} samples, batches of {BATCH}, {WORKERS} workers, gloo, one thread "
         f"each, {STEPS} steps. A worker takes {STEP_S} s for its {BATCH // WORKERS} samples of a step, and longer for "
         f"more. SIGKILL of a worker other than the leading one after steps {steps}, once all workers train: "
-        f"{len(KILLS)} kills a run. The machine's load average was {min(loads)} to {max(loads)}."
+        f"{len(KILLS)} kills a run."
     )
     terms = (
         "Medians, with least and most; steps trained again: mean. Stall: to the next finished step of any worker that "
         "trains. New step: one that had not been finished before the kill; all workers: a step of all of them. A step "
         "that a kill interrupts does not count as trained again. Samples lost and repeated are those of the model at "
         f"the end, for each run in sum over its {STEPS // EPOCH} epochs: what was rolled back is not in it. Losses "
-        "are means over all samples, after the same step of the same tool's undisturbed run."
+        "are means over all samples, after the same step of the same tool's undisturbed run. Load: the machine's "
+        "average in the minute before each run ended, its own part included."
     )
     told = [f"- {tool.name}: {_versions(tool, raw)}; {tool.settings}." for tool in known]
-    table = markdown_table(HEADER, (row(tool, results[tool.name]) for tool in known))
+    table = markdown_table(HEADER, rows)
     return "\n\n".join([about, table, terms, "\n".join(told)])
 
 
