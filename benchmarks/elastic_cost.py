@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from statistics import mean, stdev
@@ -95,13 +96,31 @@ def work_us(model: nn.Module) -> float:
         return 1e6 * min(repeat(one_step, number=1000, repeat=5, timer=time.process_time)) / 1000
 
 
+def looks_us(seconds: float = 4.0) -> float:
+    """Return the processor microseconds in a second of the thread that looks for a newer term, beside busy code."""
+    with tempfile.TemporaryDirectory() as folder:
+        membership = Membership(TermFolder(Path(folder)), "rank0.0", 10.0)
+        before = set(threading.enumerate())
+        with membership.connecting():
+            pass
+        (looks,) = set(threading.enumerate()) - before
+        assert looks.ident is not None
+        used = time.pthread_getcpuclockid(looks.ident)
+        began, began_s = time.monotonic(), time.clock_gettime(used)
+        while time.monotonic() < began + seconds:
+            sum(range(1000))
+        result = 1e6 * (time.clock_gettime(used) - began_s) / (time.monotonic() - began)
+        membership.stop()
+        return result
+
+
 def main() -> None:
     """Measure, print and write the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=400, help=f"a multiple of {WARM}")
     options = parser.parse_args()
-    lines = []
+    lines, looks = [], looks_us()
     for model, (kind, norms) in MODELS.items():
         found: dict[str, list[float]] = {"on": [], "off": []}
         for _, elastic in interleave(["on", "off"], options.rounds):
@@ -114,7 +133,8 @@ def main() -> None:
         lines.append(
             f"- `{model}` ({kind}), {off_ms:.1f} ms of processor time a step for two workers: {mean(ratios):.4f} "
             f"({mean(ratios) - half:.4f} to {mean(ratios) + half:.4f}) of it without; "
-            f"its own work alone: {work:.0f} us a step and worker"
+            f"its own work alone: {work:.0f} us a step and worker, and {looks:.0f} us a second to look who is there, "
+            f"{200 * work / (1e6 * off_ms / 1000) + looks / 1e4:.2f}% of the processor time where a worker fills a core"
         )
         print(lines[-1], flush=True)
     update_section(
