@@ -121,7 +121,10 @@ class Chaos:
 
     def strike(self, result: Result) -> None:
         """Wait for a random moment, and do a random thing."""
-        self._wait_until_whole() if (calm := not result.faults or self._draws.random() < 0.5) else None
+        calm = not result.faults or self._draws.random() < 0.5
+        if calm or self.plan.layout:  # two at once may be all who have a piece of a split model
+            self._wait_until_whole()
+            calm = True
         time.sleep(self._draws.uniform(0.0, 2.0))  # not for something to happen: this is the random moment
         kinds: dict[str, Callable[[], bool]] = {
             "kill": lambda: self._end(self._draws.choice(self._present() or [0])),

@@ -26,14 +26,15 @@ _counts: dict[str, int] = {}
 
 
 def come_to(point: str) -> None:
-    """Come to a point; this process ends there where it is told to."""
+    """Come to a point; this process ends there where it is told to, or is stopped (`POINT, stopped`)."""
     count = _counts[point] = _counts.get(point, 0) + 1
     process = multiprocessing.current_process().name.partition(".")[0]
     for number, fault in enumerate(json.loads(os.environ.get(FAULTS, "[]"))):
         struck = Path(os.environ[STRUCK]) / str(number)
-        if fault == [process, point, count] and not struck.exists():
+        stops = fault == [process, f"{point}, stopped", count]
+        if (stops or fault == [process, point, count]) and not struck.exists():
             struck.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP if stops else signal.SIGKILL)
 
 
 def _points_of(function: Callable[..., Any], before: str = "", after: str = "") -> Callable[..., Any]:

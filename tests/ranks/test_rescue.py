@@ -132,3 +132,15 @@ def test_who_has_a_piece_alone_leads_back_to_the_checkpoint(tmp_path: Path) -> N
         assert run.end() == 0, run.text()[-3000:]
         assert not [r for r in run.records("checkpoint") if r["reason"] == "rescue"]
         assert [event["step"] for event in run.events("resumed")] == [12], run.text()[-3000:]
+
+
+@pytest.mark.long
+def test_who_is_stopped_is_ended_and_no_step_is_lost(tmp_path: Path) -> None:
+    """Rank 1 is stopped (SIGSTOP) in a step: the others have not lost it, and would wait for --timeout."""
+    settings = ("--timeout", "100s")
+    with Runs(tmp_path) as runs:
+        run = train(runs, "dp=2,tp=2", [("rank1", "step, stopped", 9)], *settings)
+        check_undisturbed(run, "dp=2,tp=2", *settings)
+        death = run.events("worker_died")[0]
+        before = max(r["t"] for r in run.records("steps") if r["t"] < death["t"])
+        assert "has been stopped (SIGSTOP) for" in death["message"] and death["t"] - before < 30.0, death

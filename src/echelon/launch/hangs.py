@@ -98,7 +98,7 @@ class HangWatch:
     It is told then, once, with its stack, while nobody has given up yet.
 
     Who restarts alone and hangs in a step for nine tenths of the deadline is killed. Where the others of a group go on
-    without one of them, who is stopped is killed by a deadline of its own rhythm.
+    without one of them, or save what they have, who is stopped is killed by a deadline of its own rhythm.
     """
 
     def __init__(
@@ -122,7 +122,8 @@ class HangWatch:
         self._board, self._place, self._others, self._listener = board, place, others, listener
         self._deadline_s, self._ends = deadline_s, restart is Restart.ALONE
         self._slow = SlowWatch(independent=self._ends)
-        self._silence = SilenceWatch(place.is_silent, deadline_s) if restart is Restart.BESIDE else None
+        survivors_act = restart in (Restart.BESIDE, Restart.RESCUED)
+        self._silence = SilenceWatch(place.is_silent, deadline_s) if survivors_act else None
         self._verdict: Verdict | None = None
         self._ended: dict[int, str] = {}  # by pid: why we killed it
         self._paces: dict[str, _Pace] = {}
