@@ -117,7 +117,7 @@ class Chaos:
         )  # fmt: skip
         self.first = self._commands[0]
         self._doubtful = [0.0] * plan.machines  # until when a machine's workers may yet be lost
-        self._blamed: set[int] = set()  # who was stopped
+        self._blamed: set[int] = set()  # who was killed or stopped
 
     def strike(self, result: Result) -> None:
         """Wait for a random moment, and do a random thing."""
@@ -187,8 +187,7 @@ class Chaos:
         """Kill or stop workers, where one is left; returns whether that was done."""
         if not pids or 0 in pids or not set(self._settled()) - set(pids):
             return False
-        if how == signal.SIGSTOP:
-            self._blamed |= set(pids)
+        self._blamed |= set(pids)  # who is killed is there for another moment
         for pid in pids:
             try:
                 os.kill(pid, how)
