@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import echelon
+from echelon.observe.callbacks import Callback, CheckpointInfo
 from tests.attack.faulty_disk import SmallDisk, small_disk
 from tests.attack.scenario import CannotRunHere
 from tests.ranks.runs import SMALL, Run, Runs
@@ -108,10 +109,10 @@ def check_failed(run: Run) -> None:
 def test_a_run_in_this_process_that_has_trained_and_whose_disk_stays_full_has_failed(
     tmp_path: Path, disk: SmallDisk
 ) -> None:
-    class Fills(echelon.Callback):
+    class Fills(Callback):
         """Fills the disk once something is saved."""
 
-        def on_checkpoint(self, checkpoint: echelon.CheckpointInfo) -> None:
+        def on_checkpoint(self, checkpoint: CheckpointInfo) -> None:
             """Take all room."""
             disk.fill()
 

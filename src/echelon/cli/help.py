@@ -12,7 +12,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 _WIDTH = 80  # where nobody tells
-_LEFT = 26
+_MOST_LEFT = 26
 _LEAST_WIDTH, _MOST_WIDTH = 40, 100
 _FURTHER = "    "  # before what goes on in the next line
 BASIC = "Options"
@@ -62,15 +62,16 @@ def section(heading: str, rows: Sequence[Row], width: int) -> Iterator[str]:
     if not rows:
         return
     yield from ("", f"{heading}:")
+    left = min(_MOST_LEFT, width // 3)
     for row in rows:
         text = _DEFAULT.sub(lambda found: found[0].replace(" ", "\u00a0"), row.text)
-        lines = textwrap.wrap(text, width - _LEFT, break_long_words=False, break_on_hyphens=False) or [""]
+        lines = textwrap.wrap(text, width - left, break_on_hyphens=False) or [""]
         lines = [line.replace("\u00a0", " ") for line in lines]
-        if len(row.typed) + 4 > _LEFT:
+        if len(row.typed) + 4 > left:
             yield f"  {row.typed}"
         else:
-            yield f"  {row.typed:{_LEFT - 2}}{lines.pop(0)}".rstrip()
-        yield from (" " * _LEFT + line for line in lines)
+            yield f"  {row.typed:{left - 2}}{lines.pop(0)}".rstrip()
+        yield from (" " * left + line for line in lines)
 
 
 def paragraphs(text: str, width: int) -> Iterator[str]:

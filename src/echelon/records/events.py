@@ -180,6 +180,15 @@ class Refusal(Event):
 
 
 @dataclass(frozen=True)
+class CannotGoOn(Event):
+    """What ends a rank that has trained, and no restart would mend, such as a disk that stays full."""
+
+    rank: int | None = None
+    role: str | None = None
+    name: str = field(default="cannot_go_on", kw_only=True)
+
+
+@dataclass(frozen=True)
 class CallbackError(Event):
     """A callback of the user's own raised, and the run ends, told by a rank or a role; where in the code."""
 
@@ -383,7 +392,7 @@ class CodecSwitched(Event):
 
 
 EVENTS: tuple[type[Event], ...] = (
-    DataGrew, WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, CallbackError,
+    DataGrew, WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, CannotGoOn, CallbackError,
     RunDiverged, BadImageSkipped, LossNotFinite, MoreMicroBatches, WayTried, WayPredicted, Resumed, StartedOver,
     CheckpointRejected, MachineLeft, WorkerGone, WorkerLeft, ChangeRefused, ServerGone, ServerLost, ServerSettled,
     SharesAgain, SharesDealt, SchedulerRestored, DiskFails, DiskWorks, CodecSwitched,

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from echelon.records.events import (
     BadImageSkipped,
+    CannotGoOn,
     DataGrew,
     Event,
     HangSeen,
@@ -45,7 +46,19 @@ from echelon.records.merged import are_alike, mean_resources, merge
 MOST_SLOW_STEPS = 50
 MOST_PIPELINE_STEPS = 8
 MOST_EVENTS = 20  # of one name, one by one
-_WHOLE = (DataGrew, WorkerDied, Restarted, RankFailed, RoleFailed, Refusal, Resumed, MachineLeft, HangSeen, SharesDealt)
+_WHOLE = (
+    DataGrew,
+    WorkerDied,
+    Restarted,
+    RankFailed,
+    RoleFailed,
+    Refusal,
+    CannotGoOn,
+    Resumed,
+    MachineLeft,
+    HangSeen,
+    SharesDealt,
+)
 _Counters = WorkerWindow | ServerWindow | EntropyCoding
 
 

@@ -29,7 +29,7 @@ from echelon.observe.callbacks import check_callbacks, check_methods
 from echelon.observe.environment import command_given_t, is_own_command
 from echelon.observe.loggers.base import own_loggers
 from echelon.optim.names import check_optimizer_name
-from echelon.records.events import CallbackError, MachineLeft, Refusal, RunDiverged, WorkerDied
+from echelon.records.events import CallbackError, CannotGoOn, MachineLeft, Refusal, RunDiverged, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.going import LAUNCH_FILE, read_launch
 from echelon.records.kinds import CommandRefused, End, Evaluation, Start
@@ -664,7 +664,7 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
             stop.raises = False  # from now on the ranks have something to save
             stopped = supervise(job, here.place, watch, stop, machine.rounds)
         except Refused:
-            last = next(newest(path, Refusal, CallbackError, RunDiverged), None)
+            last = next(newest(path, Refusal, CannotGoOn, CallbackError, RunDiverged), None)
             if not isinstance(last, CallbackError | RunDiverged):
                 raise _refusal(here, machine) from None
             say(last.message)
@@ -699,7 +699,7 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
 
 def _refusal(here: _Here, machine: Machine) -> UserError:
     """Record that a process refused its input, or could not go on once it had trained; returns why."""
-    reason = folders.last_message(here.path, Refusal)
+    reason = folders.last_message(here.path, Refusal, CannotGoOn)
     if machine.number == 0 and _stays_as_it_was(here.path) and not here.trained:
         here.record.write(CommandRefused(read_launch(here.path).seconds_since(), reason))
         return UserError(reason)

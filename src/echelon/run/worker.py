@@ -26,7 +26,7 @@ from echelon.observe.callbacks import CallbackFailed
 from echelon.observe.notes import RankNotes, open_notes
 from echelon.observe.screen import Screen
 from echelon.ps.worker_rank import WorkerRank
-from echelon.records.events import BadImageSkipped, CallbackError, RankFailed, Refusal, RunDiverged
+from echelon.records.events import BadImageSkipped, CallbackError, CannotGoOn, RankFailed, Refusal, RunDiverged
 from echelon.records.file import Recorder
 from echelon.records.going import read_launch
 from echelon.records.kinds import MAX_TIME, End
@@ -91,7 +91,8 @@ def _recording_errors(path: Path, rank: int, notes: RankNotes, role: str | None 
     try:
         yield
     except UserError as error:
-        record_last(path, Refusal(str(error), None if role else rank, role))
+        kind = CannotGoOn if notes.finished else Refusal
+        record_last(path, kind(str(error), None if role else rank, role))
         leave(USER_ERROR_EXIT_CODE)
     except Diverged as error:
         logging.error("%s", error)

@@ -279,9 +279,9 @@ def _write_launch(folder: Path, config: RunConfig, given_t: float | None) -> Non
     write_atomic(folder / LAUNCH_FILE, json.dumps(vars(launch)))
 
 
-def last_message(folder: Path, event: type[Event]) -> str:
-    """Return what the last event of a type since the command began says, or where to look when there is none."""
-    last, since = next(newest(folder, event), None), read_launch(folder).launched_t or 0.0
+def last_message(folder: Path, *events: type[Event]) -> str:
+    """Return what the last event of some types since the command began says, or where to look when there is none."""
+    last, since = next(newest(folder, *events), None), read_launch(folder).launched_t or 0.0
     return last.message if last and last.t >= since else f"the processes ended; see {folder}/logs"
 
 

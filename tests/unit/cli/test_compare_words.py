@@ -42,7 +42,7 @@ def test_several_runs_at_once_on_this_machine_are_refused_before_anything_is_the
     ("data", "more", "words"),
     [
         ("table.csv", (), "name the column to predict with --target: a, b"),
-        ("table.csv", ("--target", "c"), "table.csv has no column 'c'"),
+        ("table.csv", ("--target", "c"), "no column 'c': it has a, b"),
         ("nowhere/data", (), "data nowhere/data: no such folder"),
         ("digit", (), "did you mean digits?"),
         ("digits", ("--model", "smal_cnn"), "did you mean small_cnn?"),
@@ -55,5 +55,5 @@ def test_what_refuses_all_candidates_is_said_once_before_anything_is_there(
     tries = ("--try", "sync=allreduce", "--try", "sync=local(8)", "--workers", "2")
     done = echelon("compare", data, *more, *tries, cwd=tmp_path)
     assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("echelon: no run of this study can start: ") and words in done.stderr
+    assert done.stderr.startswith("echelon: ") and words in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]

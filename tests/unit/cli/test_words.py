@@ -137,8 +137,8 @@ def test_help_is_not_wider_than_the_terminal(columns: int, here: Here, monkeypat
 
 
 def test_an_example_that_is_broken_is_still_the_same_command() -> None:
-    line = '  echelon plan runs/NAME --at "workers=64, link=1gbit, memory=24GB" --page plan.html      and its page'
-    *command, comment = paragraphs(line, 60)
+    line = 'echelon plan runs/NAME --at "workers=64, link=1gbit, memory=24GB" --page plan.html      and its page'
+    _, *command, comment = paragraphs(f"Examples:\n  {line}", 60)
     assert comment == "      and its page" and all(len(part) <= 60 for part in command)
     typed = "\n".join(command).replace("\\\n", "")
     assert shlex.split(typed) == shlex.split(line.partition("      ")[0])

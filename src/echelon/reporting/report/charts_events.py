@@ -9,6 +9,7 @@ from echelon.core.figure import Chart, Json, color, safe
 from echelon.core.ticks import time_axis
 from echelon.core.units import format_bytes, format_seconds
 from echelon.records.events import (
+    CannotGoOn,
     DiskFails,
     Event,
     HangSeen,
@@ -28,8 +29,8 @@ from echelon.reporting.report.clock import Sitting, elapsed_s, sittings
 from echelon.reporting.report.records import RunRecord
 
 _FAILURES = (
-    WorkerDied, RankFailed, RoleFailed, HangSeen, Refusal, RunDiverged, LossNotFinite, MachineLeft, WorkerGone,
-    ServerGone, ServerLost, DiskFails,
+    WorkerDied, RankFailed, RoleFailed, HangSeen, Refusal, CannotGoOn, RunDiverged, LossNotFinite, MachineLeft,
+    WorkerGone, ServerGone, ServerLost, DiskFails,
 )  # fmt: skip
 _ROWS = ("checkpoint", "event", "evaluation", "attempt")
 
