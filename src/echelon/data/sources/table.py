@@ -182,16 +182,16 @@ def _is_implicit(request: DataRequest) -> bool:
     return request.encoding is Encoding.IDS and not request.config.target
 
 
-def _interaction_columns(request: DataRequest, parts: TableParts) -> InteractionColumns:
+def _interaction_columns(request: DataRequest, files: TableParts) -> InteractionColumns:
     """Return the columns that tell who took what, without a target, by their names alone.
 
     Raises:
         UserError: there are several parts, or other columns than two.
     """
-    first, *others = parts.files
-    if request.config.split and parts.split:
+    first, *others = files.files
+    if request.config.split and files.split:
         raise UserError(
-            f"data {request.config.source}: --split {parts.split}: without --target, the last of each user are held "
+            f"data {request.config.source}: --split {files.split}: without --target, the last of each user are held "
             "out: leave out --split"
         )
     if others:
@@ -201,7 +201,7 @@ def _interaction_columns(request: DataRequest, parts: TableParts) -> Interaction
         )
     named = listed(request.config.input)
     time = request.config.time or time_among(first.names, named)
-    inputs = named or tuple(name for name in first.names if name not in (time, parts.split))
+    inputs = named or tuple(name for name in first.names if name not in (time, files.split))
     check_known(first.names, (*inputs, *([time] if time else [])), first.path)
     if len(inputs) != 2:
         raise UserError(
