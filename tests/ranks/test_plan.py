@@ -61,7 +61,7 @@ def test_a_run_of_objects_from_python_is_planned_from_its_record(
     (note,) = [note for note in planned.known.notes if "given from Python" in note]
     assert note.startswith("Model and data were given from Python: they cannot be built again here")
     with Runs(tmp_path) as runs:
-        told = runs.start("plan", run, *AT)
+        told = runs.start("plan", run, *AT, "--trust")
         assert told.end() == 0 and "Fastest: " in told.text() and "memory is not predicted" in told.text()
 
 

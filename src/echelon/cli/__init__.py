@@ -99,6 +99,8 @@ def _usage(error: Any) -> str:
 
     option, possible = getattr(error, "option_name", None), getattr(error, "possibilities", None)
     if option and possible:
+        if option in _setting_flags():
+            return f"this command takes no {option}, which a run has from its start: `echelon train` takes it"
         closest = next(iter(get_close_matches(option, possible, 1)), possible[0])
         return f"there is no option {option}: did you mean {closest}?"
     message = " ".join(error.format_message().split())
@@ -111,11 +113,15 @@ def _usage(error: Any) -> str:
 
 def _hint(option: str | None) -> str:
     """Return the option that a setting's dotted name stands for: `--training.lr` is `--lr`."""
+    last = (option or "").rpartition(".")[2].replace("_", "-")
+    return f": did you mean --{last}?" if f"--{last}" in _setting_flags() and f"--{last}" != option else ""
+
+
+def _setting_flags() -> list[str]:
+    """Return the options of all settings of a run."""
     from echelon.config.build import flag_of, leaves
 
-    last = (option or "").rpartition(".")[2].replace("_", "-")
-    flags = [flag_of(name, item) for name, item, _ in leaves()]
-    return f": did you mean --{last}?" if f"--{last}" in flags and f"--{last}" != option else ""
+    return [flag_of(name, item) for name, item, _ in leaves()]
 
 
 def _say(message: str) -> None:

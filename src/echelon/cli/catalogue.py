@@ -204,7 +204,7 @@ def list_command() -> Any:
                     print(_row(name, summary))
             print()
         if not what:
-            print("echelon explain NAME says what one of them does, and when it helps.")
+            print(textwrap.fill("echelon explain NAME says what one of them does, and when it helps.", shown_width()))
 
     return as_command(list_choices, "list", COMMANDS["list"][1])
 

@@ -23,6 +23,7 @@ _WAITING = (
     f"{_PACKAGE}/sync/averaging/exchange.py", f"{_PACKAGE}/trainer/window.py",
     f"{_PACKAGE}/parallel/pipeline/torch_stage.py", f"{_PACKAGE}/parallel/tensor/comm.py",
 )  # fmt: skip
+_COMMAND = "/bin/echelon"  # from which processes were forked
 _NOT_OF_USERS = (_LIBRARY, _PACKAGE, "/site-packages/", "/dist-packages/", "<frozen", "<string>")
 
 
@@ -54,8 +55,9 @@ class Stack:
 
     @property
     def of_user(self) -> StackFrame | None:
-        """The innermost call in code that is neither Python's, nor a package's, nor Echelon's."""
-        return next((f for f in self.frames if not _is_in(f, _NOT_OF_USERS)), None)
+        """The innermost call in code that is neither Python's, nor a package's, nor Echelon's, nor its command."""
+        known = (f for f in self.frames if not (_is_in(f, _NOT_OF_USERS) or f.file.endswith(_COMMAND)))
+        return next(known, None)
 
     @property
     def waits(self) -> bool:

@@ -125,7 +125,10 @@ def prepare_elsewhere(config: RunConfig) -> Submission:
     Raises:
         UserError: it cannot start as described, or its place takes no whole runs.
     """
-    _check_all_names(config)
+    check_names(config)
+    check_data_name(config.data.source)
+    check_model_name(config.model.name)
+    check_optimizer_name(config.optimizer.name)
     described = as_search(config)
     request = launch_request(at_home(described))
     folders.check_weights(config.model.weights)
@@ -135,25 +138,15 @@ def prepare_elsewhere(config: RunConfig) -> Submission:
     return prepared(described, cluster, foretell(with_open_batch(request).config).model)
 
 
-def _check_all_names(config: RunConfig) -> None:
-    """Refuse a name that nobody knows, before anything heavy is imported.
-
-    Raises:
-        UserError: names the nearest one.
-    """
-    check_names(config)
-    check_data_name(config.data.source)
-    check_model_name(config.model.name)
-    check_optimizer_name(config.optimizer.name)
-
-
 def check_described(resolved: Resolved) -> None:
     """Refuse what a command that trains would refuse before its processes start; leaves nothing behind.
+
+    Args:
+        resolved: a description whose names are known to exist.
 
     Raises:
         UserError: it cannot start as described.
     """
-    _check_all_names(resolved.config)
     check(launch_request(with_task_defaults(resolved).config))
 
 

@@ -43,6 +43,7 @@ def test_several_runs_at_once_on_this_machine_are_refused_before_anything_is_the
     [
         ("table.csv", (), "name the column to predict with --target: a, b"),
         ("table.csv", ("--target", "c"), "no column 'c': it has a, b"),
+        ("table.csv", ("--task", "recommendation", "--input", "a"), "name two columns of a, b: --input USER,ITEM"),
         ("nowhere/data", (), "data nowhere/data: no such folder"),
         ("digit", (), "did you mean digits?"),
         ("digits", ("--model", "smal_cnn"), "did you mean small_cnn?"),

@@ -70,6 +70,7 @@ def test_version_names_what_a_bug_report_needs() -> None:
         (["report", "nowhere"], "holds no run: there is no such folder"),
         (["train", "digits", "other.csv"], "unexpected argument: other.csv"),
         (["list", "--json"], "there is no option --json"),
+        (["resume", "runs/a", "--lr", "0.1"], "takes no --lr, which a run has from its start"),
         (["evaluate", "nowhere"], "holds no run"),
         (["compare"], "nothing to compare"),
         (["compare", "digits"], "no candidate to compare"),

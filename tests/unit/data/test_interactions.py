@@ -143,7 +143,7 @@ def test_fractions_of_a_second_tell_which_item_was_the_last(tmp_path: Path, form
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"input": "user"}, "name two columns, --input USER,ITEM"),
+        ({"input": "user"}, "name two columns of user, item, timestamp, label, share: --input USER,ITEM"),
         ({"input": "user,itm"}, "did you mean 'item'|no column 'itm'"),
         ({"time": "when"}, "no column 'when'"),
         ({"time": "label"}, "column label: 'l0' in row 1 is no time such as 2021-03-01"),

@@ -106,6 +106,13 @@ def test_what_a_call_is(file: str, waits: bool, is_user: bool) -> None:
     assert (stack.waits, stack.is_in_user_code) == (waits, is_user)
 
 
+def test_the_command_that_a_process_was_forked_from_is_no_code_of_a_users() -> None:
+    ours = StackFrame("/v/site-packages/echelon/trainer/evaluate.py", 1, "evaluate")
+    assert Stack((ours, StackFrame("/v/bin/echelon", 10, "<module>"))).of_user is None
+    own = StackFrame("/home/me/bin/echelon-study/net.py", 2, "g")
+    assert Stack((ours, own)).of_user == own
+
+
 def test_a_connection_of_this_process_is_seen() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
         state = tcp_state(os.getpid())

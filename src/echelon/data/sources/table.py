@@ -103,6 +103,7 @@ class TableFile(SourceKind):
         """Return the task that the target column is for, and the inputs; reads the columns alone that tell it."""
         self.check(str(request.path))
         if _is_implicit(request):
+            _interaction_columns(request, TableParts.of(request))
             return DataOutline(_TASKS[Encoding.IDS], (TensorSpec((), "int64"), TensorSpec((), "int64")))
         return _outline(request, TableParts.of(request))
 
@@ -181,17 +182,16 @@ def _is_implicit(request: DataRequest) -> bool:
     return request.encoding is Encoding.IDS and not request.config.target
 
 
-def _interactions(request: DataRequest) -> Source:
-    """Return who took what, without a target.
+def _interaction_columns(request: DataRequest, files: TableParts) -> InteractionColumns:
+    """Return the columns that tell who took what, without a target, by their names alone.
 
     Raises:
-        UserError: there are several parts, or the columns are no ids.
+        UserError: there are several parts, or other columns than two.
     """
-    parts = TableParts.of(request)
-    first, *others = parts.files
-    if request.config.split and parts.split:
+    first, *others = files.files
+    if request.config.split and files.split:
         raise UserError(
-            f"data {request.config.source}: --split {parts.split}: without --target, the last of each user are held "
+            f"data {request.config.source}: --split {files.split}: without --target, the last of each user are held "
             "out: leave out --split"
         )
     if others:
@@ -201,13 +201,29 @@ def _interactions(request: DataRequest) -> Source:
         )
     named = listed(request.config.input)
     time = request.config.time or time_among(first.names, named)
-    inputs = named or tuple(name for name in first.names if name not in (time, parts.split))
-    ignored = [f"column {parts.split} does not divide the rows: the last of each user are held out"] * bool(parts.split)
+    inputs = named or tuple(name for name in first.names if name not in (time, files.split))
     check_known(first.names, (*inputs, *([time] if time else [])), first.path)
+    if len(inputs) != 2:
+        raise UserError(
+            f"data {request.config.source}: --task {request.task} without --target learns from who took what: name two "
+            f"columns of {', '.join(first.names)}: --input USER,ITEM"
+        )
+    return InteractionColumns(inputs, time)
+
+
+def _interactions(request: DataRequest) -> Source:
+    """Return who took what, without a target.
+
+    Raises:
+        UserError: there are several parts, or the columns are no ids.
+    """
+    parts = TableParts.of(request)
+    columns, first = _interaction_columns(request, parts), parts.files[0]
+    ignored = [f"column {parts.split} does not divide the rows: the last of each user are held out"] * bool(parts.split)
     measured = MeasuredColumns(request.folder, request.config.measures)
-    table = first.read(tuple(dict.fromkeys((*inputs, *([time] if time else [])))))
+    table = first.read(tuple(dict.fromkeys((*columns.inputs, *([columns.time] if columns.time else [])))))
     try:
-        source = interactions_source(request, table, InteractionColumns(inputs, time), measured)
+        source = interactions_source(request, table, columns, measured)
     except UserError as error:
         raise UserError(f"data {request.config.source}: {error}") from error
     measured.keep()
