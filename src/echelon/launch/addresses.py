@@ -6,7 +6,7 @@ import errno
 import ipaddress
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from echelon.core.address import Address
@@ -38,6 +38,30 @@ def own_address(rendezvous: Address, say: Callable[[str], None] | None = None) -
             say(f"{reason}; waiting up to {NETWORK_S:g} s for a network")
             say = None
         time.sleep(_AGAIN_S)
+
+
+def own_number(voters: Sequence[Address], machines: int, say: Callable[[str], None] | None = None) -> int | None:
+    """Return which of the machines that may lead this one is; None: none of them.
+
+    Args:
+        machines: of the run: where each may lead, this one must be there.
+        say: see `own_address`.
+
+    Raises:
+        UserError: it is not, or is there twice, or no way leads to the others.
+    """
+    addresses = {voter: own_address(voter, say) for voter in voters}
+    numbers = [number for number, voter in enumerate(voters) if is_own(voter.host, addresses[voter])]
+    text = ",".join(map(str, voters))
+    if len(numbers) > 1:
+        twice = " and ".join(str(voters[number]) for number in numbers)
+        raise UserError(f"--rendezvous {text}: {twice} are both this machine; each machine has one vote")
+    if not numbers and machines == len(voters):
+        raise UserError(
+            f"--rendezvous {text}: all {machines} machines are named there, and none of them is this one "
+            f"({addresses[voters[0]]}): name it by an address of its own"
+        )
+    return numbers[0] if numbers else None
 
 
 def _own_address(host: str, port: int) -> str:

@@ -143,10 +143,13 @@ def _check_rendezvous(request: LaunchRequest) -> None:
     Raises:
         UserError: says which.
     """
-    if request.rendezvous is not None and request.node_rank is None:
-        from echelon.launch.addresses import own_address
+    if request.voters and request.node_rank is None:
+        from echelon.launch.addresses import own_address, own_number
 
-        own_address(request.rendezvous, say)
+        if len(request.voters) == 1:
+            own_address(request.voters[0], say)
+        else:
+            own_number(request.voters, request.nodes.most, say)
 
 
 def said_before(config: RunConfig) -> str:
@@ -340,7 +343,7 @@ def plan_of(request: LaunchRequest, path: Path, parcel: Parcel | None = None) ->
         workers=workers,
         threads=thread_count(launch, workers),
         nodes=nodes,
-        rendezvous=request.rendezvous,
+        voters=request.voters,
         max_restarts=launch.max_restarts,
         log_dir=path / "logs",
         trusted_network=launch.trusted_network,
@@ -411,9 +414,11 @@ def _mirrored(
 
 
 def _is_first(plan: LaunchPlan) -> bool:
-    """Whether this is the machine that records how the run ends."""
+    """Whether this is the machine that records how the run ends; of several that may, nobody knows before they meet."""
     if plan.nodes.most == 1 or plan.rendezvous is None:
         return True
+    if len(plan.voters) > 1:
+        return False
     from echelon.launch.addresses import is_own, own_address
 
     if plan.node_rank is not None:
@@ -595,7 +600,7 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
 
         def ended(status: str) -> _Ended:
             """Return how it ended, as this machine tells it."""
-            return _Ended(status, machine.number == 0, machine_words(machine, plan, path), machine.epoch)
+            return _Ended(status, machine.leads, machine_words(machine, plan, path), machine.epoch)
 
         try:
             stop.raises = False  # from now on the ranks have something to save
@@ -623,7 +628,7 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
             stop.signum = stop.count = 0  # nobody else asked
             shutil.rmtree(path / "checkpoints", ignore_errors=True)  # nothing in it is of use
             return _Ended("completed", True)
-        if stopped and machine.number == 0:
+        if stopped and machine.leads:
             _end_before_start(path, record)
         status = machine.scheduler.status() if machine.scheduler else "stopped" if stopped else "completed"
         if machine.rounds is not None and machine.rounds.has_left:
@@ -637,11 +642,11 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
 def _refusal(here: _Here, machine: Machine) -> UserError:
     """Record that a process refused its input; returns why."""
     reason = folders.last_message(here.path, Refusal)
-    if machine.number == 0 and _stays_as_it_was(here.path):
+    if machine.leads and _stays_as_it_was(here.path):
         here.record.write(CommandRefused(read_launch(here.path).seconds_since(), reason))
         return UserError(reason)
     _end(here.path, here.record, machine, "refused", reason)
-    if machine.number == 0:
+    if machine.leads:
         close_run(here.path, here.record, here.stop, here.place.stop_s)
     return UserError(reason)
 
@@ -655,7 +660,7 @@ def _stays_as_it_was(path: Path) -> bool:
 def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: str) -> None:
     """Record how the run ended; where another machine fails, that it left."""
     record.patience.give_up()  # the run is over: no disk is waited for
-    if machine.number == 0:
+    if machine.leads:
         record.write(End(status, reason))
     else:
         record.write(MachineLeft(f"machine {machine.number} left the run: {reason}", machine.number))

@@ -437,6 +437,10 @@ class Rebuilder:
         self._opened.enter_context(display)
         run.progress = RunProgress(record, build_listeners(config, self._path, record, ground.user_objects), display)
         run.saver.on_saved = run.progress.saved
+        if not has_checkpoint(self._path):  # on the disk of a machine that has not led before
+            keep_info(self._path, ground.source.info)
+            keep_sample_index(ground.source, self._path)
+            run.saver.postpone()
 
     def tell(self, run: TrainingRun, cursor: Cursor, seconds: float, dead: int) -> None:
         """Record who the ranks are from now on, and what is lost with `dead` of before; all of them call it."""

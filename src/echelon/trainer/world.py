@@ -159,8 +159,11 @@ def enter_term(run: ResolvedRun, membership: Membership, term: Term, before: Wor
     if size == 1 and not run.compression.encodes:  # a codec goes on remembering in a group of one
         return replace(before, rank=0, size=1, group=None, placement=alone())
     timeout = timedelta(seconds=run.timeout_s)
-    if before.meeting is not None:
-        base: dist.Store = dist.PrefixStore(f"term{term.number}", before.meeting)
+    meeting = before.meeting
+    if meeting is not None and term.store and term.store != meeting.address:
+        meeting = meeting.elsewhere(term.store, membership.check_term)
+    if meeting is not None:
+        base: dist.Store = dist.PrefixStore(f"term{term.number}", meeting)
     else:
         base = dist.FileStore(str(membership.store(term)), size)
     store = TermStore(base, membership.check_term, timeout)
@@ -170,7 +173,9 @@ def enter_term(run: ResolvedRun, membership: Membership, term: Term, before: Wor
         )
         set_timeout(timeout)
         placement = place(Layout({Axis.DP: size}), rank, before.device.type, timeout)
-    return replace(before, rank=rank, size=size, group=dist.group.WORLD, placement=placement, store=store)
+    return replace(
+        before, rank=rank, size=size, group=dist.group.WORLD, placement=placement, store=store, meeting=meeting
+    )
 
 
 def leave_groups() -> None:
