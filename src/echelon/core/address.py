@@ -51,8 +51,8 @@ def parse_voters(text: str) -> tuple[Address, ...]:
         raise UserError(f"--rendezvous {text}: {twice} is there twice; each machine has one vote")
     if len(voters) == 2:
         raise UserError(
-            f"--rendezvous {text}: 2 voters protect from nothing, for more than half of them, so both, have to be there: "
-            "name one machine, or three"
+            f"--rendezvous {text}: 2 voters protect from nothing, because more than half of them, so both, have to be "
+            "there: name one machine, or three"
         )
     if len(voters) % 2 == 0:
         raise UserError(

@@ -50,7 +50,6 @@ class LaunchPlan:
     elastic: bool = False
     node_rank: NodeRank | None = None
 
-
     @property
     def rendezvous(self) -> Address | None:
         """Where the machines meet, with the first one; None: this one is alone."""

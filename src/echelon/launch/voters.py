@@ -121,9 +121,7 @@ class VoterMachine:
         number: see `OtherMachine`.
     """
 
-    def __init__(
-        self, seat: Seat, secret: SecretSource, arrival: Arrival, terms: RoundSettings, scratch: Path
-    ) -> None:
+    def __init__(self, seat: Seat, secret: SecretSource, arrival: Arrival, terms: RoundSettings, scratch: Path) -> None:
         """Take this machine's place; nothing is asked before the first `order`."""
         self._seat, self._secret, self._arrival, self._terms, self._scratch = seat, secret, arrival, terms, scratch
         self._other = OtherMachine(seat.voters[0], secret, arrival, terms, scratch)

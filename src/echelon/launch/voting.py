@@ -280,7 +280,9 @@ class Voting:
 
     def has_lease(self, now: float) -> bool:
         """Whether this voter leads, and no other one can have been elected yet."""
-        return self.leads and self._of_majority(lambda voter: now - self._acknowledged_s.get(voter, -math.inf) < LEASE_S)
+        return self.leads and self._of_majority(
+            lambda voter: now - self._acknowledged_s.get(voter, -math.inf) < LEASE_S
+        )
 
     @property
     def is_settled(self) -> bool:
