@@ -356,13 +356,21 @@ class OtherMachine:
     leads = False
 
     def __init__(
-        self, rendezvous: Address, secret: SecretSource, arrival: Arrival, terms: RoundSettings, scratch: Path
+        self,
+        rendezvous: Address,
+        secret: SecretSource,
+        arrival: Arrival,
+        terms: RoundSettings,
+        scratch: Path,
+        title: str = "the first machine",
     ) -> None:
         """Take the address of the first machine, and where the run's secret is, which may come later than this.
 
         Args:
             scratch: a folder that this user alone can read, on this machine, for the terms of rounds.
+            title: what the other machine is called.
         """
+        self._title = title
         self._rendezvous, self._secret, self._arrival, self._terms = rendezvous, secret, arrival, terms
         self._scratch = scratch
         self._context = new_context()
@@ -491,7 +499,7 @@ class OtherMachine:
         return None
 
     def _unanswered(self, now: float) -> Order:
-        first, silent_s = f"the first machine at {self._rendezvous}", now - self._heard
+        first, silent_s = f"{self._title} at {self._rendezvous}", now - self._heard
         if not self._known and now - self._begun > self._terms.arrival_s:
             waited = format_seconds(self._terms.arrival_s)
             reason = self._reason or why_silent(self._rendezvous, self._secret)

@@ -146,7 +146,8 @@ class RecordCopy:
     def become_record(self, folder: Path) -> bool:
         """Let the copy be the record of a run's folder from now on; returns whether there was one.
 
-        What this machine had recorded lies beside the copy's place then. Who has the record open goes on in the new one.
+        What this machine had recorded lies beside the copy's place then. Who has the record open goes on in the new
+        one.
         """
         self.feed, self.position = "", 0
         if not self._path.exists():

@@ -112,6 +112,7 @@ class _Reign:
     term_round: int = 0
     pending: bool = False
     holds: bool = False
+    led_s: float = 0.0  # when more than half of the voters were heard last
 
 
 class VoterMachine:
@@ -124,7 +125,7 @@ class VoterMachine:
     def __init__(self, seat: Seat, secret: SecretSource, arrival: Arrival, terms: RoundSettings, scratch: Path) -> None:
         """Take this machine's place; nothing is asked before the first `order`."""
         self._seat, self._secret, self._arrival, self._terms, self._scratch = seat, secret, arrival, terms, scratch
-        self._other = OtherMachine(seat.voters[0], secret, arrival, terms, scratch)
+        self._other = OtherMachine(seat.voters[0], secret, arrival, terms, scratch, "the machine that leads")
         self._tables = KeyValueTables()
         self._lock = threading.RLock()  # guards what follows
         self._voting: Voting | None = None
@@ -176,10 +177,18 @@ class VoterMachine:
 
     def _order_here(self, reign: _Reign, state: State) -> Order:
         assert self._voting is not None
-        if not self._voting.has_lease(time.monotonic()) and not reign.first.is_over:
-            silent = " and ".join(str(self._seat.voters[voter]) for voter in self._voting.silent(time.monotonic()))
-            return Continue(f"{silent} give no answer: waiting for more than half of the voters")
-        return self._settled(reign, reign.first.order(state))
+        now = time.monotonic()
+        if self._voting.has_lease(now) or reign.first.is_over:
+            reign.led_s = now
+            return self._settled(reign, reign.first.order(state))
+        silent = " and ".join(str(self._seat.voters[voter]) for voter in self._voting.silent(now))
+        what, waited_s = (
+            f"no answer of {silent}, and nobody goes on without more than half of the voters",
+            now - reign.led_s,
+        )
+        if waited_s > self._terms.return_s:
+            return Over("failed", f"{what} (waited {waited_s:.0f} s: --machine-patience)")
+        return Continue(f"{what}: waiting up to {format_seconds(self._terms.return_s)} (--machine-patience)")
 
     def _settled(self, reign: _Reign, order: Order) -> Order:
         """Return an order once what led to it would outlive this machine."""
@@ -461,7 +470,8 @@ class VoterMachine:
             return f"meeting:{address}"
 
         token = uuid4().hex
-        reign = _Reign(FirstMachine(self._arrival, self._terms, open_table, self._scratch), token)
+        first = FirstMachine(self._arrival, self._terms, open_table, self._scratch)
+        reign = _Reign(first, token, led_s=time.monotonic())
         self._other.pause()
         state = journal.rounds
         if voting.has_followed and state is not None:

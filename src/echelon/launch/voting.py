@@ -280,9 +280,10 @@ class Voting:
 
     def has_lease(self, now: float) -> bool:
         """Whether this voter leads, and no other one can have been elected yet."""
-        return self.leads and self._of_majority(
-            lambda voter: now - self._acknowledged_s.get(voter, -math.inf) < LEASE_S
-        )
+        return self.leads and self._of_majority(lambda voter: not self._is_silent(voter, now))
+
+    def _is_silent(self, voter: int, now: float) -> bool:
+        return now - self._acknowledged_s.get(voter, -math.inf) >= LEASE_S
 
     @property
     def is_settled(self) -> bool:
@@ -294,7 +295,7 @@ class Voting:
     def silent(self, now: float) -> list[int]:
         """Return the other voters that have not answered this one, which leads, for as long as its lease is."""
         others = [voter for voter in range(self._voters) if voter != self._own]
-        return [voter for voter in others if now - self._acknowledged_s.get(voter, -math.inf) >= LEASE_S]
+        return [voter for voter in others if self._is_silent(voter, now)]
 
     def _of_majority(self, does: Callable[[int], bool]) -> bool:
         """Whether more than half of the voters, this one among them, do something."""

@@ -116,7 +116,7 @@ def launch_request(config: RunConfig, node_rank: NodeRank | None = None) -> Laun
     voters, with_servers = parse_voters(launch.rendezvous) if launch.rendezvous else (), has_servers(config)
     if len(voters) > 1 and with_servers:
         raise UserError(
-            f"--rendezvous {launch.rendezvous}: a parameter server's scheduler stays on the first machine; name that alone"
+            f"--rendezvous {launch.rendezvous}: a parameter server's scheduler stays on the first machine; name that"
         )
     return LaunchRequest(
         config=config,
