@@ -34,13 +34,12 @@ class RecordFeed:
     """Reads a folder's record for one voter."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self.name = folder / RECORD_FILE, uuid4().hex
+        self._folder, self._path, self.name = folder, folder / RECORD_FILE, uuid4().hex
         self._position = 0
         self._chunk = RecordChunk(self.name, 0, b"", is_end=False)
         self._files: list[int] = []
-        with open_record(folder) as files:
-            self._files = [os.dup(file.file.fileno()) for file in files]
         self._offset, self._is_first = 0, True
+        self._open_after(0)
 
     def has_more(self) -> bool:
         """Whether there are lines that the voter is not known to have."""
@@ -65,7 +64,9 @@ class RecordFeed:
     def _read(self) -> tuple[bytes, bool]:
         """Return whole lines, and whether these are all there are now."""
         while True:
-            if not self._files and not self._open_next():
+            if not self._files:
+                self._open_after(0)
+            if not self._files:
                 return b"", True
             was_sealed = len(self._files) > 1 or self._was_sealed()  # before the file is read to its end
             data = os.pread(self._files[0], _CHUNK_BYTES, self._offset)
@@ -100,17 +101,17 @@ class RecordFeed:
         return False
 
     def _close_file(self) -> None:
-        last = len(self._files) == 1
+        if len(self._files) == 1:
+            self._open_after(os.fstat(self._files[0]).st_ino)
         os.close(self._files.pop(0))
         self._offset = 0
-        if last:
-            self._open_next()
 
-    def _open_next(self) -> bool:
-        with suppress(FileNotFoundError):
-            self._files.append(os.open(self._path, os.O_RDONLY))
-            return True
-        return False
+    def _open_after(self, file_id: int) -> None:
+        """Open the files that follow one; 0: all. One that was merged meanwhile is followed by the newest."""
+        with open_record(self._folder) as files:
+            ids = [file.file_id for file in files]
+            after = ids.index(file_id) + 1 if file_id in ids else -1 if file_id else 0
+            self._files += [os.dup(file.file.fileno()) for file in files[after:]]
 
     def close(self) -> None:
         """Read no more."""

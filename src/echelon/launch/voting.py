@@ -53,7 +53,7 @@ class Kept:
     """What a voter has to know after its own restart.
 
     Attributes:
-        voted_for: in this epoch: a voter's number plus 1; 0: it will vote for nobody.
+        voted_for: in this epoch: a voter's number plus 1; 0: nobody yet.
     """
 
     epoch: int = 0
@@ -201,10 +201,9 @@ class Voting:
     def handle_ballot(self, ballot: Ballot, now: float) -> Vote:
         """Return what this voter says to a ballot."""
         again = ballot.epoch == self.epoch and self.kept.voted_for == ballot.candidate + 1
-        is_newer = ballot.epoch > self.epoch and ballot.stamp >= self.kept.journal.stamp
-        granted = (again and not ballot.is_trial) or (
-            is_newer and not self.hears_leader(now) and now >= self._quiet_until
-        )
+        is_open = ballot.epoch > self.epoch or (ballot.epoch == self.epoch and not self.kept.voted_for)
+        may = is_open and ballot.stamp >= self.kept.journal.stamp
+        granted = (again and not ballot.is_trial) or (may and not self.hears_leader(now) and now >= self._quiet_until)
         if granted and not ballot.is_trial and not again:
             self.kept = replace(self.kept, epoch=ballot.epoch, voted_for=ballot.candidate + 1)
             self.leader, self._standing = None, None
@@ -233,7 +232,7 @@ class Voting:
         return True
 
     def _see(self, epoch: int) -> None:
-        """Take note of an epoch: nobody leads in it as far as is known, and this voter votes for nobody in it."""
+        """Take note of an epoch: nobody leads in it as far as is known."""
         if epoch > self.epoch:
             self.kept = replace(self.kept, epoch=epoch, voted_for=0)
             self.leader, self._standing = None, None
