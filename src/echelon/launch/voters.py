@@ -57,6 +57,7 @@ from echelon.messages.identity import RunKeys, derive_keys, make_secret
 from echelon.messages.key_values import KeyValueTables
 from echelon.messages.plain import Malformed, from_plain, to_plain
 from echelon.messages.sockets import new_context
+from echelon.records.going import take_launch_from_record
 
 TERMS = 1_000_000  # more than one leader makes: the next one's terms have greater numbers
 _POLL_MS, _SOON_MS = 50, 20
@@ -475,6 +476,7 @@ class VoterMachine:
         self._other.pause()
         state = journal.rounds
         if voting.has_followed and state is not None:
+            take_launch_from_record(self._seat.folder)
             if state.rounds:
                 self._tables.open(next(iter(state.rounds)).round.name)
             succession = Succession(state, journal.checkpoints, journal.leader, f"meeting:{address}")

@@ -139,12 +139,12 @@ class Voting:
         has_followed: it has heard a leader since this process began, so what that one wrote is of now.
     """
 
-    def __init__(self, voters: int, own: int, kept: Kept, now: float) -> None:
-        self._voters, self._own, self.kept = voters, own, kept
+    def __init__(self, voters: int, voter: int, known: Kept, now: float) -> None:
+        self._voters, self._own, self.kept = voters, voter, known
         self.leader: int | None = None
         self.heard_s, self.has_followed = now, False
         self._begun_s = now
-        self._quiet_until = now + SUSPECT_S if kept.epoch else now  # it may have heard the leader just before
+        self._quiet_until = now + SUSPECT_S if known.epoch else now  # it may have heard the leader just before
         self._standing: Ballot | None = None
         self._votes: set[int] = set()
         self._stood_s = self._stands_until = 0.0

@@ -428,7 +428,9 @@ class Rebuilder:
     def _lead(self, run: TrainingRun, world: World, cursor: Cursor) -> None:
         """Show and record from now on: the rank that did is gone."""
         self._leads = True
-        config, ground = self.resolved.config, self._ground
+        # where the record is another machine's, so is the command that began it
+        ground = self._ground = replace(self._ground, launch=read_launch(self._path))
+        config = self.resolved.config
         if terminal := os.environ.get(TERMINAL_VARIABLE):
             for fd in (1, 2):
                 os.dup2(int(terminal), fd)
