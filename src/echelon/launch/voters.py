@@ -183,10 +183,8 @@ class VoterMachine:
             reign.led_s = now
             return self._settled(reign, reign.first.order(state))
         silent = " and ".join(str(self._seat.voters[voter]) for voter in self._voting.silent(now))
-        what, waited_s = (
-            f"no answer of {silent}, and nobody goes on without more than half of the voters",
-            now - reign.led_s,
-        )
+        what = f"no answer of {silent}, and nobody goes on without more than half of the voters"
+        waited_s = now - reign.led_s
         if waited_s > self._terms.return_s:
             return Over("failed", f"{what} (waited {waited_s:.0f} s: --machine-patience)")
         return Continue(f"{what}: waiting up to {format_seconds(self._terms.return_s)} (--machine-patience)")
@@ -204,12 +202,12 @@ class VoterMachine:
             self._has_met, self._led_s = True, now
             return None
         since, terms = now - self._led_s, self._terms
-        first = self._seat.voters[0]
         if not self._has_met:
+            half = "more than half of the voters" + ("" if self._seat.own == 0 else f", {self._seat.voters[0]} first")
             if since > terms.arrival_s:
-                why = self._reason or f"{first} leads a new run, once more than half of the voters are there"
+                why = self._reason or f"a new run needs {half}"
                 raise UserError(f"nobody leads the run: {why} (waited {format_seconds(terms.arrival_s)}: --timeout)")
-            return Continue(f"waiting for {first}{f': {self._reason}' if self._reason else ''}")
+            return Continue(f"waiting for {half}{f': {self._reason}' if self._reason else ''}")
         if since > terms.return_s:
             return Over("failed", f"nobody led the run for {since:.0f} s (--machine-patience)")
         patience = format_seconds(terms.return_s)
@@ -521,10 +519,10 @@ class VoterMachine:
 
     def _publish(self, reign: _Reign, voting: Voting) -> None:
         """Let the newest term begin, once it outlives this machine."""
-        if reign.pending and voting.is_settled and voting.has_lease(time.monotonic()):
+        term, counts = reign.term, voting.is_settled and voting.has_lease(time.monotonic())
+        if reign.pending and term is not None and counts and voting.kept.journal.term == term:
             reign.pending = False
-            if reign.term is not None:
-                reign.first.publish(reign.term, reign.term_round)
+            reign.first.publish(term, reign.term_round)
 
     def _keep(self) -> None:
         """Have on the disk what is told to others."""

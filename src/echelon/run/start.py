@@ -500,6 +500,15 @@ def _end_before_start(path: Path, record: Recorder) -> None:
         record.write(End("stopped", "it was stopped before it began"))
 
 
+def _end_of_lost(path: Path, record: Recorder) -> None:
+    """Record the end of a run where the machine that led was lost after the last step, before it did."""
+    last = next(newest(path, End, Start), None)
+    if isinstance(last, Start):
+        record.write(
+            End("completed", "the machine that led was lost after the last step; its last checkpoint is there")
+        )
+
+
 def begin_imports(config: RunConfig) -> None:
     """Import what a run needs whose data is read before the rest is known, as `start` does of others.
 
@@ -630,6 +639,8 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
             return _Ended("completed", True)
         if stopped and machine.leads:
             _end_before_start(path, record)
+        elif machine.leads and len(plan.voters) > 1:
+            _end_of_lost(path, record)
         status = machine.scheduler.status() if machine.scheduler else "stopped" if stopped else "completed"
         if machine.rounds is not None and machine.rounds.has_left:
             status = LEFT
