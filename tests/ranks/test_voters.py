@@ -37,6 +37,7 @@ def check_ended(leader: Run, *others: Run) -> None:
     assert [run.end() for run in machines] == [0] * len(machines), "\n".join(run.text()[-3000:] for run in machines)
     check_counted(leader)
     assert not leader.events("resumed") and {s["attempt"] for s in leader.records("start")} == {0}
+    assert len({s["launched_t"] for s in leader.records("start")}) == 1, "one command began the run"
     assert [end["status"] for end in leader.records("end")] == ["completed"]
     assert (leader.folder / "report.html").exists() and not any(run.records("end") for run in others)
 

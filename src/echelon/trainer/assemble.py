@@ -417,7 +417,7 @@ class Rebuilder:
             run.balance = Balancer(BatchParts(ground.full_batch, world.size), cursor.shares)
         if world.leads and not self._leads:
             self._lead(run, world, cursor)
-        ground = self._ground = replace(ground, world=world)
+        ground = self._ground = replace(self._ground, world=world)
         if not same:
             for loader in (run.train_loader, run.eval_loader, run.test_loader):
                 if loader is not None:
