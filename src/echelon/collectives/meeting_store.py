@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ _LIMITS = Limits(1 << 20, queued=1000)
 _AGAIN_S = 2.0  # a question or its answer was lost with a connection
 _LOOK_S = 0.01
 _LOOK_MOST_S = 0.2
+_POLL_MS = 50
 
 
 class MeetingStore(dist.Store):
@@ -31,14 +32,23 @@ class MeetingStore(dist.Store):
     Keep a reference to it for as long as a process group uses it: torch holds the C++ half alone.
     """
 
-    def __init__(self, address: str, keys: RunKeys, table: str, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        address: str,
+        keys: RunKeys,
+        table: str,
+        timeout: timedelta,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         """Connect to `HOST:PORT`; nothing is sent yet.
 
         Args:
             table: the name that the ranks of one start have, so that they read nothing of an earlier one.
             timeout: how long `get` and `wait` wait.
+            check: raises an error once no answer is to be waited for.
         """
         super().__init__()
+        self.address, self._keys, self._check = address, keys, check
         self._timeout_s = timeout.total_seconds()
         self._table, self._number = table, 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -47,6 +57,11 @@ class MeetingStore(dist.Store):
         )  # fmt: skip
         self._answer: KeyAnswer | None = None
         self._lock = threading.Lock()
+
+    def elsewhere(self, address: str, check: Callable[[], None]) -> MeetingStore:
+        """Return the store of the same ranks with another machine, which leads instead of the one before."""
+        timeout = timedelta(seconds=self._timeout_s)
+        return MeetingStore(address, self._keys, self._table, timeout, check)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
@@ -135,8 +150,11 @@ class MeetingStore(dist.Store):
                 self._channel.send(request)
                 again = time.monotonic() + _AGAIN_S
                 while self._answer is None and time.monotonic() < again:
-                    self._channel.socket.poll(max(1, int(1000 * (again - time.monotonic()))))
+                    wait_ms = max(1, int(1000 * (again - time.monotonic())))
+                    self._channel.socket.poll(wait_ms if self._check is None else min(wait_ms, _POLL_MS))
                     self._channel.pump(self._take)
+                    if self._answer is None and self._check is not None:
+                        self._check()
             return self._answer
 
     def _take(self, message: Message) -> None:

@@ -377,7 +377,7 @@ class LaunchConfig:
     rendezvous: str = setting(
         "",
         "HOST:PORT of the first machine, the same on all machines; they get the run's secret from a shared disk or "
-        "from ECHELON_RUN_SECRET",
+        "from ECHELON_RUN_SECRET. With A:PORT,B:PORT,C:PORT the next one leads when the first is lost",
     )
     trusted_network: bool = setting(
         False, "let machines meet without a secret: whoever reaches their ports can take part, but cannot run code"

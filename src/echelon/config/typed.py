@@ -60,7 +60,7 @@ class ResumeSettings(TypedDict, total=False):
     nodes: str | int
     """number of machines, or a range such as 1:4 within which machines may come and go [default: '1']"""
     rendezvous: str
-    """HOST:PORT of the first machine, the same on all machines; they get the run's secret from a shared disk or from ECHELON_RUN_SECRET"""
+    """HOST:PORT of the first machine, the same on all machines; they get the run's secret from a shared disk or from ECHELON_RUN_SECRET. With A:PORT,B:PORT,C:PORT the next one leads when the first is lost"""
     trusted_network: bool
     """let machines meet without a secret: whoever reaches their ports can take part, but cannot run code [default: False]"""
     link: str

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from echelon.config.schema import RunConfig
-from echelon.core.address import parse_rendezvous
+from echelon.core.address import parse_voters
 from echelon.core.errors import UserError, naming
 from echelon.core.layout import AUTO, Layout, parse_layout
 from echelon.core.spec import parse_chain, parse_spec
@@ -135,10 +135,24 @@ def _check_strategy(config: RunConfig) -> None:
         parse_spec(config.strategy.collective)
 
 
+def _check_voters(config: RunConfig, voters: int, nodes: Nodes) -> None:
+    """Refuse several machines that may lead where that protects from nothing.
+
+    Raises:
+        UserError: says why.
+    """
+    if voters == 1:
+        return
+    if voters > nodes.most:
+        raise UserError(f"--rendezvous names {voters} machines that may lead, and --nodes {config.launch.nodes} fewer")
+    if config.checkpoint.mirror:
+        raise UserError("--mirror copies what the first machine has: name one machine in --rendezvous, or leave it out")
+
+
 def _check_launch(config: RunConfig) -> None:
     nodes = parse_nodes(config.launch.nodes)
     if config.launch.rendezvous:
-        parse_rendezvous(config.launch.rendezvous)
+        _check_voters(config, len(parse_voters(config.launch.rendezvous)), nodes)
     elif nodes.most > 1:
         raise UserError(
             f"--nodes {config.launch.nodes} needs --rendezvous HOST:PORT of the first machine, on each machine"

@@ -34,3 +34,29 @@ def parse_rendezvous(text: str) -> Address:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(f"--rendezvous {text!r}: write HOST:PORT, for example node0:29400")
     return Address(host, int(port))
+
+
+def parse_voters(text: str) -> tuple[Address, ...]:
+    """Read `HOST:PORT`, or several with commas between them: the machines of which one leads the run.
+
+    >>> [str(address) for address in parse_voters("a:29400,b:29400,c:29400")]
+    ['a:29400', 'b:29400', 'c:29400']
+
+    Raises:
+        UserError: one is no address, is there twice, or their number is even.
+    """
+    voters = tuple(parse_rendezvous(each.strip()) for each in text.split(","))
+    twice = next((voter for i, voter in enumerate(voters) if voter in voters[:i]), None)
+    if twice is not None:
+        raise UserError(f"--rendezvous {text}: {twice} is there twice; each machine has one vote")
+    if len(voters) == 2:
+        raise UserError(
+            f"--rendezvous {text}: 2 voters protect from nothing, because more than half of them, so both, have to be "
+            "there: name one machine, or three"
+        )
+    if len(voters) % 2 == 0:
+        raise UserError(
+            f"--rendezvous {text}: {len(voters)} voters survive the loss of {len(voters) // 2 - 1}, as "
+            f"{len(voters) - 1} do: name an odd number of machines"
+        )
+    return voters

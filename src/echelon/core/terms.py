@@ -43,11 +43,13 @@ class Term:
         members: by rank.
         lost_by: the newest term, up to this one, that began because members of the one before were lost; 0: none. One
             that began for newcomers alone can wait for the end of the step under way.
+        store: where its members meet, among machines of which several may lead; empty: where those of the start did.
     """
 
     number: int
     members: tuple[str, ...]
     lost_by: int = 0
+    store: str = ""
 
 
 def member_name(process: str, start: int) -> str:
@@ -66,10 +68,10 @@ def machine_prefix(machine: int, beside: int) -> str:
         machine: its number.
         beside: how many machines had come beside a group that had begun before, with this one; 0: it began with it.
 
-    >>> machine_prefix(2, 0), machine_prefix(2, 1)
-    ('machine2-', 'machine2b1-')
+    >>> machine_prefix(2, 0), machine_prefix(2, 1), machine_prefix(0, 0), machine_prefix(0, 2)
+    ('machine2-', 'machine2b1-', '', 'machine0b2-')
     """
-    return f"machine{machine}{f'b{beside}' if beside else ''}-" if machine else ""
+    return f"machine{machine}{f'b{beside}' if beside else ''}-" if machine or beside else ""
 
 
 def is_elsewhere(member: str) -> bool:
@@ -128,7 +130,9 @@ class TermFolder:
         seen = status.st_ino, status.st_mtime_ns
         if seen != self._seen:
             values = json.loads(self._file.read_text())
-            self._seen, self._last = seen, Term(values["number"], tuple(values["members"]), values["lost_by"])
+            self._seen, self._last = seen, Term(
+                values["number"], tuple(values["members"]), values["lost_by"], values["store"]
+            )  # fmt: skip
         return self._last
 
     def stamp(self) -> int:
@@ -216,7 +220,7 @@ class TermFolder:
 
     def is_gone(self, member: str) -> bool:
         """Whether a member's machine is lost."""
-        return is_elsewhere(member) and self._was_said(f"{machine_of(member)}all.gone")
+        return self._was_said(f"{machine_of(member)}all.gone")
 
     def is_lost(self, member: str) -> bool:
         """Whether a member has ended, or its machine is lost."""

@@ -76,7 +76,7 @@ def predict_on_workers(job: PredictionJob, objects: UserObjects, workers: int) -
             workers=workers,
             threads=thread_count(replace(job.config.launch, threads=0), workers),
             nodes=Nodes(1, 1),
-            rendezvous=None,
+            voters=(),
             max_restarts=0,
             log_dir=results,
         )

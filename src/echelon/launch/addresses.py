@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,6 +81,30 @@ def _listens_at(name: str) -> tuple[int, int]:
         credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, user, _ = struct.unpack("3i", credentials)
     return pid, user
+
+
+def own_number(voters: Sequence[Address], machines: int, say: Callable[[str], None] | None = None) -> int | None:
+    """Return which of the machines that may lead this one is; None: none of them.
+
+    Args:
+        machines: of the run: where each may lead, this one must be there.
+        say: see `own_address`.
+
+    Raises:
+        UserError: it is not, or is there twice, or no way leads to the others.
+    """
+    addresses = {voter: own_address(voter, say) for voter in voters}
+    numbers = [number for number, voter in enumerate(voters) if is_own(voter.host, addresses[voter])]
+    text = ",".join(map(str, voters))
+    if len(numbers) > 1:
+        twice = " and ".join(str(voters[number]) for number in numbers)
+        raise UserError(f"--rendezvous {text}: {twice} are both this machine; each machine has one vote")
+    if not numbers and machines == len(voters):
+        raise UserError(
+            f"--rendezvous {text}: all {machines} machines are named there, and none of them is this one "
+            f"({addresses[voters[0]]}): name it by an address of its own"
+        )
+    return numbers[0] if numbers else None
 
 
 def _own_address(host: str, port: int) -> str:

@@ -16,7 +16,7 @@ import zmq
 
 from echelon.core.address import Address
 from echelon.core.errors import LEFT, UserError
-from echelon.core.terms import TermFolder, machine_prefix
+from echelon.core.terms import Term, TermFolder, machine_prefix
 from echelon.core.units import format_seconds
 from echelon.launch.culprit import Elsewhere, Observed
 from echelon.launch.meeting import (
@@ -29,7 +29,6 @@ from echelon.launch.meeting import (
     check_settings,
     why_silent,
 )
-from echelon.launch.plan import ROUND_VARIABLE
 from echelon.launch.rounds import (
     LOST_S,
     Continue,
@@ -40,7 +39,9 @@ from echelon.launch.rounds import (
     Rendezvous,
     Round,
     RoundSettings,
+    RoundsState,
     State,
+    TermLead,
 )
 from echelon.launch.supervisor import FirstMachineGone
 from echelon.launch.term_marks import MarkCopy, MarkLog, MarkNews, Marks
@@ -91,16 +92,33 @@ class StateOrder(Content):
     checkpoints: int = 0
 
 
+@dataclass(frozen=True)
+class Succession:
+    """What a machine goes on with where another one led.
+
+    Attributes:
+        lost: the name of the one that led.
+        store: where ranks meet from now on.
+    """
+
+    state: RoundsState
+    checkpoints: int
+    lost: str
+    store: str
+
+
 class FirstMachine:
-    """Holds the rendezvous; a machine that is alone is the first one.
+    """Holds the rendezvous; a machine that is alone is the first one. Where several may lead, the one that does.
 
     Other machines ask by the meeting's thread (`answer`), the supervisor by its own (`order`).
 
     Attributes:
         number: of the machine in the run.
+        leads: it is the one that records the run.
     """
 
     number = 0
+    leads = True
     has_left = False
 
     def __init__(self, arrival: Arrival, terms: RoundSettings, open_store: Callable[[str], str], scratch: Path) -> None:
@@ -119,6 +137,67 @@ class FirstMachine:
         self._rendezvous.admit(arrival.machine, arrival.workers, time.monotonic())
         self._observed: dict[str, tuple[Observed, ...]] = {}  # by machine
         self._lock = threading.Lock()
+        self._unheard: set[str] = set()
+
+    def take_over(self, succession: Succession, copy: MarkCopy | None) -> None:
+        """Go on where another machine led that is lost.
+
+        Args:
+            copy: of what members have said, as far as this machine has it; None: it has no members.
+        """
+        now, self._rendezvous = time.monotonic(), Rendezvous(self._terms, time.monotonic(), self)
+        state, name = succession.state, self._arrival.machine
+        self._checkpoints = succession.checkpoints
+        self._rendezvous.take_over(state, name, succession.store, now)
+        self.number = self._rendezvous.admit(name, self._arrival.workers, now)
+        rounds = {p.machine: p.round for p in state.rounds}
+        if copy is not None and copy.round == state.number and name in rounds:
+            self._log = MarkLog(copy.folder, state.number)
+        elif rounds and all(round_.elastic for round_ in rounds.values()):
+            folder = TermFolder(self._scratch / f"{next(iter(rounds.values())).name}.led")
+            folder.make(shared=True)
+            self._log = MarkLog(folder, state.number)
+        self._unheard = set(rounds) - {name, succession.lost}
+        self._rendezvous.give_up(succession.lost, now)
+
+    def begin_after(self, number: int) -> None:
+        """Give rounds numbers above one that machines may still be in."""
+        self._rendezvous.begin_after(number)
+
+    def state(self) -> tuple[RoundsState, int]:
+        """Return what another machine has to know to go on here, and how many checkpoints were saved."""
+        with self._lock:
+            return self._rendezvous.state(), self._checkpoints
+
+    def publish(self, term: Term, number: int) -> None:
+        """Let members know a term of the round of a number, unless a newer one has begun."""
+        with self._lock:
+            if self._log is None or self._log.round != number:
+                return
+            newest = self._log.folder.newest()
+            if newest is None or newest.number < term.number:
+                self._log.folder.publish(term)
+
+    def forgive(self) -> None:
+        """Begin anew to count for how long machines are silent: this one could not listen."""
+        with self._lock:
+            self._rendezvous.forgive(time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended."""
+        return self._rendezvous.over is not None
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether all machines of a round that another one began have told what their members said, or are lost."""
+        with self._lock:
+            self._unheard &= set(self._rendezvous.others())
+            return not self._unheard
+
+    def lead(self, round_: Round) -> TermLead:
+        """Return with what terms are made: they count at once."""
+        return TermLead()
 
     def order(self, state: State) -> Order:
         """Return what follows from the state of this machine's processes."""
@@ -140,6 +219,8 @@ class FirstMachine:
 
         Machines that come to a worker that began alone begin anew with it: it has no group to leave.
         """
+        if round_.beside:  # it had led already, while its members were gone
+            return self._log.folder if self._log is not None and self._log.round == round_.number else None
         has_others, folder = self._terms.most > 1, _term_folder(self._scratch, round_)
         is_elastic = not has_others or round_.environment["WORLD_SIZE"] != "1"
         if is_elastic:
@@ -165,7 +246,8 @@ class FirstMachine:
     def lose(self, name: str, round_: Round) -> bool:
         """Let the others go on without a machine that is in a round; returns whether that is tried."""
         log = self._log
-        if log is None or log.round != round_.number or not round_.machine:
+        is_own = name == self._arrival.machine
+        if log is None or log.round != round_.number or is_own:
             return False
         log.folder.lose_machine(machine_prefix(round_.machine, round_.beside))
         if not self._terms.elastic:
@@ -177,9 +259,10 @@ class FirstMachine:
 
     def was_asked_to_leave(self, round_: Round) -> bool:
         """Whether the members of a machine that is in a round were asked to leave, while the others go on."""
-        if self._log is None or self._log.round != round_.number or not round_.machine:
+        prefix = machine_prefix(round_.machine, round_.beside)
+        if self._log is None or self._log.round != round_.number or not prefix:
             return False
-        return self._log.folder.machine_may_leave(machine_prefix(round_.machine, round_.beside))
+        return self._log.folder.machine_may_leave(prefix)
 
     def takes_in(self, number: int) -> bool | None:
         """Whether a machine may come beside the others in a round now; None: its machines begin and end together."""
@@ -221,6 +304,8 @@ class FirstMachine:
         with self._lock:
             now = time.monotonic()
             machine = self._rendezvous.admit(arrival.machine, arrival.workers, now)
+            if self._log is None or report.marks.round == self._log.round:
+                self._unheard.discard(arrival.machine)
             order = self._rendezvous.handle(arrival.machine, report.state, now)
             self._observed[arrival.machine] = report.observed
             for loss in report.losses:
@@ -256,7 +341,7 @@ class FirstMachine:
 def _term_folder(scratch: Path, round_: Round) -> TermFolder:
     """Return the folder of a round's terms on this machine, which has a new one when it comes beside the others."""
     beside = f"-{round_.beside}" if round_.beside else ""
-    return TermFolder(scratch / f"{round_.environment[ROUND_VARIABLE]}{beside}.terms")
+    return TermFolder(scratch / f"{round_.name}{beside}.terms")
 
 
 def waits_for_return(first: str, most_s: float) -> str:
@@ -271,14 +356,24 @@ class OtherMachine:
         number: of the machine in the run, as far as it has been told.
     """
 
+    leads = False
+
     def __init__(
-        self, rendezvous: Address, secret: SecretSource, arrival: Arrival, terms: RoundSettings, scratch: Path
+        self,
+        rendezvous: Address,
+        secret: SecretSource,
+        arrival: Arrival,
+        terms: RoundSettings,
+        scratch: Path,
+        title: str = "the first machine",
     ) -> None:
         """Take the address of the first machine, and where the run's secret is, which may come later than this.
 
         Args:
             scratch: a folder that this user alone can read, on this machine, for the terms of rounds.
+            title: what the other machine is called.
         """
+        self._title = title
         self._rendezvous, self._secret, self._arrival, self._terms = rendezvous, secret, arrival, terms
         self._scratch = scratch
         self._context = new_context()
@@ -299,6 +394,8 @@ class OtherMachine:
         self._begun = self._heard = time.monotonic()
         self._reason = ""
         self._over = False
+        self._turns_to: Address | None = None
+        self._is_paused = False
         self._thread = threading.Thread(target=self._ask, name="echelon-machine", daemon=True)
 
     def order(self, state: State) -> Order:
@@ -319,6 +416,33 @@ class OtherMachine:
             now, order = time.monotonic(), self._order
             is_silent = now - self._heard > LOST_S and not isinstance(order, Over)
             return self._unanswered(now) if order is None or is_silent else order
+
+    def turn_to(self, address: Address) -> None:
+        """Ask another machine from now on, which leads instead of the one before, and has yet to be told all."""
+        with self._changed:
+            self._turns_to, self._is_paused, self._order, self._state = address, False, None, None
+            self._heard = time.monotonic()
+            if self._copy is not None:
+                self._copy = MarkCopy(self._copy.folder, self._copy.round)
+
+    def pause(self) -> None:
+        """Ask nobody: this machine leads."""
+        with self._changed:
+            self._is_paused = True
+
+    @property
+    def copy(self) -> MarkCopy | None:
+        """What this machine has of what members said in the present round."""
+        return self._copy
+
+    def take_copy(self) -> MarkCopy | None:
+        """Return what this machine has of what members said in the present round, and keep it no more."""
+        with self._changed:
+            copy, self._copy = self._copy, None
+        return copy
+
+    def lead(self, round_: Round) -> None:
+        """Return nothing: the first machine makes the terms."""
 
     def share(self, observed: Sequence[Observed]) -> None:
         """Tell the first machine, with the next report, what this one's processes are at."""
@@ -378,7 +502,7 @@ class OtherMachine:
         return None
 
     def _unanswered(self, now: float) -> Order:
-        first, silent_s = f"the first machine at {self._rendezvous}", now - self._heard
+        first, silent_s = f"{self._title} at {self._rendezvous}", now - self._heard
         if not self._known and now - self._begun > self._terms.arrival_s:
             waited = format_seconds(self._terms.arrival_s)
             reason = self._reason or why_silent(self._rendezvous, self._secret)
@@ -394,8 +518,9 @@ class OtherMachine:
         try:
             while not self._over:
                 now = time.monotonic()
+                self._turn()
                 self._connect(now)
-                if self._channel is None:
+                if self._channel is None or self._is_paused:
                     time.sleep(_POLL_MS / 1000)
                     continue
                 with self._changed:
@@ -410,8 +535,19 @@ class OtherMachine:
                 self._error = error
                 self._changed.notify_all()
 
+    def _turn(self) -> None:
+        with self._changed:
+            address, self._turns_to = self._turns_to, None
+            if address is None:
+                return
+            self._rendezvous = address
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
     def _is_waited_for(self) -> bool:
-        return self._copy is not None and self._copy.is_waited_for()
+        copy = self._copy
+        return copy is not None and copy.is_waited_for()
 
     def _connect(self, now: float) -> None:
         """Open the channel; anew while nothing was ever heard, for the secret may be of an earlier launch."""
@@ -444,6 +580,8 @@ class OtherMachine:
             raise UserError(answer.reason)
         assert isinstance(answer, StateOrder)
         with self._changed:
+            if self._turns_to is not None or self._is_paused:  # it is of a machine that leads no more
+                return
             if not self._known:
                 self._checkpoints_taken = answer.checkpoints
             self._checkpoints = answer.checkpoints

@@ -200,26 +200,27 @@ class Meeting(Generic[RequestT]):
         self,
         rendezvous: Address,
         secret: bytes,
-        request: type[RequestT],
+        requests: type[RequestT] | tuple[type[RequestT], ...],
         answer: Callable[[RequestT], Content],
         tables: KeyValueTables | None = None,
     ) -> None:
         """Bind to the port of `rendezvous`, on this machine's address and, where its name leads there, on loopback.
 
         Args:
-            request: what the other machines ask.
+            requests: what the other machines ask.
             answer: is called by the thread, and may refuse by a `UserError`.
             tables: where the ranks of all machines find each other.
 
         Raises:
             UserError: the port is taken.
         """
-        self._request, self._answer, self._tables = request, answer, tables or KeyValueTables()
+        self._requests = requests if isinstance(requests, tuple) else (requests,)
+        self._answer, self._tables = answer, tables or KeyValueTables()
         self._context = new_context()
         self._sender = Sender(derive_keys(secret), "meeting")
         try:
             first, *others = (f"tcp://{host}:{rendezvous.port}" for host in listening_addresses(rendezvous))
-            known = vocabulary(request, KeyRequest)
+            known = vocabulary(*self._requests, KeyRequest)
             self.listener = Listener(self._context, self._sender, first, LIMITS, known)
             self.listener.listen_also(others)
         except zmq.ZMQError as error:
@@ -253,7 +254,7 @@ class Meeting(Generic[RequestT]):
         if isinstance(message.content, KeyRequest):
             self._sender.reply(self.listener.socket, peer, self._tables.handle(message, message.content))
             return
-        assert isinstance(message.content, self._request)
+        assert isinstance(message.content, self._requests)
         try:
             answer = self._answer(message.content)
         except UserError as error:

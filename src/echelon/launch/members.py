@@ -1,4 +1,6 @@
-"""Who takes part in a group whose survivors go on: the first machine makes its terms, and each knows its processes."""
+"""Who takes part in a group whose survivors go on: the machine that leads, which is the first one unless others may,
+makes its terms, and each knows its processes.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +11,50 @@ from echelon.core.terms import (
     TERMS_VARIABLE,
     Term,
     TermFolder,
-    is_elsewhere,
     machine_of,
     machine_prefix,
     member_name,
 )
-from echelon.launch.rounds import Round
+from echelon.launch.rounds import Round, TermLead
+
+_AT_ONCE = TermLead()
 
 
 class TermKeeper:
     """The terms of one start of a group.
 
-    Members keep their order, which is that of their ranks; newcomers come after the others of the first machine, or
-    last. So the one that leads, which keeps the run's record, stays until it dies, and the next one is on the same
-    machine: where that has none left, the others wait for a newcomer there.
+    Members keep their order, which is that of their ranks; newcomers come after the others of this machine, or last.
+    So the one that leads, which keeps the run's record, stays until it dies, and the next one is on the same machine:
+    where that has none left, the others wait for a newcomer there.
 
     Attributes:
         members: of the newest term, or of the next one while they wait.
     """
 
-    def __init__(self, folder: TermFolder, members: Sequence[str], go_on: bool = True) -> None:
-        """Begin with the members of a start, by rank; `go_on`: else the survivors of a death save what they have."""
-        self._folder, self.members, self._go_on = folder, list(members), go_on
-        self._term, self._lost_by, self._stamp, self._stuck = 0, 0, 0, False
+    def __init__(
+        self,
+        folder: TermFolder,
+        members: Sequence[str],
+        prefix: str = "",
+        lead: TermLead | None = None,
+        go_on: bool = True,
+    ) -> None:
+        """Begin with the members of a start, by rank, or of the newest term that another machine made.
+
+        Args:
+            prefix: what the names of this machine's members begin with.
+            lead: see there; left out, terms count at once.
+            go_on: else the survivors of a death save what they have.
+        """
+        self._folder, self._prefix, self._go_on = folder, prefix, go_on
+        self.lead = lead or TermLead()
+        self.members = sorted(members, key=self.is_elsewhere)
+        self._term, self._lost_by, self._stamp, self._stuck = self.lead.after, 0, 0, False
+        self._held = False
+
+    def is_elsewhere(self, member: str) -> bool:
+        """Whether a member is on another machine than this one."""
+        return machine_of(member) != self._prefix
 
     def survivors(self, lost: Collection[str]) -> list[str]:
         """Return the members that are left without some.
@@ -45,8 +68,8 @@ class TermKeeper:
 
     @property
     def wait_for_first(self) -> bool:
-        """Whether members wait for a newcomer of the first machine."""
-        return self._go_on and all(map(is_elsewhere, self.members))
+        """Whether members wait for a newcomer of this machine."""
+        return self._go_on and all(map(self.is_elsewhere, self.members))
 
     def look(self, admits: bool) -> bool:
         """Make the terms that follow from what was said; returns whether a machine is lost that the others need.
@@ -55,7 +78,9 @@ class TermKeeper:
             admits: newcomers are taken in.
         """
         folder, stamp = self._folder, self._folder.stamp()
-        if stamp and stamp == self._stamp:
+        if self.lead.holds != self._held:
+            self._hold(self.lead.holds)
+        if self._held or (stamp and stamp == self._stamp):
             return self._stuck
         self._stamp = stamp
         lost = [member for member in self.members if folder.is_lost(member)]
@@ -78,16 +103,26 @@ class TermKeeper:
         """Take in the newcomers that are ready."""
         folder = self._folder
         arrived = [member for member in folder.arrived() if member not in self.members and not folder.is_lost(member)]
-        if not arrived or (self.wait_for_first and all(map(is_elsewhere, arrived))):
+        if not arrived or (self.wait_for_first and all(map(self.is_elsewhere, arrived))):
             return
         with folder.door():
             if not folder.is_closed:
-                self.members = sorted([*self.members, *arrived], key=is_elsewhere)
+                self.members = sorted([*self.members, *arrived], key=self.is_elsewhere)
                 self._publish()
+
+    def _hold(self, holds: bool) -> None:
+        """Let members here wait, in a term that has none and that other machines are not told of; or let them go on."""
+        self._held, self._lost_by = holds, self._term + 1
+        if holds:
+            self._term += 1
+            self._folder.publish(Term(self._term, (), self._lost_by))
+        elif not self.wait_for_first:
+            self._publish()
 
     def _publish(self) -> None:
         self._term += 1
-        self._folder.publish(Term(self._term, tuple(self.members), self._lost_by))
+        publish = self.lead.publish or self._folder.publish
+        publish(Term(self._term, tuple(self.members), self._lost_by, self.lead.store))
 
 
 class GroupMembers:
@@ -107,17 +142,32 @@ class GroupMembers:
         self._prefix = ""
         self._starts: dict[str, int] = {}
         self._booting: list[str] = []
+        self._begun_with: list[str] = []
 
-    def begin(self, round_: Round, folder: TermFolder | None) -> None:
-        """Begin a start of the whole group, or of this machine beside the others; None: survivors do not go on."""
+    def begin(self, round_: Round, folder: TermFolder | None, lead: TermLead | None = _AT_ONCE) -> None:
+        """Begin a start of the whole group, or of this machine beside the others.
+
+        Args:
+            folder: of the terms; None: survivors do not go on.
+            lead: with what this machine makes the terms; None: another one does.
+        """
         self._folder, self._prefix = folder, machine_prefix(round_.machine, round_.beside)
         self.closing = self.is_broken = False
         self._starts = dict.fromkeys(self.names, 1 if round_.beside else 0)
         self._booting = list(self.names) if round_.beside else []
-        here = [*map(self._member, self.names)]
-        self._keeper = (
-            TermKeeper(folder, [*here, *round_.others], self._go_on) if folder and not round_.machine else None
-        )
+        self._keeper = None
+        self._begun_with = [*map(self._member, self.names), *round_.others]
+        self.take_lead(lead)
+
+    def take_lead(self, lead: TermLead | None) -> None:
+        """Make the terms from now on, or go on to, as another machine has done before; None: make none any more."""
+        if lead is None or self._folder is None:
+            self._keeper = None
+        elif self._keeper is None:
+            members = lead.members or self._begun_with
+            self._keeper = TermKeeper(self._folder, members, self._prefix, lead, self._go_on)
+        else:
+            self._keeper.lead = lead
 
     def environment(self, name: str) -> dict[str, str]:
         """Return what a process is to know of its group's terms."""
@@ -189,8 +239,8 @@ class GroupMembers:
     def here(self, ranks: Collection[int]) -> list[int]:
         """Return the ranks whose members are on this machine, which is the first one."""
         assert self._keeper is not None
-        members = self._keeper.members
-        return [rank for rank in ranks if rank < len(members) and not is_elsewhere(members[rank])]
+        keeper, members = self._keeper, self._keeper.members
+        return [rank for rank in ranks if rank < len(members) and not keeper.is_elsewhere(members[rank])]
 
     def drain_ranks(self, ranks: Collection[int]) -> str:
         """Ask members of any machine to leave, by their ranks now; returns why they cannot, or nothing.
@@ -198,11 +248,11 @@ class GroupMembers:
         Another machine leaves as a whole: what it starts with again is what it was started with.
         """
         assert self._keeper is not None
-        members = self._keeper.members
+        keeper, members = self._keeper, self._keeper.members
         if any(rank >= len(members) for rank in ranks):
             return "the run has no such rank now"
         asked = {members[rank] for rank in ranks}
-        for machine in {machine_of(member) for member in asked if is_elsewhere(member)}:
+        for machine in {machine_of(member) for member in asked if keeper.is_elsewhere(member)}:
             if rest := [i for i, m in enumerate(members) if machine_of(m) == machine and m not in asked]:
                 return f"its machine leaves as a whole, with rank {', '.join(map(str, rest))}"
         return self._drain(asked)
@@ -238,7 +288,7 @@ class GroupMembers:
             return "nobody would be left to train"
         if len(keeper.survivors(members)) < len(keeper.members) - len(members):
             return "a member has yet to begin"
-        if all(map(is_elsewhere, stay)):
+        if all(map(keeper.is_elsewhere, stay)):
             return "nobody of the first machine, where the run's record is, would be left"
         for member in members:
             folder.let_leave(member)

@@ -26,7 +26,7 @@ class LaunchPlan:
     Attributes:
         entry: `package.module:function` that each worker calls with `args`.
         log_dir: each rank's output goes to a file here.
-        rendezvous: where the machines meet; None: this one is alone.
+        voters: the machines that may lead, where the others meet them; empty: this one is alone.
         trusted_network: the machines meet without a secret.
         link: of the shaped links between the workers; None: loopback.
         elastic: when a worker is killed, the others go on.
@@ -41,7 +41,7 @@ class LaunchPlan:
     workers: int
     threads: int
     nodes: Nodes
-    rendezvous: Address | None
+    voters: tuple[Address, ...]
     max_restarts: int
     log_dir: Path
     trusted_network: bool = False
@@ -51,6 +51,11 @@ class LaunchPlan:
     elastic: bool = False
     rescues: bool = False
     node_rank: NodeRank | None = None
+
+    @property
+    def rendezvous(self) -> Address | None:
+        """Where the machines meet, with the first one; None: this one is alone."""
+        return self.voters[0] if self.voters else None
 
 
 def is_worker() -> bool:

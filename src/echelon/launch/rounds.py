@@ -11,12 +11,12 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from echelon.core.address import STORE_VARIABLE
 from echelon.core.errors import LEFT, UserError
-from echelon.core.terms import TermFolder, machine_prefix, member_name
+from echelon.core.terms import Term, TermFolder, machine_prefix, member_name
 from echelon.launch.plan import ROUND_VARIABLE
 
 LAST_CALL_S = 2.0  # a run on some of its machines waits so long for more of them before it starts
@@ -47,7 +47,7 @@ class Round:
         first_rank: of the machine's processes in the run; None: they are no ranks of a group that spans the job.
         machine: the machine's number.
         beside: how many machines had come beside the others since it began, with this one; 0: it began with them.
-        others: for the first machine, the names of the members of other machines, by rank.
+        others: for the machine that leads, the names of the members of other machines, by rank.
         elastic: survivors of a death are told who is left, as the first machine decides: one with other devices would
             not.
     """
@@ -59,6 +59,11 @@ class Round:
     beside: int = 0
     others: tuple[str, ...] = ()
     elastic: bool = False
+
+    @property
+    def name(self) -> str:
+        """What only the ranks started in it know."""
+        return self.environment[ROUND_VARIABLE]
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,28 @@ class Rounds(Protocol):
     def restarts_left(self) -> int | None:
         """How many restarts are left until a new checkpoint; None: another machine counts them."""
 
+    def lead(self, round_: Round) -> TermLead | None:
+        """Return with what this machine makes the terms of a round now; None: another machine does."""
+
+
+@dataclass(frozen=True)
+class TermLead:
+    """With what a machine makes terms.
+
+    Attributes:
+        publish: lets members know a term, once it counts; None: at once.
+        members: of the newest term, where another machine made those before; empty: of the start of this round.
+        after: terms have numbers above this one.
+        store: where the members of a term meet; empty: where those of the start did.
+        holds: members are to wait for now, because other machines may be about to go on without this one.
+    """
+
+    publish: Callable[[Term], None] | None = None
+    members: tuple[str, ...] = ()
+    after: int = 0
+    store: str = ""
+    holds: bool = False
+
 
 class Restarts:
     """How many deaths are followed by a restart, over all groups of a job: a number for each progress.
@@ -223,6 +250,9 @@ class OwnRounds:
     def begin_anew(self) -> None:
         """Do nothing: no machine is lost."""
 
+    def lead(self, round_: Round) -> None:
+        """Return nothing: there are no terms."""
+
     @property
     def restarts_left(self) -> int:
         """How many restarts are left until a new checkpoint."""
@@ -267,6 +297,43 @@ class RoundSettings:
     def has_terms(self) -> bool:
         """Whether survivors of a death are told who is left."""
         return self.elastic or self.rescues
+
+
+@dataclass(frozen=True)
+class MachineEntry:
+    """A machine of a run, as another one has to know it that is to hold the rendezvous from then on."""
+
+    name: str
+    workers: int
+    present: bool
+    leaves: bool
+    has_left: bool
+
+
+@dataclass(frozen=True)
+class PlacedRound:
+    """The round that a machine is in."""
+
+    machine: str
+    round: Round
+
+
+@dataclass(frozen=True)
+class RoundsState:
+    """What a rendezvous knows that another machine can go on with; machines are in the order of their numbers."""
+
+    machines: tuple[MachineEntry, ...]
+    number: int
+    rounds: tuple[PlacedRound, ...]
+    besides: int
+    next_rank: int
+    restarts_left: int
+
+    def members(self) -> list[str]:
+        """Return the members that the round began with, by rank."""
+        order = {m.name: (i, m.workers) for i, m in enumerate(self.machines)}
+        begun = sorted((p for p in self.rounds if not p.round.beside), key=lambda p: p.round.first_rank or 0)
+        return [name for p in begun for name in _members(order[p.machine][1], order[p.machine][0])]
 
 
 @dataclass
@@ -314,7 +381,50 @@ class Rendezvous:
         self._gracefully = False
         self._forming_since = now
         self._enough_since: float | None = None
+        self._holder = ""  # the machine where this state lives; that of the first one, where nothing else is said
         self.over: Over | None = None
+
+    def state(self) -> RoundsState:
+        """Return what another machine can go on with."""
+        machines = [
+            MachineEntry(m.name, m.workers, m.present, m.leaves, m.left_s is not None) for m in self._machines.values()
+        ]
+        rounds = [PlacedRound(name, round_) for name, round_ in self._rounds.items()]
+        left = max(0, self._restarts.left)
+        return RoundsState(tuple(machines), self._number, tuple(rounds), self._besides, self._next_rank, left)
+
+    def take_over(self, state: RoundsState, holder: str, store: str, now: float) -> None:
+        """Go on with what another machine knew, on the machine `holder`; ranks meet in its store from now on."""
+        self._holder, self._number = holder, state.number
+        self._besides, self._next_rank, self._restarts.left = state.besides, state.next_rank, state.restarts_left
+        for p in state.rounds:
+            environment = {**p.round.environment, STORE_VARIABLE: store}
+            self._rounds[p.machine] = replace(p.round, environment=environment)
+        for m in state.machines:
+            runs = m.name in self._rounds
+            self._machines[m.name] = _Machine(
+                m.name, m.workers, now, m.present or m.name == holder, Running(state.number) if runs else Ready(),
+                leaves=m.leaves, left_s=now if m.has_left else None,
+            )  # fmt: skip
+
+    def begin_after(self, number: int) -> None:
+        """Give rounds numbers above one that machines may still be in."""
+        self._number = number
+
+    def give_up(self, name: str, now: float) -> None:
+        """Take a machine for lost."""
+        if name in self._machines and self._machines[name].present:
+            self._go(self._machines[name], now)
+
+    def forgive(self, now: float) -> None:
+        """Begin anew to count for how long machines are silent: this one could not listen."""
+        for machine in self._machines.values():
+            machine.seen = now
+
+    def _others(self) -> list[_Machine]:
+        """Return the machines but for the one where this state lives."""
+        holder = self._holder or next(iter(self._machines))
+        return [m for m in self._machines.values() if m.name != holder]
 
     def admit(self, name: str, workers: int, now: float) -> int:
         """Let a machine take part; returns its number, which it keeps when it comes back.
@@ -346,7 +456,8 @@ class Rendezvous:
         stay = sum(m.present and not m.leaves for m in self._machines.values()) - sum(not m.leaves for m in asked)
         if missed or self.over is not None:
             return "the run has no such rank now"
-        if any(m.name == next(iter(self._machines)) for m in asked):
+        others = self._others()
+        if any(m not in others for m in asked):
             return "the first machine leads the run"
         if stay < self._terms.least:
             return f"the run needs {self._terms.least} machines"
@@ -417,11 +528,11 @@ class Rendezvous:
 
     def all_know(self) -> bool:
         """Whether every machine that is there has been told that the run is over."""
-        return all(m.knows or not m.present for m in list(self._machines.values())[1:])
+        return all(m.knows or not m.present for m in self._others())
 
     def others(self) -> list[str]:
         """Return the machines that are there, but for the first one."""
-        return [m.name for m in list(self._machines.values())[1:] if m.present]
+        return [m.name for m in self._others() if m.present]
 
     def absent(self) -> list[str]:
         """Return the machines that were there and are gone."""
@@ -501,10 +612,12 @@ class Rendezvous:
             "TORCHELASTIC_RESTART_COUNT": str(self._number - 1),
         }  # fmt: skip
         self._next_rank = 0
-        order = list(self._machines)
+        order, elsewhere = list(self._machines), self._others()
+        present.sort(key=lambda m: m in elsewhere)  # the first rank leads, where this state lives
         for m in present:
             number = order.index(m.name)
-            others = () if number else tuple(n for o in present if (i := order.index(o.name)) for n in _members(o, i))
+            of_others = (n for o in present if o in elsewhere for n in _members(o.workers, order.index(o.name)))
+            others = () if m in elsewhere else tuple(of_others)
             environment = {**common, "LOCAL_WORLD_SIZE": str(m.workers)}
             self._rounds[m.name] = Round(
                 self._number, environment, self._next_rank, number, others=others, elastic=self._terms.has_terms
@@ -512,7 +625,7 @@ class Rendezvous:
             self._next_rank += m.workers
 
     def _expire(self, now: float) -> None:
-        for m in list(self._machines.values())[1:]:  # the first one is where this state lives
+        for m in self._others():
             silent_s = now - m.seen
             if not m.present or silent_s < SUSPECT_S or self.over or isinstance(m.state, Finished):
                 continue
@@ -539,7 +652,7 @@ class Rendezvous:
         return f"{missing} ({' and '.join(self.absent())} is lost)" if self.absent() else missing
 
 
-def _members(machine: _Machine, number: int) -> list[str]:
+def _members(workers: int, number: int) -> list[str]:
     """Return the names of the members that a machine begins with, as it names them itself."""
     prefix = machine_prefix(number, 0)
-    return [member_name(f"{prefix}rank{i}", 0) for i in range(machine.workers)]
+    return [member_name(f"{prefix}rank{i}", 0) for i in range(workers)]

@@ -248,7 +248,8 @@ class _Group:
         self.alive = {process.name for process in self.processes}
         self.exit_codes, self.started, self.leave_by, self.undecided, self.rescue_since = {}, {}, 0.0, False, 0.0
         if self.members is not None:
-            self.members.begin(round_, self.rounds.open_terms(round_))
+            folder = self.rounds.open_terms(round_)
+            self.members.begin(round_, folder, self.rounds.lead(round_))
         return [replace(p, environment=self._environment(p, i)) for i, p in enumerate(self.processes)]
 
     @property
@@ -383,6 +384,8 @@ class _Supervisor:
     def _look_at_members(self, group: _Group, members: GroupMembers) -> None:
         """See to what the members of a group have said since."""
         members.closing = members.closing or self._stop_by > 0  # what is lost on another machine is gone on without
+        assert group.round is not None
+        members.take_lead(group.rounds.lead(group.round))
         members.look()
         if group.undecided or (group.rescue_since and group.exit_codes):
             self._settle(group)

@@ -62,17 +62,17 @@ class MarkCopy:
 
     def __init__(self, folder: TermFolder, number: int) -> None:
         """Take the folder of a round, and the round's number."""
-        self.folder, self._round = folder, number
+        self.folder, self.round = folder, number
         self._told: set[str] = set()
         self._heard = self._stamp = 0
 
     def tell(self) -> Marks:
         """Return what the first machine is to be told."""
-        return Marks(self._round, tuple(sorted(self.folder.marks() - self._told))[:_MOST], self._heard)
+        return Marks(self.round, tuple(sorted(self.folder.marks() - self._told))[:_MOST], self._heard)
 
     def take(self, news: MarkNews) -> None:
         """Let this machine's members know what the first one tells."""
-        if news.round != self._round or news.since != self._heard:
+        if news.round != self.round or news.since != self._heard:
             return
         self.folder.take(news.names)
         self._told |= set(news.names)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.core.errors import UserError
-from echelon.core.files import open_plain
+from echelon.core.files import open_plain, write_atomic
 from echelon.core.own import continuing
 from echelon.records.decode import decode
 from echelon.records.file import newest
@@ -92,6 +92,18 @@ def read_launch(folder: Path) -> Launch:
             return decode(Launch, json.loads(file.read()))
     except (FileNotFoundError, NotADirectoryError, UserError, AttributeError, TypeError, ValueError, RecursionError):
         return Launch()
+
+
+def take_launch_from_record(folder: Path) -> None:
+    """Note, where a machine goes on with the record of another one, that the run was started when that says.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    begun = next(newest(folder, Start), None)
+    if begun is not None and begun.launched_t is not None:
+        launch = replace(read_launch(folder), launched_t=begun.launched_t)
+        write_atomic(folder / LAUNCH_FILE, json.dumps(vars(launch)))
 
 
 def resumed_by(folder: Path, run: object = "") -> str:

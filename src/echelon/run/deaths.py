@@ -49,6 +49,7 @@ from echelon.sync.ps import server_settings
 
 if TYPE_CHECKING:
     from echelon.launch.machines import FirstMachine, OtherMachine
+    from echelon.launch.voters import VoterMachine
     from echelon.trainer.resolved import ResolvedRun
 
 _LOOK_BACK_S = 300.0
@@ -113,7 +114,7 @@ def watched(
             hangs.look(living)
             bool(trained)  # before a process that ended is started again, and notes anew
             look_around()
-            opening.look(living, board.note, machine.number == 0)
+            opening.look(living, board.note, machine.leads)
 
         yield (
             board.noted(machine.job),
@@ -202,7 +203,7 @@ class _Chronicle:
                 self._scheduler.drain(change.workers)
         return [Change(add=change.add) for change in asked if change.add]
 
-    def _let_machines_leave(self, machines: FirstMachine | OtherMachine, change: Change) -> None:
+    def _let_machines_leave(self, machines: FirstMachine | OtherMachine | VoterMachine, change: Change) -> None:
         """Let the machines of ranks leave, and record it."""
         who = " and ".join(change.workers)
         ranks = [int(name.removeprefix("rank")) for name in change.workers]
@@ -241,7 +242,7 @@ class _Chronicle:
         """Record, and say, that a process has left as it was asked to."""
         who = f"process {process.pid} on {process.host}"
         go = "1 other goes on" if stay == 1 else f"{stay} others go on"
-        if self._rounds is not None and self._rounds.number:  # not the first machine, which knows how many
+        if self._rounds is not None and not self._rounds.leads:  # who leads knows how many
             go = "the others go on"
         words = f"{who} has left after the step under way, as it was asked to; {go}"
         self._record.write(WorkerLeft(words, process.name, process.host, process.pid))

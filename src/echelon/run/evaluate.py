@@ -83,7 +83,7 @@ def _on_workers(
             workers=workers,
             threads=thread_count(replace(config.launch, threads=0), workers),
             nodes=Nodes(1, 1),
-            rendezvous=None,
+            voters=(),
             max_restarts=0,
             log_dir=results,
         )

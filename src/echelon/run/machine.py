@@ -40,6 +40,7 @@ from echelon.trainer.folder import SECRET_FOLDER
 if TYPE_CHECKING:
     from echelon.launch.machines import FirstMachine, FirstMachineWatch, OtherMachine
     from echelon.launch.meeting import Admission, Arrival
+    from echelon.launch.voters import VoterMachine
     from echelon.trainer.resolved import ResolvedRun
 
 
@@ -56,7 +57,7 @@ class Machine:
     """
 
     job: Job
-    rounds: FirstMachine | OtherMachine | None = None
+    rounds: FirstMachine | OtherMachine | VoterMachine | None = None
     scheduler: SchedulerLine | None = None
     server_machine: int = 0
     first: FirstMachineWatch | None = None
@@ -64,8 +65,13 @@ class Machine:
 
     @property
     def number(self) -> int:
-        """The number of this machine; the first one, 0, records how the run ended."""
+        """The number of this machine, from 0."""
         return self.server_machine if self.rounds is None else self.rounds.number
+
+    @property
+    def leads(self) -> bool:
+        """Whether this machine records how the run ended: the first one, unless another one leads."""
+        return self.server_machine == 0 if self.rounds is None else self.rounds.leads
 
 
 def this_machine(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder) -> AbstractContextManager[Machine]:
@@ -106,8 +112,54 @@ def _ranks_on_links(run: ResolvedRun, plan: LaunchPlan, link: Link, record: Reco
 @contextmanager
 def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[Machine]:
     """Meet the other machines at the rendezvous, and agree with them on every start of the ranks."""
-    with scratch_folder() as scratch, _among_machines(run, plan, path, scratch) as machine:
+    among = _among_machines if len(plan.voters) == 1 else _among_voters
+    with scratch_folder() as scratch, among(run, plan, path, scratch) as machine:
         yield machine
+
+
+@contextmanager
+def _among_voters(run: ResolvedRun, plan: LaunchPlan, path: Path, scratch: Path) -> Iterator[Machine]:
+    """Meet the other machines, of which several may lead."""
+    from echelon.launch.addresses import own_address, own_number
+    from echelon.launch.meeting import SecretSource, interface_of
+    from echelon.launch.voters import Seat, VoterMachine
+    from echelon.messages.identity import PUBLIC_SECRET, write_secret
+
+    _rendezvous(plan)
+    voters, folder = plan.voters, path / SECRET_FOLDER
+    number = own_number(voters, plan.nodes.most)
+    own = own_address(voters[number or 0])
+    arrival = _arrival(plan, common_settings(run.described), own)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if plan.trusted_network:
+        write_secret(folder, PUBLIC_SECRET)
+    secret = SecretSource(folder, plan.trusted_network)
+    machine = VoterMachine(Seat(voters, number, path, folder), secret, arrival, _round_settings(run, plan), scratch)
+    if number == 0:
+        _say_first(plan, own, folder)
+    with _left_at_end(machine):
+        yield Machine(ranks_job(plan, interface=interface_of(own)), machine)
+
+
+@contextmanager
+def _left_at_end(machine: FirstMachine | OtherMachine | VoterMachine) -> Iterator[None]:
+    """Leave the run at the end of the block, and tell the other machines why where it fails."""
+    reason = ""
+    try:
+        yield
+    except BaseException as error:
+        reason = str(error) or type(error).__name__
+        raise
+    finally:
+        machine.close(reason)
+
+
+def _round_settings(run: ResolvedRun, plan: LaunchPlan) -> RoundSettings:
+    """Return what a run asks of its machines."""
+    return RoundSettings(
+        plan.nodes.least, plan.nodes.most, plan.max_restarts, run.timeout_s, run.machine_patience_s, plan.elastic,
+        plan.rescues,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -121,10 +173,7 @@ def _among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path, scratch: Pat
     rendezvous = _rendezvous(plan)
     own, folder = own_address(rendezvous), path / SECRET_FOLDER
     arrival = _arrival(plan, common_settings(run.described), own)
-    terms = RoundSettings(
-        plan.nodes.least, plan.nodes.most, plan.max_restarts, run.timeout_s, run.machine_patience_s, plan.elastic,
-        plan.rescues,
-    )  # fmt: skip
+    terms = _round_settings(run, plan)
     job = ranks_job(plan, interface=interface_of(own))
     machine: FirstMachine | OtherMachine
     meeting: AbstractContextManager[object] = nullcontext()
@@ -146,15 +195,8 @@ def _among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path, scratch: Pat
     else:
         secret_source = SecretSource(folder, plan.trusted_network)
         machine = OtherMachine(rendezvous, secret_source, arrival, terms, scratch)
-    with meeting:
-        reason = ""
-        try:
-            yield Machine(job, machine)
-        except BaseException as error:
-            reason = str(error) or type(error).__name__
-            raise
-        finally:
-            machine.close(reason)
+    with meeting, _left_at_end(machine):
+        yield Machine(job, machine)
 
 
 @contextmanager
@@ -319,7 +361,7 @@ def _brought_secret(plan: LaunchPlan, path: Path) -> bytes | None:
 
 def machine_words(machine: Machine, plan: LaunchPlan, path: Path) -> str:
     """Return what ran on this machine, and where the run's record is; empty for the first machine, which has it."""
-    if machine.number == 0:
+    if machine.leads:
         return ""
     named = [process.name for group in machine.job.groups for process in group.processes]
     of_kind = {kind: sum(name.startswith(kind) for name in named) for kind in ("server", "standby")}
@@ -327,6 +369,8 @@ def machine_words(machine: Machine, plan: LaunchPlan, path: Path) -> str:
     ran = " and ".join(many(n, kind) for kind, n in of_kind.items() if n)
     first = f"the first machine, at {plan.rendezvous}"
     shares_disk = next(newest(path, Start), None) is not None
+    if len(plan.voters) > 1:
+        return f"Here ran {ran}; the run's record and report are on the machine that leads."
     where = f"in {path}: {first}, writes them" if shares_disk else f"on {first}"
     return f"Here ran {ran}; the run's record and report are {where}."
 

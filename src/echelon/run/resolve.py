@@ -10,7 +10,7 @@ from echelon.collectives.registry import PATHS
 from echelon.compression import registry as codecs
 from echelon.config import RunConfig
 from echelon.config.validate import CheckpointInterval, Nodes, parse_interval, parse_max_time, parse_nodes
-from echelon.core.address import Address, parse_rendezvous
+from echelon.core.address import Address, parse_voters
 from echelon.core.errors import UserError, naming
 from echelon.core.hints import parse_tensor_plan
 from echelon.core.layout import AUTO, Layout, parse_layout
@@ -77,7 +77,7 @@ class LaunchRequest:
         config: the plain values.
         layout: as described; sizes may be left open.
         nodes: how many machines take part.
-        rendezvous: where they meet; None: this one is alone.
+        voters: the machines that may lead, which is where they meet; empty: this one is alone.
         link: the shaped links between workers; None: loopback.
         place: where processes are started.
         uses_servers: parameters are held by servers, as the strategy's file declares.
@@ -87,7 +87,7 @@ class LaunchRequest:
     config: RunConfig
     layout: Layout
     nodes: Nodes
-    rendezvous: Address | None
+    voters: tuple[Address, ...]
     link: Link | None
     place: PlaceChoice
     uses_servers: bool
@@ -113,14 +113,19 @@ def launch_request(config: RunConfig, node_rank: NodeRank | None = None) -> Laun
     place = place_of(config)
     if node_rank is not None and (cluster := place.cluster()) is not None:
         place = replace(place, name="local", stop_s=cluster.stop_s)
+    voters, with_servers = parse_voters(launch.rendezvous) if launch.rendezvous else (), has_servers(config)
+    if len(voters) > 1 and with_servers:
+        raise UserError(
+            f"--rendezvous {launch.rendezvous}: a parameter server's scheduler stays on the first machine; name that"
+        )
     return LaunchRequest(
         config=config,
         layout=parse_layout(strategy.parallel),
         nodes=nodes_of(config),
-        rendezvous=parse_rendezvous(launch.rendezvous) if launch.rendezvous else None,
+        voters=voters,
         link=link,
         place=place,
-        uses_servers=has_servers(config),
+        uses_servers=with_servers,
         node_rank=node_rank,
     )
 

@@ -156,10 +156,13 @@ def _check_rendezvous(request: LaunchRequest) -> None:
     Raises:
         UserError: says which.
     """
-    if request.rendezvous is not None and request.node_rank is None:
-        from echelon.launch.addresses import own_address
+    if request.voters and request.node_rank is None:
+        from echelon.launch.addresses import own_address, own_number
 
-        own_address(request.rendezvous, say)
+        if len(request.voters) == 1:
+            own_address(request.voters[0], say)
+        else:
+            own_number(request.voters, request.nodes.most, say)
 
 
 def said_before(config: RunConfig) -> str:
@@ -357,7 +360,7 @@ def plan_of(request: LaunchRequest, path: Path, parcel: Parcel | None = None) ->
         workers=workers,
         threads=thread_count(launch, workers),
         nodes=nodes,
-        rendezvous=request.rendezvous,
+        voters=request.voters,
         max_restarts=launch.max_restarts,
         log_dir=path / "logs",
         trusted_network=launch.trusted_network,
@@ -392,11 +395,11 @@ def _only_command(request: LaunchRequest) -> AbstractContextManager[None]:
     Raises:
         UserError: another one is; nothing of its run was touched.
     """
-    if request.rendezvous is None or request.nodes.most == 1 or request.node_rank is not None or is_worker():
+    if not request.voters or request.nodes.most == 1 or request.node_rank is not None or is_worker():
         return nullcontext()
     from echelon.launch.addresses import only_command
 
-    return only_command(request.rendezvous)
+    return only_command(request.voters[0])
 
 
 def _lock(path: Path, nodes: Nodes) -> AbstractContextManager[None]:
@@ -442,9 +445,11 @@ def _mirrored(
 
 
 def _is_first(plan: LaunchPlan) -> bool:
-    """Whether this is the machine that records how the run ends."""
+    """Whether this is the machine that records how the run ends; of several that may, nobody knows before they meet."""
     if plan.nodes.most == 1 or plan.rendezvous is None:
         return True
+    if len(plan.voters) > 1:
+        return False
     from echelon.launch.addresses import is_own, own_address
 
     if plan.node_rank is not None:
@@ -551,6 +556,15 @@ def _end_before_start(path: Path, record: Recorder) -> None:
         record.write(End("stopped", "it was stopped before it began"))
 
 
+def _end_of_lost(path: Path, record: Recorder) -> None:
+    """Record the end of a run where the machine that led was lost after the last step, before it did."""
+    last = next(newest(path, End, Start), None)
+    if isinstance(last, Start):
+        record.write(
+            End("completed", "the machine that led was lost after the last step; its last checkpoint is there")
+        )
+
+
 def begin_imports(config: RunConfig) -> None:
     """Import what a run needs whose data is read before the rest is known, as `start` does of others.
 
@@ -652,7 +666,7 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
 
         def ended(status: str) -> _Ended:
             """Return how it ended, as this machine tells it."""
-            return _Ended(status, machine.number == 0, machine_words(machine, plan, path), machine.epoch)
+            return _Ended(status, machine.leads, machine_words(machine, plan, path), machine.epoch)
 
         try:
             stop.raises = False  # from now on the ranks have something to save
@@ -680,8 +694,10 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
             stop.signum = stop.count = 0  # nobody else asked
             shutil.rmtree(path / "checkpoints", ignore_errors=True)  # nothing in it is of use
             return _Ended("completed", True)
-        if stopped and machine.number == 0:
+        if stopped and machine.leads:
             _end_before_start(path, record)
+        elif machine.leads and len(plan.voters) > 1:
+            _end_of_lost(path, record)
         status = machine.scheduler.status() if machine.scheduler else "stopped" if stopped else "completed"
         if machine.rounds is not None and machine.rounds.has_left:
             status = LEFT
@@ -694,11 +710,11 @@ def _run_once(here: _Here, plan: LaunchPlan) -> _Ended:
 def _refusal(here: _Here, machine: Machine) -> UserError:
     """Record that a process refused its input, or could not go on once it had trained; returns why."""
     reason = folders.last_message(here.path, Refusal, CannotGoOn)
-    if machine.number == 0 and _stays_as_it_was(here.path) and not here.trained:
+    if machine.leads and _stays_as_it_was(here.path) and not here.trained:
         here.record.write(CommandRefused(read_launch(here.path).seconds_since(), reason))
         return UserError(reason)
     _end(here.path, here.record, machine, "failed" if here.trained else "refused", reason)
-    if machine.number == 0:
+    if machine.leads:
         close_run(here.path, here.record, here.stop, here.place.stop_s)
     return UserError(reason)
 
@@ -712,7 +728,7 @@ def _stays_as_it_was(path: Path) -> bool:
 def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: str) -> None:
     """Record how the run ended; where another machine fails, that it left."""
     record.patience.give_up()  # the run is over: no disk is waited for
-    if machine.number == 0:
+    if machine.leads:
         record.write(End(status, reason))
     else:
         record.write(MachineLeft(f"machine {machine.number} left the run: {reason}", machine.number))

@@ -417,7 +417,7 @@ class Rebuilder:
             run.balance = Balancer(BatchParts(ground.full_batch, world.size), cursor.shares)
         if world.leads and not self._leads:
             self._lead(run, world, cursor)
-        ground = self._ground = replace(ground, world=world)
+        ground = self._ground = replace(self._ground, world=world)
         if not same:
             for loader in (run.train_loader, run.eval_loader, run.test_loader):
                 if loader is not None:
@@ -433,7 +433,9 @@ class Rebuilder:
     def _lead(self, run: TrainingRun, world: World, cursor: Cursor) -> None:
         """Show and record from now on: the rank that did is gone."""
         self._leads = True
-        config, ground = self.resolved.config, self._ground
+        # where the record is another machine's, so is the command that began it
+        ground = self._ground = replace(self._ground, launch=read_launch(self._path))
+        config = self.resolved.config
         if terminal := os.environ.get(TERMINAL_VARIABLE):
             for fd in (1, 2):
                 os.dup2(int(terminal), fd)
@@ -442,6 +444,10 @@ class Rebuilder:
         self._opened.enter_context(display)
         run.progress = RunProgress(record, build_listeners(config, self._path, record, ground.user_objects), display)
         run.saver.on_saved = run.progress.saved
+        if not has_checkpoint(self._path):  # on the disk of a machine that has not led before
+            keep_info(self._path, ground.source.info)
+            keep_sample_index(ground.source, self._path)
+            run.saver.postpone()
 
     def tell(self, run: TrainingRun, cursor: Cursor, seconds: float, dead: int) -> None:
         """Record who the ranks are from now on, and what is lost with `dead` of before; all of them call it."""

@@ -246,7 +246,7 @@ def _agreement(members: Sequence[_Member]) -> _Agreed:
     commit = commits[source]
     behind = any(member.commit is None or member.commit.step < commit.step for member in members)
     leaders = [member.recorded for member in members if member.leads]
-    recorded = max(leaders or [member.recorded for member in members])  # else by what a dead one has written
+    recorded = max(leaders or [members[0].recorded])  # else by what is in the record where the first one goes on
     return _Agreed(commit, source, recorded, behind)
 
 

@@ -23,6 +23,7 @@ from typing import cast
 
 import torch.distributed as dist
 
+from echelon.collectives.meeting_store import MeetingStore
 from echelon.core.listeners import break_off, connections
 from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder, is_elsewhere, is_newcomer
 from echelon.trainer.process import is_lost_wait
@@ -138,6 +139,12 @@ class Membership:
     def term(self) -> int:
         """The number of the term that this process is in."""
         return self._term
+
+    def led_by(self, term: Term, meeting: MeetingStore | None) -> MeetingStore | None:
+        """Return the store of the machine that leads in a term, where there are several."""
+        if meeting is None or not term.store or term.store == meeting.address:
+            return meeting
+        return meeting.elsewhere(term.store, self.check_term)
 
     def meeting_of(self, term: Term, meeting: dist.Store | None) -> dist.Store:
         """Return where the members of a term find each other; `meeting`: of several machines, None of one."""

@@ -173,7 +173,7 @@ class RescueLoop:
             leave_groups()
             term = self._membership.next_term()
             store = TermStore(
-                self._membership.meeting_of(term, run.world.meeting),
+                self._membership.meeting_of(term, self._membership.led_by(term, run.world.meeting)),
                 self._membership.check_term,
                 timedelta(seconds=self._stop_s),
             )

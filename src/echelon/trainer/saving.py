@@ -471,6 +471,10 @@ class Saver:
         self._last_step = cursor.step
         return True
 
+    def postpone(self) -> None:
+        """Let a checkpoint be due as soon as one can be made: nothing of what others have saved is on this disk."""
+        self._postponed = True
+
     def _results(self) -> StateView:
         """Return what checkpoints hold of the evaluations so far."""
         value, loss = BestResult.numbers(self.best)

@@ -159,14 +159,17 @@ def enter_term(run: ResolvedRun, membership: Membership, term: Term, before: Wor
     if size == 1 and not run.compression.encodes:  # a codec goes on remembering in a group of one
         return replace(before, rank=0, size=1, group=None, placement=alone())
     timeout = timedelta(seconds=run.timeout_s)
-    store = TermStore(membership.meeting_of(term, before.meeting), membership.check_term, timeout)
+    meeting = membership.led_by(term, before.meeting)
+    store = TermStore(membership.meeting_of(term, meeting), membership.check_term, timeout)
     with membership.connecting(), closed_afterwards():
         dist.init_process_group(
             _backend(before.device), store=store, rank=rank, world_size=size, timeout=min(timeout, _CONNECT)
         )
         set_timeout(timeout)
         placement = place(Layout({Axis.DP: size}), rank, before.device.type, timeout)
-    return replace(before, rank=rank, size=size, group=dist.group.WORLD, placement=placement, store=store)
+    return replace(
+        before, rank=rank, size=size, group=dist.group.WORLD, placement=placement, store=store, meeting=meeting
+    )
 
 
 def leave_groups() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from echelon.core.errors import LEFT_EXIT_CODE
@@ -10,7 +11,7 @@ from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder
 from echelon.launch.changes import Change
 from echelon.launch.members import GroupMembers, TermKeeper
 from echelon.launch.places.base import Group, Job, Process, Restart
-from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, Round, Running, State
+from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, Round, Running, State, TermLead
 from echelon.launch.supervisor import Aftermath, Death, Watch, supervise
 from tests.unit.launch.test_supervisor import Script
 
@@ -111,6 +112,9 @@ class _OneRound:
 
     def begin_anew(self) -> None:
         pass
+
+    def lead(self, round_: Round) -> TermLead:
+        return TermLead()
 
     def checkpoints_told(self) -> int:
         return 0
@@ -243,3 +247,41 @@ def test_who_was_asked_to_leave_stays_in_a_new_start(tmp_path: Path) -> None:
     folder.make()
     members.begin(Round(2, {}, 0), folder)
     assert not members.release("b")  # it was asked in the round before
+
+
+def test_another_machine_makes_the_terms_after_those_of_one_that_is_lost(tmp_path: Path) -> None:
+    members, folder = GroupMembers(["rank0"]), TermFolder(tmp_path / "terms")
+    folder.make(shared=True)
+    all_three = ("rank0.0", "machine1-rank0.0", "machine2-rank0.0")
+    for member in all_three:
+        folder.begin(member)
+    members.begin(Round(1, {}, 1, machine=1), folder, None)
+    members.look()
+    assert folder.newest() is None, "another machine leads"
+    folder.lose_machine("")
+    told: list[Term] = []
+    lead = TermLead(told.append, all_three, after=1_000_000, store="b:1")
+    members.take_lead(lead)
+    members.look()
+    assert told == [Term(1_000_001, ("machine1-rank0.0", "machine2-rank0.0"), 1_000_001, "b:1")]
+    folder.arrive("machine0b1-rank0.1")
+    members.take_lead(lead)
+    members.look()
+    assert told[-1].members == ("machine1-rank0.0", "machine2-rank0.0", "machine0b1-rank0.1"), "its own come first"
+
+
+def test_members_wait_while_their_machine_leads_and_hears_too_few_others(tmp_path: Path) -> None:
+    members, folder = GroupMembers(["rank0"]), TermFolder(tmp_path / "terms")
+    folder.make(shared=True)
+    told: list[Term] = []
+    lead = TermLead(told.append)
+    members.begin(Round(1, {}, 0, others=("machine1-rank0.0",)), folder, lead)
+    members.take_lead(replace(lead, holds=True))
+    members.look()
+    assert folder.newest() == Term(1, (), lost_by=1) and not told
+    members.take_lead(lead)
+    members.look()
+    assert told == [Term(2, ("rank0.0", "machine1-rank0.0"), lost_by=2)]
+    members.take_lead(None)
+    members.look()
+    assert not members.span_machines and len(told) == 1

@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 
+from echelon.core.address import STORE_VARIABLE
 from echelon.core.errors import LEFT, UserError
 from echelon.launch.rounds import (
     INCIDENT_S,
@@ -316,3 +317,37 @@ def test_where_survivors_go_on_a_failure_is_the_whole_groups() -> None:
     number = machines.begin("a", "b")
     machines.ask("b", Ready(number, "rank 1 died"))
     assert machines.ask("a", Running(number)) == Leave(gracefully=False) and not machines.lost
+
+
+def test_another_machine_goes_on_with_the_rounds_of_one_that_is_lost() -> None:
+    run = Machines(2, 3, elastic=True)
+    number = run.begin("a", "b", "c")
+    state = run.rendezvous.state()
+    assert state.members()[:3] == ["rank0.0", "rank1.0", "machine1-rank0.0"] and len(state.members()) == 6
+    run.rendezvous = Rendezvous(run.rendezvous._terms, run.now, run)
+    run.rendezvous.take_over(state, "b", "meeting:b:1", run.now)
+    run.rendezvous.give_up("a", run.now)
+    assert [round_.machine for round_ in run.lost] == [0] and run.rendezvous.others() == ["c"]
+    assert [run.ask(name, Running(number)) for name in "bc"] == [Continue()] * 2
+    assert run.ask("a", Running(number)) == Leave(gracefully=False), "it has to begin anew"
+    order = run.ask("a", Ready(after=number))
+    assert isinstance(order, Go) and (order.round.machine, order.round.beside) == (0, 1)
+    assert order.round.environment[STORE_VARIABLE] == "meeting:b:1"
+
+
+def test_a_round_that_begins_under_another_machine_has_its_ranks_first() -> None:
+    run = Machines(2, 3)
+    number = run.begin("a", "b", "c")
+    state = run.rendezvous.state()
+    run.rendezvous = Rendezvous(run.rendezvous._terms, run.now, run)
+    run.rendezvous.take_over(state, "b", "meeting:b:1", run.now)
+    run.rendezvous.give_up("a", run.now)
+    assert run.ask("b", Running(number)) == run.ask("c", Running(number)) == Leave(gracefully=False)
+    for name in "bc":
+        run.ask(name, Ready(after=number))
+    run.now += LAST_CALL_S
+    orders = {name: run.ask(name, Ready(after=number)) for name in "cb"}
+    rounds = {name: order.round for name, order in orders.items() if isinstance(order, Go)} or {}
+    last = run.ask("c", Ready(after=number))
+    assert isinstance(last, Go) and rounds["b"].first_rank == 0 and last.round.first_rank == 2
+    assert rounds["b"].number == number + 1 and rounds["b"].others == ("machine2-rank0.0", "machine2-rank1.0")
