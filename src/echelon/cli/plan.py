@@ -39,11 +39,7 @@ Examples:
   echelon plan DATA --at "workers=8, link=100mbit" --at "workers=8, link=1gbit"
   echelon plan --history runs
   echelon plan TEXT --model MODULE:FUNCTION \\
-<<<<<<< HEAD
-      --at "workers=64, link=400gbit, memory=80GB, tflops=900"
-=======
       --at "workers=64, link=400gbit, tflops=900"
->>>>>>> wsm
 """
 
 
