@@ -27,6 +27,7 @@ TOPK, POWER = "topk(0.05, warmup_steps=0, finish_steps=0)", "powersgd(2, warmup_
 SYNCS = ("allreduce", "local(4)", "diloco(4, outer_lr=1, outer_momentum=0)", "easgd(4)")
 LAYOUTS = {"fsdp=2": 2, "fsdp=4": 4, "dp=2,zero1": 2, "dp=3,zero1": 3, "dp=2,fsdp=2": 4}  # workers; one machine's
 SHAPES = ((2, 1), (3, 1), (2, 2))  # machines, and workers of each
+VOTERS = 3
 PACE_S = {True: 0.3, False: 0.1}  # of a forward pass; whether there are several machines
 EPOCHS_A_FAULT = 5  # with the pace, more than a fault takes
 WHOLE_S = 150.0  # in which all workers are there again
@@ -49,6 +50,7 @@ class Plan:
     machines: int
     workers: int  # of each
     layout: str = ""  # of one that divides the model or the optimizer's state
+    voters: bool = False  # each machine may lead, and be lost
 
     @classmethod
     def draw(cls, seed: int, faults: int, only: str) -> Plan:
@@ -61,7 +63,8 @@ class Plan:
         machines, workers = draws.choice(SHAPES) if several else (1, draws.randrange(2, 5))
         sync = draws.choice(SYNCS)
         codec = draws.choice(("none", "none", TOPK, POWER)) if sync == "allreduce" and not several else "none"
-        return cls(seed, faults, sync, codec, machines, workers)
+        voters = machines == VOTERS and draws.random() < 0.5
+        return cls(seed, faults, sync, codec, machines, workers, voters=voters)
 
     @property
     def epochs(self) -> int:
@@ -110,14 +113,30 @@ class Chaos:
         self.plan, self._draws = plan, random.Random(plan.seed + 1_000_000)
         os.environ[WIDTH] = width = "1" if plan.codec == "none" else "32"
         pace_s = PACE_S[network is not None]
-        self._group = Group(runs, network, *plan.settings, pace_s=pace_s) if network else None
+        settings = plan.settings
+        if plan.voters and network:
+            settings += (f"rendezvous={','.join(f'{address}:29400' for address in network.addresses)}",)
+        self._group = Group(runs, network, *settings, pace_s=pace_s) if network else None
         self._commands = (
             [self._group.start(i, workers=plan.workers) for i in range(plan.machines)] if self._group
             else [start(runs, Case("", plan.workers, ()), *plan.settings, pace_s=pace_s, width=int(width))]
         )  # fmt: skip
-        self.first = self._commands[0]
         self._doubtful = [0.0] * plan.machines  # until when a machine's workers may yet be lost
         self._blamed: set[int] = set()  # who was killed or stopped
+
+    @property
+    def leader(self) -> Run:
+        """The command that keeps the record now."""
+
+        if not self.plan.voters:
+            return self._commands[0]
+
+        def newest(command: Run) -> tuple[bool, float]:
+            starts = command.records("start") if command.folder.exists() else []
+            return bool(starts and command.records("end")), starts[-1]["t"] if starts else 0.0
+
+        living = [command for command in self._commands if command.process.poll() is None]
+        return max(living or self._commands, key=newest)
 
     def strike(self, result: Result) -> None:
         """Wait for a random moment, and do a random thing."""
@@ -151,13 +170,13 @@ class Chaos:
 
     def hurry(self) -> list[int]:
         """Once all workers are there, let them train as fast as they can; returns the exit codes of the commands."""
-        if self.first.process.poll() is None:
+        if self.leader.process.poll() is None:
             self._wait_until_whole()
         Path(os.environ[HURRY]).touch()
         return [command.end() for command in self._commands]
 
     def _pids(self) -> list[int]:
-        starts = self.first.records("start")
+        starts = self.leader.records("start")
         return starts[-1]["pids"] if starts else []
 
     def _present(self) -> list[int]:
@@ -166,7 +185,7 @@ class Chaos:
         return [pid for pid in self._pids() if pid in ours and pid not in self._blamed and state(pid) not in "TZ"]
 
     def _elsewhere(self) -> list[int]:
-        return [pid for pid in self._present() if pid not in marked_processes(self.first.mark)]
+        return [pid for pid in self._present() if pid not in marked_processes(self.leader.mark)]
 
     def _booting(self) -> list[int]:
         """Return the workers that are on their way: what a command's fork server has forked."""
@@ -175,7 +194,7 @@ class Chaos:
 
     def _settled(self) -> list[int]:
         """Return those of whom it is sure that they have what is trained, and stay."""
-        starts, now = self.first.records("start"), time.time()
+        starts, now = self.leader.records("start"), time.time()
         there = {pid for s in starts if s["t"] < now - SETTLED_S for pid in s["pids"]} & set(self._present())
         doubtful = [i for i, until in enumerate(self._doubtful) if until > now]
         return list(there - {pid for i in doubtful for pid in marked_processes(self._commands[i].mark)})
@@ -196,9 +215,9 @@ class Chaos:
         return True
 
     def _end_machine(self) -> bool:
-        """Kill all processes of a machine other than the first one, and give its command again after a while."""
+        """Kill all processes of a machine that may be lost, and give its command again after a while."""
         assert self._group is not None
-        i = self._draws.randrange(1, self.plan.machines)
+        i = self._draws.randrange(0 if self.plan.voters else 1, self.plan.machines)
         doomed = marked_processes(self._commands[i].mark)
         if not set(self._settled()) - set(doomed):
             return False
@@ -214,19 +233,20 @@ class Chaos:
         assert self._group is not None
         i = self._draws.randrange(self.plan.machines)
         cut_off = marked_processes(self._commands[i].mark)
-        stay = [pid for pid in self._settled() if (pid in cut_off) == (i == 0)]
+        leads_alone = i == 0 and not self.plan.voters
+        stay = [pid for pid in self._settled() if (pid in cut_off) == leads_alone]
         if not stay:
             return False
         self._group.cut(i, is_up=False)
         time.sleep(self._draws.uniform(1.0, 10.0))
         self._group.cut(i, is_up=True)
-        for each in [i] if i else range(1, self.plan.machines):
+        for each in range(1, self.plan.machines) if leads_alone else [i]:
             self._doubtful[each] = time.time() + SILENCE_S
         return True
 
     def _wait_until_whole(self) -> None:
         count = self.plan.machines * self.plan.workers
-        self.first.wait_for(lambda: len(self._settled()) == count, f"{count} workers", WHOLE_S)
+        self.leader.wait_for(lambda: len(self._settled()) == count, f"{count} workers", WHOLE_S)
 
 
 def _workers(command: Run) -> list[psutil.Process]:
@@ -262,12 +282,12 @@ def try_one(plan: Plan) -> Result:
     try:
         with _place(plan) as (runs, network):
             chaos = Chaos(plan, runs, network)
-            while len(result.faults) < plan.faults and chaos.first.process.poll() is None:
+            while len(result.faults) < plan.faults and chaos.leader.process.poll() is None:
                 chaos.strike(result)
             codes = chaos.hurry()
-            assert codes == [0] * plan.machines, f"exit codes {codes}: {chaos.first.text()[-2000:]}"
+            assert codes == [0] * plan.machines, f"exit codes {codes}: {chaos.leader.text()[-2000:]}"
             result.finished = True
-            _judge(chaos.first, plan, result)
+            _judge(chaos.leader, plan, result)
     except (AssertionError, TooLate) as error:
         result.why = str(error)[-3000:] or "an assertion"
     result.seconds = time.monotonic() - began
