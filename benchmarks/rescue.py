@@ -1,10 +1,10 @@
 """Layouts that divide the model or the optimizer's state: what a killed worker costs, and what being ready for it does.
 
-python -m benchmarks.rescue [--kills 5] [--rounds 5] [--link 1gbit]
+python -m benchmarks.rescue [--kills 5] [--rounds 6] [--link 1gbit] [--only stalls|cost]
 
 Each layout trains digits with a small transformer. Stall: from SIGKILL of a random worker to the end of the next step
 that all make together. Cost: steps with `--elastic on` over `off`, in runs that take turns, with the bytes that a step
-sends besides, and the memory of the fullest rank; over loopback, and over links of `--link`, which need root.
+sends besides, and the memory of the fullest rank; over loopback, and with copies over links of `--link`, which need root, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from echelon.records.file import read_records
 from echelon.records.kinds import Start, Steps
 
 LAYOUTS = {"fsdp=2": 2, "dp=2,zero1": 2, "dp=2,tp=2": 4, "dp=2,pp=2": 4, "dp=2,fsdp=2": 4, "fsdp=4": 4}
-MODEL, BATCH, STEPS, WARM = "small_vit", 128, 200, 20
+COPIES = ("fsdp=2", "dp=2,zero1")
+MODEL, BATCH, STEPS, WARM = "small_vit", 128, 150, 20
 DEADLINE_S = 60.0
 
 
@@ -119,20 +120,25 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--link", default="1gbit")
+    parser.add_argument("--only", default="", choices=["stalls", "cost"])
     options = parser.parse_args()
-    _written(
-        "Elastic: survivors save what split layouts have trained",
-        "digits, `small_vit`, one machine. Seconds from SIGKILL of a random worker to the end of the next step of all "
-        "ranks; the aim is below 5 s. Steps lost: trained before a kill, and trained again after it.",
-        ["layout", "kills", "median s", "from, to", "steps lost"],
-        [stall_row(layout, options.kills) for layout in LAYOUTS],
-    )
+    if options.only != "cost":
+        _written(
+            "Elastic: survivors save what split layouts have trained",
+            "digits, `small_vit`, one machine. Seconds from SIGKILL of a random worker to the end of the next step of all "
+            "ranks; the aim is below 5 s. Steps lost: trained before a kill, and trained again after it.",
+            ["layout", "kills", "median s", "from, to", "steps lost"],
+            [stall_row(layout, options.kills) for layout in LAYOUTS],
+        )
+    if options.only == "stalls":
+        return
+    links = [(layout, "") for layout in LAYOUTS] + [(layout, options.link) for layout in COPIES]
     _written(
         "Elastic: second copies",
         f"digits, `small_vit`, `--elastic on` over `off`: mean of {options.rounds} pairs of runs of {STEPS} steps that "
         "took turns, 95% interval. kB: what all ranks together send besides in a step. MB: of the fullest rank.",
         ["layout", "link", "ms a step, off", "on / off", "kB", "MB"],
-        [cost_row(layout, link, options.rounds) for layout in LAYOUTS for link in ("", options.link)],
+        [cost_row(layout, link, options.rounds) for layout, link in links],
     )
 
 
