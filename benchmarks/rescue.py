@@ -4,7 +4,8 @@ python -m benchmarks.rescue [--kills 5] [--rounds 6] [--link 1gbit] [--only stal
 
 Each layout trains digits with a small transformer. Stall: from SIGKILL of a random worker to the end of the next step
 that all make together. Cost: steps with `--elastic on` over `off`, in runs that take turns, with the bytes that a step
-sends besides, and the memory of the fullest rank; over loopback, and with copies over links of `--link`, which need root, too.
+sends besides, and the memory of the fullest rank; over loopback, and with copies over links of `--link`, too, which
+need root.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ def main() -> None:
     if options.only != "cost":
         _written(
             "Elastic: survivors save what split layouts have trained",
-            "digits, `small_vit`, one machine. Seconds from SIGKILL of a random worker to the end of the next step of all "
-            "ranks; the aim is below 5 s. Steps lost: trained before a kill, and trained again after it.",
+            "digits, `small_vit`, one machine. Seconds from SIGKILL of a random worker to the end of the next step of "
+            "all ranks; the aim is below 5 s. Steps lost: trained before a kill, and trained again after it.",
             ["layout", "kills", "median s", "from, to", "steps lost"],
             [stall_row(layout, options.kills) for layout in LAYOUTS],
         )
