@@ -212,6 +212,12 @@ def make_copy(
     if divided is not None:
         return MomentsCopy(run_parts, divided, world.group, build)
     assert fsdp is not None
+    n_bytes = sum(p.nbytes for p in run_parts.split.pieces.trainable())
+    note(
+        "copies",
+        "each worker keeps a copy of what its neighbour alone has, so that a death loses no step: it sends "
+        f"{format_bytes(n_bytes)} more in each step (--elastic off: none)",
+    )
     return ShardCopy(run_parts, fsdp, build)
 
 
