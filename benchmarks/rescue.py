@@ -4,8 +4,8 @@ python -m benchmarks.rescue [--kills 5] [--rounds 6] [--link 1gbit] [--only stal
 
 Each layout trains digits with a small transformer. Stall: from SIGKILL of a random worker to the end of the next step
 that all make together. Cost: steps with `--elastic on` over `off`, in runs that take turns, with the bytes that a step
-sends besides, and the memory of the fullest rank; over loopback, and with copies over links of `--link`, too, which
-need root.
+sends besides, and the memory of the fullest rank: with copies, over loopback and over links of `--link`, which need
+root; and with the flag alone.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def main() -> None:
         )
     if options.only == "stalls":
         return
-    links = [(layout, "") for layout in LAYOUTS] + [(layout, options.link) for layout in COPIES]
+    links = [(layout, link) for layout in COPIES for link in ("", options.link)] + [("dp=2,tp=2", "")]
     _written(
         "Elastic: second copies",
         f"digits, `small_vit`, `--elastic on` over `off`: mean of {options.rounds} pairs of runs of {STEPS} steps that "
