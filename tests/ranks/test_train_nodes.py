@@ -149,8 +149,8 @@ def test_a_service_of_others_at_the_rendezvous_is_one_line_in_time_and_leaves_no
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
         server = runs.start(program=http, prefix=network.command_prefix(0))
         server.wait_for(lambda: _listens(server), "the other service")
-        both = [start_machine(runs, network, 1, *settings, "--sync", sync) for sync in ("allreduce", "ps(mode=async)")]
-        for run in both:
+        for sync in ("allreduce", "ps(mode=async)"):
+            run = start_machine(runs, network, 1, *settings, "--sync", sync)
             assert run.end() == 2, run.text()
             lines = [line for line in run.errors().splitlines() if "waiting for the first machine" not in line]
             assert len(lines) == 1 and "what listens there is another service" in lines[0], run.text()

@@ -492,7 +492,7 @@ def assemble(
         resolved = resolved.for_single_worker()
     resolved, goes_on = (resolved, False) if is_newcomer else as_it_goes_on(resolved, path, world)
     resolved, chosen = with_chosen_paths(with_kept_cuts(resolved, world, path), world, path)
-    balances, unbalanced = _balances(resolved, world, membership is not None)
+    balances, unbalanced = _balances(resolved, world, membership is not None and not _divides(world))
     ground = _groundwork(resolved, path, world, user_objects, world.data_size, world.rank, balances)
     info, config = ground.source.info, resolved.config
     work = ground.work
@@ -587,6 +587,12 @@ def _balances(resolved: ResolvedRun, world: World, changes: bool) -> tuple[bool,
         return False, []
     reason = why_not(resolved, world, changes)
     return not reason, [f"--balance auto does nothing: {reason}"] if reason else []
+
+
+def _divides(world: World) -> bool:
+    """Whether ranks have parts of a model, or of an optimizer's state: they begin and end together."""
+    layout = world.placement.layout if world.placement is not None else None
+    return layout is not None and (layout.splits or layout.zero1)
 
 
 def _balancer(ground: _Groundwork, cursor: Cursor, path: Path) -> Balancer | None:
