@@ -30,7 +30,7 @@ from echelon.sync.state_bytes import Piece, StateBytes
 from echelon.tasks.nest import Nest
 from echelon.torch_compat import NEEDS_VALUES
 from echelon.trainer.assemble import check_enough, check_mixing
-from echelon.trainer.compatibility import keeps_copies, survivors_go_on, survivors_save
+from echelon.trainer.compatibility import survivors_go_on
 from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.precision import to_fp8
 from echelon.trainer.resolved import ResolvedRun
@@ -51,7 +51,7 @@ class Memory:
         averages: the moving average of the weights.
         activations: most at any time of what forward keeps for backward, of blocks that are whole while they compute,
             and of temporaries.
-        sync: what the strategy and its codec keep between steps, and a copy of what a neighbour alone has.
+        sync: what the strategy and its codec keep between steps.
         checkpoint: most of the copy that a rank writes as its part of a checkpoint, while steps go on.
         peak: most at any time of all of them: the last activations have gone when the last gradient comes.
     """
@@ -194,7 +194,6 @@ def _memory(run: ResolvedRun, layout: Layout, peaks: Peaks) -> Memory:
     plain = not (layout.splits or run.sync.sums_in_backward)
     if plain and survivors_go_on(run, layout.dp):  # a round begins with a copy, to return to
         kept = replace(kept, between=kept.between + peaks.held + optimizer + kept.between)
-    kept = replace(kept, between=kept.between + _second_copy(run, layout, peaks, optimizer))
     return Memory(
         parameters=peaks.parameters,
         gradients=gradients,
@@ -206,13 +205,6 @@ def _memory(run: ResolvedRun, layout: Layout, peaks: Peaks) -> Memory:
         checkpoint=saved,
         peak=max(peak, peaks.held + optimizer + kept.agreeing) + kept.between,
     )
-
-
-def _second_copy(run: ResolvedRun, layout: Layout, peaks: Peaks, optimizer: int) -> int:
-    """Return the bytes of what a rank keeps of a neighbour's state, and of the gradients that it gets for it."""
-    if not keeps_copies(layout) or not survivors_save(run, layout.dp * layout.model_size):
-        return 0
-    return optimizer if layout.zero1 else peaks.held - peaks.buffers + optimizer + 2 * sum(peaks.gradients)
 
 
 def _divided(peaks: Peaks, replicas: int) -> tuple[int, int]:

@@ -105,8 +105,7 @@ def _has_second(layout: Layout) -> bool:
     return layout.zero1 or (layout.splits and (layout.dp > 1 or layout.fsdp > 1))
 
 
-def keeps_copies(layout: Layout) -> bool:
-    """Whether each rank may keep a copy of what a neighbour alone has: no other replica has it."""
+def _keeps_copies(layout: Layout) -> bool:
     return layout.zero1 or layout.dp == 1
 
 
@@ -115,7 +114,7 @@ def _against_rescue(run: ResolvedRun, ranks: int) -> str:
     given, config, layout = run.described.strategy, run.config, run.layout_for(ranks)
     against = (
         (not _has_second(layout), f"--parallel {given.parallel}"),
-        (keeps_copies(layout) and run.optimizer.reach > Reach.ELEMENT, f"--optimizer {run.optimizer.name}"),
+        (_keeps_copies(layout) and run.optimizer.reach > Reach.ELEMENT, f"--optimizer {run.optimizer.name}"),
         (not run.sync.sums_in_backward, f"--sync {given.sync}"),
         (run.compression.encodes, f"--compression {given.compression}"),
         (config.training.precision == "fp16", "--precision fp16"),
