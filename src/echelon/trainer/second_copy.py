@@ -27,7 +27,7 @@ from echelon.parallel.local_shards import LocalShard, LocalShards
 from echelon.parallel.zero import DividedUpdate
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.state import RunParts
-from echelon.trainer.update import Rates
+from echelon.trainer.update import GradientCopy, Rates
 from echelon.trainer.world import World
 
 _MOST_OF_FREE = 0.5  # of the memory that is free for a rank
@@ -36,7 +36,7 @@ _MOMENTS = 2  # numbers that an optimizer keeps for each it updates, at most
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-class SecondCopy(Protocol):
+class SecondCopy(GradientCopy, Protocol):
     """What this rank keeps of a neighbour's.
 
     Attributes:
@@ -46,12 +46,6 @@ class SecondCopy(Protocol):
 
     rank: int
     bytes_sent: int
-
-    def take(self) -> None:
-        """Take the gradients of a step; all ranks call it before any of them updates."""
-
-    def update(self, rates: Rates) -> None:
-        """Make the neighbour's update, with the rates of this rank's groups; nobody is asked."""
 
     def parts(self, run_parts: RunParts) -> RunParts:
         """Return the neighbour's parts of the run."""
@@ -194,7 +188,7 @@ def make_copy(
     divided, fsdp = run_parts.split.pieces.divided, world.placement.group(Axis.FSDP)
     if divided is None and (world.placement.layout.dp > 1 or fsdp is None):
         return None
-    why = _why_no_room(run_parts, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    why = _why_none(run_parts, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     none_fits = torch.tensor([bool(why)], dtype=torch.uint8, device=world.device)
     dist.all_reduce(none_fits, dist.ReduceOp.MAX, group=world.group)
     if none_fits:
@@ -221,7 +215,9 @@ def make_copy(
     return ShardCopy(run_parts, fsdp, build)
 
 
-def _why_no_room(run_parts: RunParts, local_ranks: int) -> str:
+def _why_none(run_parts: RunParts, local_ranks: int) -> str:
+    if not any(parameter.requires_grad for parameter in run_parts.local_model.parameters()):
+        return "a worker has nothing that is trained"
     n_bytes = sum(p.nbytes for p in run_parts.local_model.parameters()) * (1 + _MOMENTS + (run_parts.ema is not None))
     free = psutil.virtual_memory().available / max(1, local_ranks)
     if n_bytes <= _MOST_OF_FREE * free:
