@@ -315,10 +315,16 @@ def _replaced(owner: object, name: str, replacement: object) -> Iterator[None]:
         setattr(owner, name, original)
 
 
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return all groups that this process is in."""
+    return list(distributed_c10d._world.pg_map)
+
+
 def set_timeout(timeout: timedelta) -> None:
-    """Change how long operations of the default process group wait."""
+    """Change how long operations of all process groups wait."""
     change = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-    change(timeout)
+    for group in process_groups():
+        change(timeout, group)
 
 
 def forget_failed_groups() -> None:

@@ -52,7 +52,10 @@ class Case:
 
 
 NO_SPEEDS: Mapping[str, float] = {}
-IN_EACH_PHASE = ("in a sum", "between the halves of a sum", "the one that leads between averages")
+IN_EACH_PHASE = (
+    "in a sum", "between the halves of a sum", "the one that leads between averages", "while a mean travels",
+    "along a path of ours",
+)  # fmt: skip
 CASES = (
     Case("in forward", 2, (("rank1.0", "forward", 5),)),
     Case("in backward, before its gradient is summed", 3, (("rank1.0", "backward", 6),)),
@@ -170,7 +173,14 @@ ROUNDS = (
         Case("the one that leads between averages", 3, (("rank0.0", "forward", 12),)),
     ),
     ("easgd(4)", Case("alone from then on", 2, (("rank1.0", "after update", 10),))),
-)
+    ("local(4, overlap=2)", Case("while a mean travels", 3, (("rank1.0", "backward", 10),))),
+    ("local(4, overlap=2)", Case("the one that leads once it has landed", 3, (("rank0.0", "forward", 12),))),
+    ("local(4, overlap=1)", Case("alone while means land", 2, (("rank1.0", "after update", 14),))),
+    ("local(4, overlap=3, warmup=0)", Case("in the first round", 3, (("rank2.0", "backward", 3),))),
+    ("local(4, overlap=2)", Case("before the first mean has landed", 3, (("rank2.0", "forward", 2),))),
+    ("diloco(4, outer_lr=1, outer_momentum=0, overlap=2, alpha=0)",
+     Case("a travelling outer step", 3, (("rank1.0", "backward", 10),))),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -183,11 +193,47 @@ def test_a_round_that_lost_a_replica_is_trained_again(sync: str, case: Case, tmp
         assert run.end() == 0, run.text()[-3000:]
         assert not run.events("resumed") and len(run.events("worker_died")) >= 1
         check_recorded(run)
-        if not sync.startswith("easgd"):
+        if sync.startswith("diloco") and "overlap" in sync:  # what is trained while a mean travels is not kept
+            assert moved(run.folder).sum() > 0 and moved(run.folder).max() <= EPOCHS + 1e-9
+        elif not sync.startswith("easgd"):
             weights = moved(run.folder)
             assert torch.allclose(weights, torch.full_like(weights, EPOCHS), atol=1e-9), run.text()[-3000:]
         else:
             assert moved(run.folder).min() > 0 and moved(run.folder).max() <= EPOCHS + 1e-9
+
+
+PATHS = (
+    ("ring", Case("along a path of ours", 4, (("rank2.0", "sum", 7),))),
+    ("halving_doubling", Case("the one that leads", 4, (("rank0.0", "after update", 9),))),
+    ("hierarchical(group=2)", Case("two at once", 4, (("rank1.0", "backward", 6), ("rank2.0", "backward", 6)))),
+    ("auto", Case("that was chosen at the start", 3, (("rank0.0", "after update", 9),))),
+)
+
+
+@pytest.mark.parametrize("follows", [pytest.param("true", marks=pytest.mark.slow), "false"])
+@pytest.mark.long
+def test_survivors_go_on_with_the_codecs_that_were_chosen(follows: str, tmp_path: Path) -> None:
+    """What an adaptive codec has decided so far is the same on all ranks, those that come included."""
+    case = Case("one after the other", 3, (("rank1.0", "backward", 12), ("rank0.0", "after update", 20)))
+    with Runs(tmp_path) as runs:
+        codec = f"adaptive(error=0.3, follow_link={follows})"
+        run = start(runs, case, f"compression={codec}", "eval_every=0", "checkpoint_every=100", pace_s=0.1, width=64)
+        assert run.end() == 0, run.text()[-3000:]
+        check_recorded(run)
+        assert len(run.events("worker_died")) >= 2 and not run.events("resumed")
+        weights = moved(run.folder)
+        assert weights.max() < EPOCHS + 0.1 and weights.mean() > EPOCHS / 2
+
+
+@pytest.mark.parametrize(
+    ("path", "case"), [pytest.param(path, case, marks=case.mark, id=f"{path} {case.name}") for path, case in PATHS]
+)
+def test_paths_of_ours_run_between_those_that_are_left(path: str, case: Case, tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        run = start(runs, case, f"collective={path}")
+        assert run.end() == 0, run.text()[-3000:]
+        check_counted(run)
+        assert len(run.events("worker_died")) >= len(case.faults) and not run.events("resumed")
 
 
 BALANCED = Case("shares by speed", 3, (("rank0.0", "backward", 21), ("rank1.0", "error in forward", 30)))
@@ -275,19 +321,26 @@ def test_what_tuning_freezes_stays_whoever_leads(tmp_path: Path) -> None:
         assert resumed.end() == 0, resumed.text()[-3000:]
 
 
-@pytest.mark.long
-def test_codecs_of_averages_keep_what_they_have_not_sent(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sync", "codec"),
+    [
+        pytest.param("local(4, warmup=0)", "topk(0.05, warmup_steps=0, finish_steps=0)", marks=pytest.mark.long),
+        pytest.param("local(4, overlap=1, warmup=0)", "topk(0.05, warmup_steps=0, finish_steps=0)",
+                     marks=pytest.mark.long),
+        pytest.param("local(4, warmup=0)", "powersgd(2, warmup_steps=0, finish_steps=0)", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_codecs_of_averages_keep_what_they_have_not_sent(sync: str, codec: str, tmp_path: Path) -> None:
     """Who dies in the first round has nothing in memory: what has moved and what waits is each sample once an epoch."""
     case = Case("in the first round", 3, (("rank1.0", "backward", 2),))
     with Runs(tmp_path) as runs:
-        codec = "topk(0.05, warmup_steps=0, finish_steps=0)"
-        run = start(runs, case, "sync=local(4, warmup=0)", f"compression={codec}", pace_s=0.15, width=32)
+        run = start(runs, case, f"sync={sync}", f"compression={codec}", pace_s=0.15, width=32)
         assert run.end() == 0, run.text()[-3000:]
         check_recorded(run)
         assert len(run.events("worker_died")) == 1 and not run.events("resumed")
         assert [record["world_size"] for record in run.records("start")][:2] == [3, 2]
         ranks = state_of(run.folder, "newest")[RANKS].values()
         waits = -remembered([each["sync"]["fragments"][0]["codec"] for each in ranks], 32) / BATCH
-        assert waits.abs().max() > 0.1, "something waits"
+        assert waits.abs().max() > 0.1 or codec.startswith("powersgd"), "something waits"
         counted = moved(run.folder) + waits
         torch.testing.assert_close(counted, torch.full_like(counted, EPOCHS), rtol=0, atol=1e-5)

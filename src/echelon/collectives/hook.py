@@ -99,6 +99,7 @@ class GradientHook:
             self._work = self._make_work()
         follows = self.codec is not None and compression is not None and compression.codec.follows_link
         self.pace = LinkPace() if follows and self._route.path.by_backend else None
+        self._pace_before: StateTree = {}  # the step that was begun last, until it is made
         self._heard: Tensor | None = None  # 1 element: of ranks' seconds, in a step whose gradients went as they are
 
     def _make_work(self) -> BucketWork:
@@ -145,6 +146,7 @@ class GradientHook:
         else:
             heard_s = adaptations[0].heard_s if adaptations else 0.0
         self._heard = None
+        self._pace_before = dict(pace.state_dict())
         pace.begin(now_s, heard_s)
         for adaptation in adaptations:
             adaptation.tells_s, adaptation.is_whole = pace.tells_s, pace.leaves_nothing
@@ -254,10 +256,14 @@ class GradientHook:
 
         For a rank that leaves its group, whose other members may have made that step or not; nothing is reduced after.
         """
-        return self._work.memories() if isinstance(self._work, CodecWork) else None
+        if not isinstance(self._work, CodecWork):
+            return None
+        pace, memories = self.pace.state_dict() if self.pace is not None else {}, self._work.memories()
+        return codec_state.StepMemories(memories.after | pace, memories.before | (self._pace_before or pace))
 
     def step_made(self) -> None:
         """Hear that the sums of a step have been applied."""
+        self._pace_before = {}
         if isinstance(self._work, CodecWork):
             self._work.step_made()
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from echelon.collectives.base import Path
 from echelon.collectives.codec_state import StepMemories, carried, common, left_out, merge, velocity_of
 from echelon.collectives.hook import GradientHook
 from echelon.collectives.row_reducer import RowReducer
@@ -33,7 +34,7 @@ from echelon.models.still_buffers import moving_buffers
 from echelon.models.tables import sparse_tables
 from echelon.observe.phases import Phase
 from echelon.optim.kernels import laid_out_as
-from echelon.sync.base import Sync, SyncContext
+from echelon.sync.base import Agreement, Sync, SyncContext
 from echelon.sync.buffers import averaged_buffers, mean_of_replicas, saved_buffers
 from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_hook
@@ -219,8 +220,9 @@ class AllReduce:
         codec = self._hook.codec if self._hook else None
         return self._context.survives and codec is not None and codec.linear and codec.biased
 
-    def leave(self) -> Callable[[dist.ProcessGroup | None], AllReduce]:
-        """Let go of the group and of what gradients are reduced with; returns what builds the strategy for another one.
+    def leave(self) -> Callable[[dist.ProcessGroup | None, Path], AllReduce]:
+        """Let go of the group and of what gradients are reduced with; returns what builds the strategy for another one
+        and a path.
 
         All ranks of that group call it; None: this rank is alone from then on. What a codec remembers goes along, once
         `settle_step` has said of which moment.
@@ -230,11 +232,11 @@ class AllReduce:
             self._hook.close()
             self._kept, self._sent_before = self._hook.memories(), dict(sent)  # it may be left again before it is built
         self._hook = self._unreached = self._rows = None
-        self._ddp, self.module = None, context.model
+        self._ddp, self.module, self._context = None, context.model, context  # the group is not kept by who has left it
 
-        def build(group: dist.ProcessGroup | None) -> AllReduce:
+        def build(group: dist.ProcessGroup | None, path: Path) -> AllReduce:
             """Build the strategy for a group."""
-            made = AllReduce(replace(context, group=group))
+            made = AllReduce(replace(context, group=group, path=path))
             made._sent_before = dict(sent)
             made._take_over(self._kept, self._common)
             self._kept, self._common = None, {}
@@ -242,7 +244,7 @@ class AllReduce:
 
         return build
 
-    at_agreement = True
+    agreement = Agreement.REACHED
 
     def settle_step(self, made: bool) -> None:
         """Hear, between two groups, whether the step that was begun last counts: if not, codecs forget it.

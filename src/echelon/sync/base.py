@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -199,20 +200,31 @@ class Sync(StepSync, Protocol):
         """End threads and connections; called when training has ended well."""
 
 
-@runtime_checkable
-class Regroupable(Sync, Protocol):
-    """A strategy that goes on in another group, with other replicas, when some of them are gone or have come.
+class Agreement(Enum):
+    """What replicas have in common after the last step; all of them say the same.
 
-    Attributes:
-        at_agreement: no replica has trained anything that the others have no part in: from here all can go on.
+    - `REACHED`: no replica has trained anything that the others have no part in: from here all can go on.
+    - `BEGUN`: what they have trained until now is taken, and travels; each goes on by itself.
+    - `LANDED`: what was taken some steps ago has arrived: from there all can go on (see `Overlapped`).
+    - `NONE`: none of this.
     """
 
-    @property
-    def at_agreement(self) -> bool:
-        """See above."""
+    REACHED = auto()
+    BEGUN = auto()
+    LANDED = auto()
+    NONE = auto()
 
-    def leave(self) -> Callable[[dist.ProcessGroup | None], Sync]:
-        """Let go of the group; returns what builds the strategy for another one (None: this rank is alone).
+
+@runtime_checkable
+class Regroupable(Sync, Protocol):
+    """A strategy that goes on in another group, with other replicas, when some of them are gone or have come."""
+
+    @property
+    def agreement(self) -> Agreement:
+        """What replicas have in common after the last step."""
+
+    def leave(self) -> Callable[[dist.ProcessGroup | None, Path], Sync]:
+        """Let go of the group; returns what builds the strategy for another one (None: this rank is alone) and a path.
 
         What this rank remembers goes along, once `settle_step` has said of which moment.
         """
@@ -225,3 +237,15 @@ class Regroupable(Sync, Protocol):
 
     def take_shared_memory(self, state: StateView) -> None:
         """Take over, between two groups, what `shared_memory` returned on a rank that is further."""
+
+
+@runtime_checkable
+class Overlapped(Regroupable, Protocol):
+    """One whose agreements travel behind the computation."""
+
+    def landed(self) -> AbstractContextManager[StateTree]:
+        """Give the model, inside the block, what has landed after the last step, and this strategy's state with it.
+
+        Both are of the moment at which it was taken: what was trained since then is not in them. The model gets its own
+        values back afterwards. The state's tensors are live.
+        """

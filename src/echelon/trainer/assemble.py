@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.checkpoint import CheckpointStore
+from echelon.collectives import base as collectives
+from echelon.collectives.chooser import PathBySize
 from echelon.config import RunConfig
 from echelon.config.validate import Nodes
 from echelon.coordinator.addresses import ROLES_FOLDER
@@ -78,7 +81,7 @@ from echelon.trainer.loop import LoopSettings, TrainingRun, regroupable
 from echelon.trainer.loss_guard import GuardSettings, LossGuard
 from echelon.trainer.membership import Membership
 from echelon.trainer.parts import build_parts, channels_last, keep_cuts, with_kept_cuts
-from echelon.trainer.path_choice import with_chosen_paths
+from echelon.trainer.path_choice import PathsFile, with_chosen_paths
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.progress import RunProgress
 from echelon.trainer.resolved import ResolvedRun
@@ -94,7 +97,7 @@ from echelon.trainer.unused import unread_notes
 from echelon.trainer.update import UpdateGate
 from echelon.trainer.window import Traffic
 from echelon.trainer.work import Work
-from echelon.trainer.world import World, first_that_differs, roll_call
+from echelon.trainer.world import World, first_that_differs, roll_call, short_connects
 
 
 @dataclass(frozen=True)
@@ -381,7 +384,7 @@ class Rebuilder:
     def __init__(self, ground: _Groundwork, path: Path, membership: Membership | None = None) -> None:
         self.resolved, self._ground, self._path = ground.resolved, ground, path
         self._membership = membership
-        self._builds: Callable[[dist.ProcessGroup | None], Sync] | None = None
+        self._builds: Callable[[dist.ProcessGroup | None, collectives.Path], Sync] | None = None
         self._leads, self._opened = ground.world.leads, ExitStack()
 
     @property
@@ -393,6 +396,17 @@ class Rebuilder:
         """Let go of the groups that the strategy and the layers work in."""
         regroup_sync_batchnorm(run.parts.model, None)
         self._builds = regroupable(run).leave()
+
+    @property
+    def paths(self) -> str:
+        """The path of each size, where they were tried before the first step: the text of `PathsFile`; else nothing."""
+        path = self.resolved.path
+        return PathsFile(self._ground.world.size, path.choices).as_text() if isinstance(path, PathBySize) else ""
+
+    def take_paths(self, text: str) -> None:
+        """Take over what the others chose before this rank came."""
+        if text:
+            self.resolved = replace(self.resolved, path=PathBySize(PathsFile.from_text(text).choices))
 
     def recorded(self) -> int:
         """Return the last step that the run's record tells of."""
@@ -408,11 +422,12 @@ class Rebuilder:
         Args:
             sent: bytes that this rank sent to bring others where it is.
         """
-        assert self._builds is not None
+        builds, self._builds = self._builds, None  # it keeps what the strategy had before
+        assert builds is not None
         ground, same = self._ground, (run.world.data_rank, run.world.data_size) == (world.data_rank, world.data_size)
-        with _connecting(self._membership):
+        with _connecting(self._membership), short_connects(timedelta(seconds=self.resolved.timeout_s)):
             regroup_sync_batchnorm(run.parts.model, world.data_group)
-            run.world, run.parts = world, replace(run.parts, sync=self._builds(world.group))
+            run.world, run.parts = world, replace(run.parts, sync=builds(world.group, self.resolved.path))
         if ground.balances:
             run.balance = Balancer(BatchParts(ground.full_batch, world.size), cursor.shares)
         if world.leads and not self._leads:

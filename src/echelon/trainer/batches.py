@@ -16,6 +16,7 @@ from echelon.observe.garbage import GarbageClock
 from echelon.observe.phases import CALLBACKS, RECORDING, Phase
 from echelon.records.events import CodecSwitched
 from echelon.records.kinds import EARLY_STOP, MAX_TIME, EntropyCoding
+from echelon.sync.base import Agreement
 from echelon.trainer.balance import Deal
 from echelon.trainer.commit import Commit, KeptDraws
 from echelon.trainer.evaluate import EvaluationReport
@@ -65,6 +66,8 @@ class EpochOrder:
         self._resumption = resumption
         self.history: deque[tuple[int, StepResult]] = deque(maxlen=2 * MOST_STEPS)
         self.commit: Commit | None = None
+        self._begun: Commit | None = None  # of an agreement on its way
+        self._agreed_at = -1
         self.recorded, self.spent_s = cursor.step, 0.0
         self._run, self._cursor, self._stop = run, cursor, stop
         self._slow = SlowSteps(run.progress.record)
@@ -165,8 +168,19 @@ class EpochOrder:
 
     def note(self, between: bool) -> None:
         """Note what is done, where other ranks may have to be told of it (see `Commit`)."""
-        if self._kept is not None and (self._regroups is None or self._regroups.at_agreement):
+        if self._kept is None:
+            return
+        agreement = self._regroups.agreement if self._regroups is not None else Agreement.REACHED
+        if agreement is Agreement.REACHED:
             self.commit = Commit.of(self._run, self._cursor, self.reason, between, self._kept)
+        elif agreement is Agreement.BEGUN and between:
+            self._begun = Commit.begun(self._run, self._cursor, self.reason)
+        elif agreement is Agreement.LANDED and self._begun is not None:
+            self.commit, self._begun = self._begun.landed(self._run), None
+        else:
+            return
+        if agreement is not Agreement.BEGUN:
+            self._agreed_at = self._cursor.step
 
     def update_made(self, result: StepResult) -> None:
         """Count a step whose update was made after others had been lost; nothing else is done between it and others."""
@@ -181,12 +195,16 @@ class EpochOrder:
 
     @property
     def agreed(self) -> bool:
-        """Whether the others have a part in all that this rank has done, so that it may go and nothing is lost."""
-        return self.commit is not None and self.commit.step == self._cursor.step
+        """Whether all have just agreed, so that this rank may go, or another one come, and the least is trained again.
+
+        Nothing is but, where agreements travel behind the computation, the steps since the last one was begun.
+        """
+        return self._agreed_at == self._cursor.step
 
     def _take_up(self, resumption: Resumption) -> None:
         self.saved_s, self.spent_s = resumption.saved_s, resumption.spent_s
         self.commit, self.recorded, self.reason = resumption.commit, resumption.recorded, resumption.commit.reason
+        self._agreed_at = resumption.commit.step
         self.history.extend(enumerate(resumption.results, resumption.commit.step - len(resumption.results) + 1))
 
     def _resume(self) -> bool:

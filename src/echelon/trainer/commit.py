@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from echelon.checkpoint import copy_state
 from echelon.core.state_tree import StateView
 from echelon.core.task import BestResult, Stagnation
 from echelon.records.kinds import Number
+from echelon.sync.base import Overlapped
 from echelon.torch_compat import foreach_copy_
 from echelon.trainer.loop import TrainingRun
 from echelon.trainer.state import Cursor, RunParts
@@ -91,6 +92,22 @@ class Draws:
         replica = {} if sync.steps_together else copy_state({**replica_state(run.parts), "sync": sync.state_dict()})
         return cls(torch.get_rng_state(), random.getstate(), copies.of_numpy(), copies.buffers(), replica)
 
+    @classmethod
+    def begun(cls, run: TrainingRun) -> Draws:
+        """Copy them where replicas have begun to agree, but for what they agree on: see `landed`."""
+        own = {key: value for key, value in replica_state(run.parts).items() if key not in ("parameters", "buffers")}
+        of_numpy = np.random.get_state(legacy=False)
+        return cls(torch.get_rng_state(), random.getstate(), of_numpy, [], copy_state(own))
+
+    def landed(self, run: TrainingRun) -> Draws:
+        """Return what was `begun` with a copy of what replicas have agreed on since, and nothing trained after it."""
+        sync = run.parts.sync
+        assert isinstance(sync, Overlapped), "nothing lands with other strategies"
+        with sync.landed() as state:
+            live = replica_state(run.parts)
+            agreed = copy_state({"parameters": live["parameters"], "buffers": live["buffers"], "sync": state})
+        return replace(self, buffers=list(agreed["buffers"].values()), replica={**self.replica, **agreed})
+
     @torch.no_grad()
     def restore(self, run: TrainingRun) -> None:
         """Put them back."""
@@ -165,6 +182,17 @@ class Commit:
             cursor.step, between, cursor.epoch, cursor.batch, saver.stagnation, saver.owes_evaluation, reason,
             best, best_loss, Draws.of(run, copies) if between else None,
         )  # fmt: skip
+
+    @classmethod
+    def begun(cls, run: TrainingRun, cursor: Cursor, reason: str) -> Commit:
+        """Note how far a rank is where replicas have begun to agree: it counts once that has `landed`."""
+        noted = cls.of(run, cursor, reason, between=False)
+        return replace(noted, between=True, draws=Draws.begun(run))
+
+    def landed(self, run: TrainingRun) -> Commit:
+        """Return what was `begun`, with what replicas have agreed on."""
+        assert self.draws is not None
+        return replace(self, draws=self.draws.landed(run))
 
     @property
     def place(self) -> tuple[int, bool]:

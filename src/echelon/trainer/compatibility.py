@@ -79,15 +79,14 @@ def _check_epochs_of_tuning(run: ResolvedRun) -> None:
 
 
 def survivors_go_on(run: ResolvedRun, ranks: int) -> bool:
-    """Whether the others go on when one of a run's ranks dies: as asked for, or where it can be and costs nothing.
+    """Whether the others go on when one of a run's ranks dies: as asked for, or where it can be.
 
-    A codec's memory would be copied in each step, and what a start with less memory needs is known to the ranks of that
-    start alone.
+    What a start with less memory needs is known to the ranks of that start alone.
     """
     launch = run.config.launch
     if launch.elastic != "auto" or ranks == 1:
         return launch.elastic == "on" and ranks > 1 and not survivors_save(run, ranks)
-    return not (run.config.training.on_oom != "fail" or run.compression.encodes or _against_elastic(run, ranks))
+    return not (run.config.training.on_oom != "fail" or _against_elastic(run, ranks))
 
 
 def survivors_save(run: ResolvedRun, ranks: int) -> bool:
@@ -141,12 +140,9 @@ def _check_elastic(run: ResolvedRun, ranks: int) -> None:
 def _against_elastic(run: ResolvedRun, ranks: int) -> str:
     """Return the first setting with which survivors cannot go on; empty: they can."""
     given, config, layout = run.described.strategy, run.config, run.layout_for(ranks)
-    encodes_means = run.compression.encodes and not run.sync.sums_in_backward
     against = (
         (not run.sync.regroups, f"--sync {given.sync}"),
-        (encodes_means and run.compression.codec.linear, f"--compression {given.compression}"),
-        (run.compression.codec.control() is not None, f"--compression {given.compression}"),
-        (run.path.is_choice or not run.path.by_backend, f"--collective {given.collective}"),
+        (run.compression.encodes and not run.path.by_backend, f"--collective {given.collective}"),
         (layout.splits or layout.zero1 or layout.table > 1, f"--parallel {given.parallel}"),
         (config.model.compile, "--compile"),
         (run.tuning.changes_later, f"--tune {run.tuning.text}"),

@@ -31,7 +31,7 @@ from echelon.trainer.loop import TrainingRun, fit, regroupable
 from echelon.trainer.membership import Membership, TermOver
 from echelon.trainer.state import seed_everything
 from echelon.trainer.step import StepResult
-from echelon.trainer.world import World, enter_term, leave_groups
+from echelon.trainer.world import LeftGroups, World, enter_term, leave_groups
 
 _TOLD_BYTES = 2048  # of what each member tells the others first
 
@@ -45,6 +45,7 @@ class _Member:
         commit: None of a newcomer.
         part: samples that it had of a full batch, where parts follow speed; 0: it had none.
         spent_s: seconds of the steps since the record, as far as it was there.
+        paths: of each size, where they were tried at the start: the text of `PathsFile`.
     """
 
     recorded: int
@@ -52,6 +53,7 @@ class _Member:
     commit: Commit | None = None
     part: int = 0
     spent_s: float = 0.0
+    paths: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,20 @@ class _WhileMember:
             TermOver: others have come.
         """
         for batch in self._batches:
+            self._may_begin()
             if self._membership.is_over() and (self._batches.agreed or self._membership.must_leave()):
                 raise TermOver("others have come, or gone")
             if self._membership.may_leave() and self._batches.agreed and not self._run.saver.is_writing():
                 self._leaves = True
                 return
             yield batch
+
+    def _may_begin(self) -> None:
+        """Say that this process can go on without others, once all have agreed: until then, of a run that is resumed in
+        the midst of a round, a death leads back to the checkpoint.
+        """
+        if not self._membership.has_begun and self._batches.commit is not None:
+            self._membership.begin()
 
     def step_done(self, result: StepResult) -> None:
         """See `Batches`."""
@@ -108,6 +118,7 @@ class ElasticLoop:
 
     def __init__(self, rebuilder: Rebuilder, membership: Membership, stop: StopFlag) -> None:
         self._rebuilder, self._membership, self._stop = rebuilder, membership, stop
+        self._left = LeftGroups()
 
     def fit(self, run: TrainingRun, batches: EpochOrder) -> tuple[str, EpochOrder]:
         """Train until there are no more batches, whoever comes or goes; returns how it ended, and the last batches.
@@ -121,9 +132,8 @@ class ElasticLoop:
             self._membership.agree()
         else:
             batches.note(between=False)
-            if batches.commit is not None:  # else in the midst of a round: a death leads back to the checkpoint
-                self._membership.begin()
         while True:
+            self._left.let_go()  # not earlier: until here the batches of the term before have its groups, too
             try:
                 status = fit(run, _WhileMember(run, batches, self._membership))
                 if status == LEFT:
@@ -161,6 +171,7 @@ class ElasticLoop:
     def _leave(self, run: TrainingRun) -> None:
         """Leave the groups: whoever waits for this process in one of them gets an error."""
         self._membership.leave()
+        self._left.hold()
         self._rebuilder.leave(run)
         for parameter in run.parts.model.parameters():
             parameter.grad = None
@@ -183,6 +194,7 @@ class ElasticLoop:
         if lacks:  # not earlier: if those who have made it die before, it is done again
             sync.settle_step(made=True)
         if own is None:
+            self._rebuilder.take_paths(members[agreed.source].paths)
             seed_everything(rank_seed(self._rebuilder.seed, world.size * (self._membership.term + 1) + world.rank))
         commit = agreed.commit
         commit = replace(commit, draws=Draws.of(run) if commit.between else None)
@@ -205,7 +217,8 @@ class ElasticLoop:
         leads = run.world.leads
         commit = replace(batches.commit, draws=None) if batches.commit is not None else None  # draws are of one rank
         part = run.balance.sizes[run.world.rank] if run.balance is not None else 0
-        return _Member(batches.recorded if leads else self._rebuilder.recorded(), leads, commit, part, batches.spent_s)
+        recorded, paths = batches.recorded if leads else self._rebuilder.recorded(), self._rebuilder.paths
+        return _Member(recorded, leads, commit, part, batches.spent_s, paths)
 
     def _bring_up(self, run: TrainingRun, commit: Commit | None, agreed: _Agreed, world: World) -> int:
         """Give what all replicas share to those that lack it; returns the bytes that this rank sent."""

@@ -50,7 +50,10 @@ class Membership:
     Attributes:
         member: its name among members.
         is_newcomer: it was started beside a run that goes on, and has not taken part yet.
+        has_begun: it has said that it can go on without others.
     """
+
+    has_begun = False
 
     def __init__(self, folder: TermFolder, member: str, timeout_s: float) -> None:
         """Begin in the first term, or in none as a newcomer.
@@ -91,6 +94,7 @@ class Membership:
     def begin(self) -> None:
         """Say that this process can go on without others from now on."""
         self._folder.begin(self.member)
+        self.has_begun = True
 
     def agree(self) -> None:
         """Say that this process has what the others have trained."""

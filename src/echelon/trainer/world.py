@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,12 +28,13 @@ from echelon.observe.environment import allowed_cores
 from echelon.observe.notes import RankNotes
 from echelon.parallel.base import Placement, alone, place
 from echelon.ps.worker_rank import WorkerRank
-from echelon.torch_compat import forget_failed_groups, set_timeout
+from echelon.torch_compat import forget_failed_groups, process_groups, set_timeout
 from echelon.trainer.membership import Membership, TermStore
 from echelon.trainer.resolved import ResolvedRun
 
 _STORES_FOLDER = "stores"
-_CONNECT = timedelta(seconds=30)  # who waits for a dead member's connection cannot be told that it is lost
+_CONNECT = timedelta(seconds=10)  # who waits for a dead member's connection cannot be told that it is lost
+_TRIES_S = (3.0, 6.0, 12.0)  # of the first connections of a term
 _HOST_BYTES = 64  # the longest host name on Linux
 _CORES_BYTES = 192
 
@@ -162,14 +164,74 @@ def enter_term(run: ResolvedRun, membership: Membership, term: Term, before: Wor
     meeting = membership.led_by(term, before.meeting)
     store = TermStore(membership.meeting_of(term, meeting), membership.check_term, timeout)
     with membership.connecting(), closed_afterwards():
-        dist.init_process_group(
-            _backend(before.device), store=store, rank=rank, world_size=size, timeout=min(timeout, _CONNECT)
-        )
+        _connect(store, rank, size, _backend(before.device))
         set_timeout(timeout)
         placement = place(Layout({Axis.DP: size}), rank, before.device.type, timeout)
     return replace(
         before, rank=rank, size=size, group=dist.group.WORLD, placement=placement, store=store, meeting=meeting
     )
+
+
+class LeftGroups:
+    """Groups that were left, until a thread of its own lets them go.
+
+    In rare cases gloo waits without end in the destructor of a group whose connections have broken. A survivor that
+    trains on must not wait with it.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[dist.ProcessGroup] = []
+
+    def hold(self) -> None:
+        """Keep the groups that this process is in; whoever else lets them go does not wait for their end."""
+        self._held += process_groups()
+
+    def let_go(self) -> None:
+        """Let go of what is held, where nobody else has it any more."""
+        held, self._held = self._held, []
+        if held:
+            threading.Thread(target=held.clear, name="echelon-left-groups", daemon=True).start()
+
+
+def _connect(store: dist.Store, rank: int, size: int, backend: str) -> None:
+    """Make the default group of a term; where one of its members cannot connect in time, all try again, for longer.
+
+    Whoever waits for the connection of a member that has died waits for the whole of a try; then it learns of it from
+    the store.
+
+    Raises:
+        TermOver: a member was lost before all were connected.
+        RuntimeError: the last try failed.
+    """
+    for attempt, limit_s in enumerate(_TRIES_S):
+        own, failed = dist.PrefixStore(f"try{attempt}", store), f"failed{attempt}"
+        error: Exception | None = None
+        try:
+            dist.init_process_group(
+                backend, store=own, rank=rank, world_size=size, timeout=timedelta(seconds=limit_s)
+            )  # fmt: skip
+        except RuntimeError as raised:
+            error = raised
+            store.set(failed, "1")
+        store.set(f"tried{attempt}/{rank}", "1")
+        store.wait([f"tried{attempt}/{each}" for each in range(size)])
+        if not store.check([failed]):
+            return
+        leave_groups()
+        if attempt == len(_TRIES_S) - 1:
+            raise error or RuntimeError("another member of the term could not connect")
+
+
+@contextmanager
+def short_connects(timeout: timedelta) -> Iterator[None]:
+    """Give up groups that are made inside the block where a member does not connect within 10 s.
+
+    Args:
+        timeout: of the operations of all groups, afterwards.
+    """
+    set_timeout(min(timeout, _CONNECT))
+    yield
+    set_timeout(timeout)
 
 
 def leave_groups() -> None:

@@ -45,7 +45,7 @@ def test_a_step_that_is_not_brought_here_may_be_done_again(
     monkeypatch.setattr(elastic, "regroupable", lambda run: codecs)
     monkeypatch.setattr(elastic, "_exchange", lambda told, world: members)
     monkeypatch.setattr(elastic.ElasticLoop, "_bring_up", lost)
-    rebuilder: Any = SimpleNamespace(recorded=lambda: 0)
+    rebuilder: Any = SimpleNamespace(recorded=lambda: 0, paths="")
     nothing: Any = None
     loop = elastic.ElasticLoop(rebuilder, nothing, nothing)
     run: Any = SimpleNamespace(world=SimpleNamespace(leads=False), balance=None)

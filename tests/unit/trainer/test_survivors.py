@@ -19,10 +19,20 @@ from echelon.trainer.compatibility import check_strategies, survivors_go_on, sur
         ({"strategy.sync": "local(8)"}, True),
         ({"strategy.sync": "diloco(20)"}, True),
         ({"strategy.sync": "easgd(10)"}, True),
-        ({"strategy.sync": "local(8, overlap=2)"}, False),
+        ({"strategy.sync": "local(8, overlap=2)"}, True),
+        ({"strategy.sync": "local(8, overlap=2, optimizer_state=average)"}, False),
+        ({"strategy.sync": "local(8, start=100)"}, False),
+        ({"strategy.sync": "diloco(20, overlap=2)"}, False),
+        ({"strategy.sync": "diloco(20, overlap=2, alpha=0)"}, True),
         ({"strategy.sync": "ps"}, False),
-        ({"strategy.compression": "int8"}, False),
-        ({"strategy.collective": "ring"}, False),
+        ({"strategy.compression": "int8"}, True),
+        ({"strategy.compression": "powersgd(4)"}, True),
+        ({"strategy.compression": "powersgd(4)", "strategy.sync": "local(8)"}, True),
+        ({"strategy.compression": "adaptive"}, True),
+        ({"strategy.collective": "ring"}, True),
+        ({"strategy.collective": "auto"}, True),
+        ({"strategy.collective": "hierarchical(group=2)"}, True),
+        ({"strategy.collective": "hierarchical(group=2)", "strategy.compression": "int8"}, False),
         ({"strategy.parallel": "fsdp=-1"}, False),
         ({"strategy.parallel": "zero1"}, False),
         ({"launch.balance": "auto"}, True),
@@ -37,7 +47,7 @@ from echelon.trainer.compatibility import check_strategies, survivors_go_on, sur
         ({"launch.elastic": "on", "strategy.compression": "int8", "strategy.sync": "local(8)"}, True),
     ],
 )
-def test_survivors_go_on_where_they_can_and_it_costs_nothing(settings: dict[str, object], go_on: bool) -> None:
+def test_survivors_go_on_where_they_can(settings: dict[str, object], go_on: bool) -> None:
     run = resolve(build(None, {"data.source": "digits", **settings}).config)
     assert survivors_go_on(run, 4) is go_on
     assert not survivors_go_on(run, 1)
@@ -48,7 +58,8 @@ def test_survivors_go_on_where_they_can_and_it_costs_nothing(settings: dict[str,
     ("settings", "flag"),
     [
         ({"strategy.parallel": "tp=-1"}, "--parallel tp=-1"),
-        ({"strategy.sync": "local(8)", "strategy.compression": "powersgd(4)"}, "--compression powersgd"),
+        ({"strategy.collective": "hierarchical(group=2)", "strategy.compression": "int8"}, "--collective hierarchical"),
+        ({"strategy.sync": "diloco(20, overlap=2)"}, "--sync diloco"),
         ({"model.tune": "head+unfreeze(epoch=3)"}, "--tune head"),
     ],
 )

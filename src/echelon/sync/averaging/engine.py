@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.collectives import codec_state
+from echelon.collectives.base import Path
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import SHOWN, WireCount
@@ -24,7 +25,7 @@ from echelon.sync.averaging.exchange import DeltaTransport, Exchange, weighted_s
 from echelon.sync.averaging.fragment import Fragment, SavedReplica
 from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule
 from echelon.sync.averaging.values import Value, cut, model_values
-from echelon.sync.base import Sync, SyncContext
+from echelon.sync.base import Agreement, Sync, SyncContext
 from echelon.sync.buffers import mean_of_replicas, saved_buffers
 from echelon.torch_compat import COMPILED, same_ranks_group, uses_nccl
 
@@ -68,7 +69,8 @@ class Averaging:
                 route = Route(route.path, same_ranks_group(route.group))
         compression = self._context.compression.for_run(self._plan.agreements(self._context.steps))
         codec = compression.build() if compression.encodes else None
-        return DeltaTransport(route, codec, self._context.seed, self._wire)
+        confirms = self._context.survives and codec is not None and codec.linear and codec.biased
+        return DeltaTransport(route, codec, self._context.seed, self._wire, confirms)
 
     @property
     def module(self) -> nn.Module:
@@ -194,24 +196,33 @@ class Averaging:
         if not centre and (self._route is None or (all(f.equal for f in self._fragments) and not averages)):
             yield
             return
-        own = [(value, value.tensor.detach().clone()) for fragment in self._fragments for value in fragment.values]
-        if averages in self._agreed:
-            for (value, _), mean in zip(own, self._agreed[averages], strict=True):
-                value.write(mean)
-        elif self._is_fresh and not averages:
-            for fragment in self._fragments:
-                for value in fragment.values:
-                    value.write(fragment.anchor(value))
-        else:
-            for fragment in self._fragments:
-                fragment.settle()
-                self._show(fragment, centre, averages)
-            self._agreed[averages] = [value.tensor.detach().clone() for value, _ in own]
-        try:
+        with self._own_values_afterwards() as values:
+            if averages in self._agreed:
+                for value, mean in zip(values, self._agreed[averages], strict=True):
+                    value.write(mean)
+            elif self._is_fresh and not averages:
+                self._write_anchors()
+            else:
+                for fragment in self._fragments:
+                    fragment.settle()
+                    self._show(fragment, centre, averages)
+                self._agreed[averages] = [value.tensor.detach().clone() for value in values]
             yield
+
+    @contextmanager
+    def _own_values_afterwards(self) -> Iterator[list[Value]]:
+        """Give all values, which may be written to inside the block."""
+        own = [(value, value.tensor.detach().clone()) for fragment in self._fragments for value in fragment.values]
+        try:
+            yield [value for value, _ in own]
         finally:
             for value, tensor in own:
                 value.write(tensor)
+
+    def _write_anchors(self) -> None:
+        for fragment in self._fragments:
+            for value in fragment.values:
+                value.write(fragment.anchor(value))
 
     @property
     def _is_fresh(self) -> bool:
@@ -349,16 +360,42 @@ class Averaging:
                 fragment.load_resharded([state["fragments"][i] for state in states])
 
     @property
-    def at_agreement(self) -> bool:
-        """Whether no replica has trained anything since all agreed last."""
-        return self._first is None and all(fragment.equal or fragment.fresh for fragment in self._fragments)
+    def agreement(self) -> Agreement:
+        """What replicas have in common after the last step."""
+        plan, fragments = self._plan, self._fragments
+        if self._first is not None:
+            return Agreement.NONE
+        if any(fragment.flight and fragment.flight.due == self._step + plan.overlap for fragment in fragments):
+            return Agreement.BEGUN
+        if all(fragment.equal for fragment in fragments):
+            return Agreement.REACHED
+        if all(fragment.fresh for fragment in fragments):
+            return Agreement.LANDED if plan.keep_progress else Agreement.REACHED
+        return Agreement.NONE
 
-    def leave(self) -> Callable[[dist.ProcessGroup | None], Averaging]:
-        """Let go of the group, at the last agreement; returns what builds the strategy for another one."""
+    @contextmanager
+    def landed(self) -> Iterator[StateTree]:
+        """Give the model, and this strategy's state, as agreed on at the step whose mean has just been applied."""
+        with self._own_values_afterwards():
+            self._write_anchors()
+            yield {
+                "step": self._step - self._plan.overlap,
+                "rule": self._rule.state_dict(),
+                "fragments": [fragment.landed() for fragment in self._fragments],
+            }
 
-        def build(group: dist.ProcessGroup | None) -> Averaging:
+    def leave(self) -> Callable[[dist.ProcessGroup | None, Path], Averaging]:
+        """Let go of the group, at the last agreement; returns what builds the strategy for another one and a path.
+
+        What is on its way to others ends first: their connections are broken by now.
+        """
+        if self._background:
+            self._background.close()
+        context = replace(self._context, group=None)
+
+        def build(group: dist.ProcessGroup | None, path: Path) -> Averaging:
             """Build the strategy for a group."""
-            made = self._build(replace(self._context, group=group))
+            made = self._build(replace(context, group=group, path=path))
             assert isinstance(made, Averaging)
             made._go_on_from(self, dist.get_world_size(group) if group is not None else 1)
             for name, n_bytes in self.bytes_sent().items():

@@ -29,12 +29,15 @@ class DeltaTransport:
         codec: of large parameters; None: they travel as they are.
         seed: of the codec's draws, the same on every rank.
         wire: where bytes are counted.
+        confirms: a mean counts once all ranks have it: what a linear codec leaves out is known with its last sum alone,
+            so who lacks that could not keep its memory when others go on.
     """
 
     route: Route
     codec: Codec | None
     seed: int
     wire: WireCount
+    confirms: bool = False
 
 
 class Exchange:
@@ -75,6 +78,9 @@ class Exchange:
             if not is_finite(flat):
                 self._tell([m.name for m in bucket.members if not is_finite(deltas[m.name])])
             means |= {m.name: flat[slice(*m.span)].view(m.shape) for m in bucket.members}
+        if self._link.confirms:
+            device = values[0].tensor.device
+            self._link.wire.add("small", self._link.route.sum_(torch.zeros(1, device=device)))
         return means
 
     def _tell(self, names: Sequence[str]) -> None:

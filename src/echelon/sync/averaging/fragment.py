@@ -212,6 +212,10 @@ class Fragment:
             "codec": self._exchange.state_dict() if self._exchange else waiting,
         }
 
+    def landed(self) -> StateTree:
+        """Return, where a mean was just applied, the state of the step at which it was taken (not copied)."""
+        return {**self.state_dict(), "samples": 0, "expected": 0, "equal": True, "fresh": True}
+
     def load_state_dict(self, state: StateView) -> None:
         """Take back what `state_dict` gave on this rank."""
         self._load_common_part(state)

@@ -55,8 +55,12 @@ class AveragingPlan:
 
     @property
     def in_one_piece(self) -> bool:
-        """Whether all of the model agrees at once, with nothing on its way and no share of a replica's own kept."""
-        return not self.start and self.fragments == 1 and not self.overlap and not self.alpha
+        """Whether all of the model agrees at once, and no share of a replica's own is kept.
+
+        Moments that travel behind the computation are not known where the parameters were taken.
+        """
+        whole = not self.start and self.fragments == 1 and not self.alpha
+        return whole and (not self.overlap or self.optimizer_state == "keep")
 
     def is_due(self, fragment: int, step: int) -> bool:
         """Whether a fragment's deltas are taken after local step `step`: at its offset p * period / fragments."""
