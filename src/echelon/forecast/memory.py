@@ -193,7 +193,8 @@ def _memory(run: ResolvedRun, layout: Layout, peaks: Peaks) -> Memory:
     saved = peaks.held + optimizer + kept.saved
     plain = not (layout.splits or run.sync.sums_in_backward)
     if plain and survivors_go_on(run, layout.dp):  # a round begins with a copy, to return to
-        kept = replace(kept, between=kept.between + peaks.held + optimizer + kept.between)
+        begun = optimizer if kept.between > kept.saved else 0  # while a mean travels, of the next one too
+        kept = replace(kept, between=kept.between + peaks.held + optimizer + kept.saved + begun)
     return Memory(
         parameters=peaks.parameters,
         gradients=gradients,

@@ -104,8 +104,10 @@ def test_strategies_and_codecs_add_what_they_keep() -> None:
     whole = alone.parameters
     (local,) = predict("dp=2", 2, strategy__sync="local(8)", launch__elastic="off")
     (elastic,) = predict("dp=2", 2, strategy__sync="local(8)")
-    (diloco,) = predict("dp=2", 2, strategy__sync="diloco(8)", strategy__compression="int8")
+    codec = {"strategy__compression": "int8", "launch__elastic": "off"}
+    (diloco,) = predict("dp=2", 2, strategy__sync="diloco(8)", **codec)
     (behind,) = predict("dp=2", 2, strategy__sync="diloco(8, overlap=2)")
+    (overlapped,) = predict("dp=2", 2, strategy__sync="local(8, overlap=2)")
     (coded,) = predict("dp=2", 2, strategy__compression="sign")
     (split,) = predict("tp=2,dp=2", 4, strategy__sync="local(8)")
     assert (local.sync, diloco.sync, behind.sync) == (whole, 2 * whole, 4 * whole)
@@ -113,6 +115,7 @@ def test_strategies_and_codecs_add_what_they_keep() -> None:
     assert local.peak >= alone.parameters + alone.optimizer + 3 * whole, "deltas, and the vectors they are reduced in"
     copy = alone.parameters + alone.optimizer + local.sync
     assert elastic.sync - local.sync == elastic.peak - local.peak == copy, "of the replica, to which survivors return"
+    assert overlapped.sync == 3 * whole + copy + alone.optimizer, "and of the optimizer's state while a mean travels"
     assert elastic.checkpoint == local.checkpoint
     assert coded.sync == pytest.approx(4 * whole, rel=0.02), "a vector, error feedback of both directions, its copies"
     assert split.sync == split.parameters < 0.6 * whole
