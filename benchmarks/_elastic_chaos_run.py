@@ -79,10 +79,10 @@ class Plan:
         codec = () if self.codec == "none" else (f"compression={self.codec}",)
         several = (f"nodes={self.machines}",) if self.machines > 1 else ()
         layout = (f"parallel={self.layout}",) if self.layout else ()
-        layout += (f"collective={self.path}",) if self.path != "backend" else ()
+        path = (f"collective={self.path}",) if self.path != "backend" else ()
         timeout_s = 60 if several else 30  # after which others wait no more for one that is stopped at its start
         own = (f"sync={self.sync}", f"epochs={self.epochs}", "checkpoint_every=50", f"timeout={timeout_s}s")
-        return (*several, *layout, *codec, *own, "max_restarts=1000")
+        return (*several, *layout, *path, *codec, *own, "max_restarts=1000")
 
 
 @dataclass
