@@ -298,7 +298,8 @@ def _ended(outcome: Outcome, objects: UserObjects | None) -> Outcome:
 def _told(outcome: Outcome) -> Outcome:
     """Say in a line how a run ended, as the command does in several."""
     for words in outcome.words[:1]:
-        say(f"{words} Report: {outcome.folder / 'report.html'}")
+        report = outcome.folder / "report.html"  # of several machines, the one that leads has it
+        say(f"{words} Report: {report}" if report.exists() else words)
     return outcome
 
 

@@ -19,7 +19,7 @@ from echelon.core.stop import StopFlag
 from echelon.inference.predict import BatchShare, MaskOutput, PredictedRow, device_of, predict_samples
 from echelon.launch.fork_server import start_import_server
 from echelon.launch.places.local import Local
-from echelon.launch.plan import LaunchPlan, thread_count, usable_cores, visible_gpus
+from echelon.launch.plan import LaunchPlan, check_processes, thread_count, usable_cores, visible_gpus
 from echelon.launch.supervisor import Death, JobFailed, Refused, Watch, supervise
 from echelon.run.job import EvaluationFiles
 from echelon.run.machine import ranks_here
@@ -65,6 +65,7 @@ def predict_on_workers(job: PredictionJob, objects: UserObjects, workers: int) -
         UserError: as `predict_samples`.
         JobFailed: a process died.
     """
+    check_processes(workers)
     workers = workers or (visible_gpus() if job.device != "cpu" else 0) or usable_cores()
     parcel = None if objects == UserObjects() else Parcel.of(objects)
     start_import_server(_PRELOAD)

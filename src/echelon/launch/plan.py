@@ -16,6 +16,7 @@ from echelon.core.link import Link
 if TYPE_CHECKING:
     from echelon.launch.places.cluster import NodeRank
 
+_MOST_PROCESSES, _MOST_PER_CORE = 16, 4
 ROUND_VARIABLE = "ECHELON_ROUND"  # in a worker's environment: a name that only the ranks started with it know
 
 
@@ -74,6 +75,17 @@ def visible_gpus() -> int:
 def usable_cores() -> int:
     """Count the CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_processes(workers: int) -> None:
+    """Refuse more processes for an evaluation, or for predictions, than a machine can hold.
+
+    Raises:
+        UserError: names the most that it takes.
+    """
+    most = max(_MOST_PROCESSES, _MOST_PER_CORE * usable_cores())
+    if workers > most:
+        raise UserError(f"--workers {workers}: this machine has {usable_cores()} cores; at most {most} processes")
 
 
 def worker_count(config: LaunchConfig, device: str) -> int:

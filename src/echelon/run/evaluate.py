@@ -18,7 +18,7 @@ from echelon.core.stop import StopFlag
 from echelon.launch.culprit import Living
 from echelon.launch.fork_server import start_import_server
 from echelon.launch.places.local import Local
-from echelon.launch.plan import LaunchPlan, is_worker, thread_count, usable_cores, visible_gpus
+from echelon.launch.plan import LaunchPlan, check_processes, is_worker, thread_count, usable_cores, visible_gpus
 from echelon.launch.supervisor import Death, JobFailed, Refused, Watch, supervise
 from echelon.observe.screen import Screen
 from echelon.run.job import EVALUATOR, EvaluationFiles
@@ -52,6 +52,7 @@ def rescore(
         JobFailed: a process died.
     """
     check_whole(folder / CHECKPOINTS_FOLDER, checkpoint)
+    check_processes(workers)
     gpus = 0 if config.training.device == "cpu" else visible_gpus()
     workers = workers or min(config.launch.workers or gpus or _USUAL, gpus or usable_cores())
     if config.training.device == "cuda" and gpus < workers:  # a run's machine had them

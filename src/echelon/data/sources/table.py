@@ -497,7 +497,7 @@ class _Rows:
             tokeniser=column.tokeniser,
             columns=self.inputs,
         )
-        note = f"texts of {self.inputs[0]} are cut into tokens, of a vocabulary of {column.tokeniser.count:,}"
+        note = f"texts (column {self.inputs[0]}) are cut into tokens, of a vocabulary of {column.tokeniser.count:,}"
         return self._cut(column.inputs, targets, info, [note, *self._marks_note(request, encoding, info)])
 
     def sounds_source(self, request: DataRequest) -> Source:
