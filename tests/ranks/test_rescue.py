@@ -111,6 +111,36 @@ def test_no_step_is_lost_whoever_dies_where(layout: str, faults: Sequence[Fault]
         check_undisturbed(train(runs, layout, faults), layout)
 
 
+TOPK, POWER = "topk(0.05, warmup_steps=0, finish_steps=0)", "powersgd(2, warmup_steps=0, finish_steps=0)"
+CODED: Sequence[tuple[str, str, str]] = (
+    ("dp=2,tp=2", TOPK, "backward"),
+    ("dp=2,tp=2", POWER, "after flag"),
+    ("dp=2,pp=2", TOPK, "after update"),
+    ("dp=2,fsdp=2", POWER, "sums"),
+    ("dp=2,fsdp=2", "adaptive(error=0.3)", "sums"),
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "codec", "point"),
+    [pytest.param(*case, marks=pytest.mark.slow if i else pytest.mark.long) for i, case in enumerate(CODED)],
+)
+def test_codecs_between_split_replicas_go_on_from_the_same_step(
+    layout: str, codec: str, point: str, tmp_path: Path
+) -> None:
+    """What the dead rank's codec had not sent is lost; what all codecs have alike is not, or they would not meet."""
+    with Runs(tmp_path) as runs:
+        run = train(runs, layout, [("rank1", point, 7)], "--compression", codec)
+        assert run.end() == 0, run.text()[-3000:]
+        assert [r for r in run.records("checkpoint") if r["reason"] == "rescue"], run.text()[-3000:]
+        assert all(event["lost_steps"] == 0 for event in run.events("resumed")), run.text()[-3000:]
+        check_recorded(run)
+        undisturbed = train(runs, layout, [], "--compression", codec, folder="undisturbed")
+        assert undisturbed.end() == 0
+        loss, expected = run.losses()[STEPS], undisturbed.losses()[STEPS]
+        assert abs(loss - expected) < 0.3 * expected
+
+
 ADAM = ("--optimizer", "adamw", "--lr", "0.002", "--ema", "0.9", "--clip-norm", "0.5", "--workers", "2")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,21 @@ def test_another_machine_is_lost_and_comes_back_as_with_one_that_leads(tmp_path:
         wait_for_size(first, 3)
         check_ended(first, second, again)
         assert sizes(first) == [3, 2, 3]
+
+
+@pytest.mark.slow
+def test_who_is_left_of_the_voters_keeps_what_is_trained_until_another_is_back(tmp_path: Path) -> None:
+    with ShapedNetwork(3, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        group = group_of_voters(runs, network, pace_s=1.0)
+        first, second, third = (group.start(i) for i in range(3))
+        reach(first, 3)
+        kill(third)
+        wait_for_size(first, 2)
+        kill(second)
+        time.sleep(6.0)  # for longer than a member that is stuck in a collective is given
+        again = [group.start(1), group.start(2)]
+        check_ended(first, *again)
+        assert not first.events("resumed") and {r["attempt"] for r in first.records("start")} == {0}
 
 
 @pytest.mark.slow

@@ -261,6 +261,13 @@ class GradientHook:
         pace, memories = self.pace.state_dict() if self.pace is not None else {}, self._work.memories()
         return codec_state.StepMemories(memories.after | pace, memories.before | (self._pace_before or pace))
 
+    def undo_step(self) -> None:
+        """Put the codec's states back to what they were before the step that was begun last, unless it was made."""
+        if isinstance(self._work, CodecWork):
+            self._work.undo_step()
+        if self.pace is not None and self._pace_before:
+            self.pace.load_state_dict(self._pace_before)
+
     def step_made(self) -> None:
         """Hear that the sums of a step have been applied."""
         self._pace_before = {}

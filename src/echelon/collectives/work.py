@@ -152,11 +152,15 @@ class CodecWork:
     def memories(self) -> codec_state.StepMemories:
         """Return copies of the states after the step that was begun last and before it, in a group that is left."""
         after = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.state_dict().items()}
+        self.undo_step()
+        before = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.state_dict().items()}
+        return codec_state.StepMemories(after, before)
+
+    def undo_step(self) -> None:
+        """Put the states back to what they were before the step that was begun last, unless it was made."""
         for filling in self._begun:
             filling.snapshot.restore()
         self._begun.clear()
-        before = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.state_dict().items()}
-        return codec_state.StepMemories(after, before)
 
     def step_made(self) -> None:
         """Hear that the step's sums have been applied: it is not undone any more."""

@@ -273,6 +273,22 @@ class AllReduce:
         if shared:
             hook.load_common(merge([shared], {}))
 
+    def break_off(self, made: bool) -> None:
+        """Reduce nothing any more; unless its update was `made`, codecs forget the step that was begun last."""
+        if self._hook:
+            self._hook.close()
+            if not made:
+                self._hook.undo_step()
+
+    def common_state(self) -> StateTree:
+        """Return what of `state_dict` all replicas have alike."""
+        return common(self.state_dict())
+
+    def load_common_state(self, state: StateView) -> None:
+        """Take over what `common_state` returned in another replica; what codecs have not sent begins anew."""
+        if self._hook and state:
+            self._hook.load_common(merge([state], {}))
+
     def reduce_times(self) -> ReduceTimes | None:
         """Return the hook's; on a GPU the host does not see when the network is done."""
         return self._hook.times if self._hook and self._context.device.type == "cpu" else None

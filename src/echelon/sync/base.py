@@ -240,6 +240,20 @@ class Regroupable(Sync, Protocol):
 
 
 @runtime_checkable
+class Rescuable(Protocol):
+    """A strategy whose survivors can save what they had trained with a replica that is gone."""
+
+    def break_off(self, made: bool) -> None:
+        """Send nothing any more; unless the step that was begun last was `made`, it is forgotten."""
+
+    def common_state(self) -> StateTree:
+        """Return what of `state_dict` all replicas have alike."""
+
+    def load_common_state(self, state: StateView) -> None:
+        """Take over what `common_state` returned in another replica; all else begins anew."""
+
+
+@runtime_checkable
 class Overlapped(Regroupable, Protocol):
     """One whose agreements travel behind the computation."""
 

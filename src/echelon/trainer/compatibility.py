@@ -115,7 +115,7 @@ def _against_rescue(run: ResolvedRun, ranks: int) -> str:
         (not _has_second(layout), f"--parallel {given.parallel}"),
         (_keeps_copies(layout) and run.optimizer.reach > Reach.ELEMENT, f"--optimizer {run.optimizer.name}"),
         (not run.sync.sums_in_backward, f"--sync {given.sync}"),
-        (run.compression.encodes, f"--compression {given.compression}"),
+        (run.compression.encodes and layout.zero1, f"--compression {given.compression}"),
         (config.training.precision == "fp16", "--precision fp16"),
         (not run.tuning.changes_nothing, f"--tune {run.tuning.text}"),
         (config.training.device != "cpu" and torch.cuda.device_count() > 0, f"--device {config.training.device}"),

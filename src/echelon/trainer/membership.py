@@ -66,6 +66,7 @@ class Membership:
         self._term = 0
         self._connections: dict[int, int] = {}
         self._before: dict[int, int] | None = None  # while connections are made
+        self._is_between = False  # two terms: it waits for nobody of the one before
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._look, name="echelon-terms", daemon=True)
@@ -127,14 +128,24 @@ class Membership:
             ends = float("inf")  # the supervisor ends it
         elif not self.is_over():
             self._folder.complain(self._term, self.member)
+        self._is_between = True
+        try:
+            return self._entered(ends)
+        finally:
+            self._is_between = False
+
+    def _entered(self, ends: float) -> Term:
         while True:
             term = self._folder.newest()
-            if term is not None and term.number > self._term and self.member in term.members:
-                with self._lock:
-                    self._term, self._connections = term.number, {}
-                if self._all_enter(term):
-                    return term
-                continue
+            if term is not None and term.number > self._term:
+                if self.member in term.members:
+                    with self._lock:
+                        self._term, self._connections = term.number, {}
+                    if self._all_enter(term):
+                        return term
+                    continue
+                if not term.members:  # more than half of the machines that may lead are lost: their commands wait, too
+                    ends = float("inf")
             if time.monotonic() > ends:
                 raise TimeoutError(f"{self.member} lost its peers, and nobody said for {self._timeout_s:g} s who left")
             time.sleep(_POLL_S)
@@ -245,8 +256,9 @@ class Membership:
             now_s, now_used_s = time.monotonic(), time.clock_gettime(trains)
             late, looked_s = now_s - looked_s > _LATE_S, now_s
             is_busy = now_used_s - used_s > _IDLE * (now_s - still_s)
-            # Who is alone is in no collective, nor who waits for data, or in code of the user's.
-            if not over or late or is_busy or not self._connections or not _waits_for_others(_main_frame()):
+            # Who is alone is in no collective, nor who waits for a term, or for data, or is in code of the user's.
+            waits = bool(self._connections) and not self._is_between and _waits_for_others(_main_frame())
+            if not over or late or is_busy or not waits:
                 still_s, used_s = now_s, now_used_s
             elif now_s - still_s > _STUCK_S:
                 where = "".join(traceback.format_stack(_main_frame()))

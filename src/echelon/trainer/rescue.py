@@ -39,6 +39,7 @@ from echelon.parallel.local_shards import LocalShard
 from echelon.records.decode import decode
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import Steps
+from echelon.sync.base import Rescuable
 from echelon.tasks.base import SAMPLE
 from echelon.trainer.batches import EpochOrder
 from echelon.trainer.commit import Commit
@@ -47,7 +48,7 @@ from echelon.trainer.membership import Membership, TermStore
 from echelon.trainer.saving import Captured, WriterState, stand_by, writer_state
 from echelon.trainer.second_copy import SecondCopy, share_regions
 from echelon.trainer.sharded_state import list_groups, to_parts
-from echelon.trainer.state import SINCE, Cursor, RunParts, layout_of, rank_state, shared_state
+from echelon.trainer.state import COMMON, SINCE, Cursor, RunParts, layout_of, rank_state, shared_state
 from echelon.trainer.world import leave_groups
 
 REASON = "rescue"
@@ -240,6 +241,8 @@ class _Rescue:
         """Make the update that others have made: this rank has its gradients. Or return to before the next step."""
         run, commit = self._run, self._batches.commit
         assert commit is not None and run.parts.update is not None and run.parts.update.gate is not None
+        if isinstance(run.parts.sync, Rescuable):
+            run.parts.sync.break_off(made=commit.step != step)
         if commit.step == step:
             if commit.draws is not None:
                 commit.draws.restore(run)
@@ -315,11 +318,16 @@ class _Written:
         ranks: all whose parts are written, by whomever.
         is_source: it writes its piece of the model.
         copy: what it writes in a dead neighbour's place; None: nothing.
+        dead: ranks that had the piece that it writes: what their codecs had alike with its own, it writes for them.
+        is_broken: a rank of its replica died: of its own codec it writes no more than that, either. What a replica's
+            ranks have several times must be remembered alike.
     """
 
     ranks: Sequence[int]
     is_source: bool
     copy: SecondCopy | None
+    dead: Sequence[int]
+    is_broken: bool
 
 
 def _written(members: Sequence[_Told], run: TrainingRun) -> _Written:
@@ -339,7 +347,13 @@ def _written(members: Sequence[_Told], run: TrainingRun) -> _Written:
         raise CannotSave(f"no other has what rank {min(missing)} of a replica had")
     lost = sorted(each for each in copied if each >= 0)
     writes = run.copy if run.copy is not None and run.copy.rank in lost else None
-    return _Written([*ranks, *lost], run.world.rank in first.values(), writes)
+    gone = [rank for rank in range(run.world.size) if rank not in ranks and rank not in lost]
+    sync = run.parts.sync
+    has_codec = isinstance(sync, Rescuable) and bool(sync.common_state())
+    encoded = [rank for rank in gone if has_codec and rank % pieces in first]
+    dead = [rank for rank in encoded if first[rank % pieces] == run.world.rank]
+    is_broken = any(rank // pieces == run.world.rank // pieces for rank in encoded)
+    return _Written([*ranks, *lost, *encoded], run.world.rank in first.values(), writes, dead, is_broken)
 
 
 def _unrecorded_steps(members: Sequence[_Known]) -> list[int]:
@@ -400,6 +414,9 @@ class _SurvivorsState:
         parts = {run.world.rank: self._part(run.world.rank, run.parts, cursor, self._own_regions())}
         if (copy := written.copy) is not None:
             parts[copy.rank] = self._part(copy.rank, copy.parts(run.parts), cursor, copy.regions())
+        if written.dead:
+            state = {COMMON: self._common_state()}
+            parts |= {rank: RankPart.of(rank, state, {}, {}, AlikeTensors()) for rank in written.dead}
         self._writer.write({folder / part_file(rank): part for rank, part in parts.items()})
         if not self.leads:
             yield None
@@ -423,8 +440,16 @@ class _SurvivorsState:
         told = to_parts(shared_state(run_parts, cursor), run_parts.split.pieces, regions)
         shared, shards = take_parts(told, part_file(rank))
         world = self._run.world
-        own = rank_state(run_parts, world) if rank == world.rank else {}
+        own = dict(rank_state(run_parts, world)) if rank == world.rank else {}
+        if own and self._written.is_broken:
+            del own["sync"]
+            own[COMMON] = self._common_state()
         return RankPart.of(rank, own, shared, shards, AlikeTensors())
+
+    def _common_state(self) -> StateView:
+        sync = self._run.parts.sync
+        assert isinstance(sync, Rescuable)
+        return sync.common_state()
 
     def finish(self) -> None:
         """Wait until what this rank writes is on disk."""

@@ -15,7 +15,7 @@ from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.base import Placement
 from echelon.parallel.local_shards import LocalShards
 from echelon.parallel.reach import ReachedMarks
-from echelon.sync.base import Sync
+from echelon.sync.base import Rescuable, Sync
 from echelon.sync.buffers import averaged_buffers
 
 
@@ -149,6 +149,20 @@ class SplitSync:
     def state_dict(self) -> StateTree:
         """Return the inner strategy's state."""
         return self._inner.state_dict()
+
+    def break_off(self, made: bool) -> None:
+        """As the inner strategy, where it encodes."""
+        if isinstance(self._inner, Rescuable):
+            self._inner.break_off(made)
+
+    def common_state(self) -> StateTree:
+        """As the inner strategy."""
+        return self._inner.common_state() if isinstance(self._inner, Rescuable) else {}
+
+    def load_common_state(self, state: StateView) -> None:
+        """As the inner strategy."""
+        if isinstance(self._inner, Rescuable):
+            self._inner.load_common_state(state)
 
     def alike(self, state: StateView) -> list[Tensor]:
         """Return what the inner strategy has alike on the ranks that hold the same pieces."""

@@ -32,7 +32,7 @@ from echelon.data.order import layer_seed
 from echelon.optim.build import EMA
 from echelon.parallel.base import ORDER
 from echelon.parallel.split import SplitModel
-from echelon.sync.base import Sync
+from echelon.sync.base import Rescuable, Sync
 from echelon.tasks.base import Task
 from echelon.trainer.sharded_state import to_own
 from echelon.trainer.update import Update
@@ -290,6 +290,8 @@ def rank_state(run_parts: RunParts, world: World) -> StateView:
 
 _GO_TOGETHER = ("momentum", "nesterov", "weight_decay")
 _OF_DEVICE = ("fused",)
+COMMON = "common"
+"""In place of a rank's `sync`: what all replicas have alike of it, where one of its replica's ranks died."""
 
 
 def load_shared_state(run_parts: RunParts, state: StateView) -> Cursor:
@@ -386,6 +388,11 @@ def load_rank_state(
     state = ranks.get(world.rank)
     if not state:  # it died, and others saved all but what it alone had
         return
+    if COMMON in state and same_tuning:
+        assert isinstance(run_parts.sync, Rescuable)
+        run_parts.sync.load_common_state(state[COMMON])
+    if "torch" not in state:
+        return
     torch.set_rng_state(state["torch"])
     _restore_host_generators(state)
     if world.device.type == "cuda" and "cuda" in state:
@@ -402,7 +409,7 @@ def load_rank_state(
     if run_parts.ema and "ema" in state:
         ema = run_parts.ema.state_dict()
         run_parts.ema.load_state_dict(ema | {"average": ema["average"] | state["ema"]})
-    if same_tuning:
+    if same_tuning and "sync" in state:
         run_parts.sync.load_state_dict(state["sync"])
 
 
@@ -414,12 +421,12 @@ def _load_resharded_ranks(
     if all(saved.get(axis, 1) == now.get(axis, 1) for axis in inner):
         size = math.prod(saved.get(axis, 1) for axis in inner)  # ranks of a replica; dp is the outermost axis
         same_piece = [rank for rank in sorted(ranks) if rank % size == world.rank % size]
-        run_parts.sync.load_resharded([ranks[rank]["sync"] for rank in same_piece])
+        run_parts.sync.load_resharded([ranks[rank]["sync"] for rank in same_piece if "sync" in ranks[rank]])
         moments = [ranks[rank]["optimizer"] for rank in same_piece if "model" in ranks[rank]]
         if moments:
             run_parts.optimizer.load_state_dict(mean_of(moments))
         return
-    if any(_left_out_something(rank["sync"]) for rank in ranks.values()):
+    if any(_left_out_something(rank.get("sync", {})) for rank in ranks.values()):
         warnings.warn(
             "what the codec had left out was kept for the pieces of another layout, and is forgotten", stacklevel=2
         )

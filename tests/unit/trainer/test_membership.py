@@ -25,6 +25,10 @@ def turns():  # as gloo's thread does, on a connection whose lock another one ho
         pass
 
 threading.Thread(target=turns, daemon=True).start()
+if sys.argv[2] == "between two terms":
+    folder.publish(Term(1, (), lost_by=1))
+    threading.Timer(4.0, lambda: os._exit(0)).start()
+    member.next_term()
 folder.publish(Term(1, ("rank0.0",), lost_by=1))
 where = "/torch/distributed/collectives.py" if sys.argv[2] != "in the user's code" else "/home/user/model.py"
 exec(compile("threading.Event().wait(30.0 if sys.argv[2] == 'with a peer' else 4.0)", where, "exec"))
@@ -52,4 +56,10 @@ def test_who_is_alone_waits_for_no_peer(tmp_path: Path) -> None:
 def test_code_of_the_user_may_take_its_time(tmp_path: Path) -> None:
     """It may wait for a disk in an evaluation: nobody has lost what this process alone may have."""
     done = _run(tmp_path, "in the user's code")
+    assert done.returncode == 0, done.stderr
+
+
+def test_who_waits_for_a_term_is_not_stuck(tmp_path: Path) -> None:
+    """Where more than half of the machines that may lead are lost, nobody may go on; what is trained is kept."""
+    done = _run(tmp_path, "between two terms")
     assert done.returncode == 0, done.stderr
