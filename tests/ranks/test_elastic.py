@@ -178,6 +178,9 @@ ROUNDS = (
     ("local(4, overlap=1)", Case("alone while means land", 2, (("rank1.0", "after update", 14),))),
     ("local(4, overlap=3, warmup=0)", Case("in the first round", 3, (("rank2.0", "backward", 3),))),
     ("local(4, overlap=2)", Case("before the first mean has landed", 3, (("rank2.0", "forward", 2),))),
+    ("local(4, start=12)", Case("in a synchronous step before the rounds", 3, (("rank1.0", "backward", 6),))),
+    ("local(4, start=12)", Case("after the last synchronous update", 3, (("rank0.0", "after update", 12),))),
+    ("local(4, start=12, overlap=2)", Case("in the first round after them", 3, (("rank0.0", "backward", 14),))),
     ("diloco(4, outer_lr=1, outer_momentum=0, overlap=2, alpha=0)",
      Case("a travelling outer step", 3, (("rank1.0", "backward", 10),))),
 )  # fmt: skip

@@ -44,7 +44,7 @@ class NowAndThen(SyncSettings):
         return by_averaging(AveragingPlan(self.every), compression, piece)
 
     def build(self, context):
-        return Averaging(context, AveragingPlan(self.every), MeanRule(), self.build)
+        return Averaging(context, AveragingPlan(self.every), lambda replicas: MeanRule())
 
 
 STRATEGY = NowAndThen

@@ -138,7 +138,8 @@ class DilocoSettings(SyncSettings):
 
     def build(self, context: SyncContext) -> Sync:
         """Build the strategy."""
-        return Averaging(context, self.plan(), OuterNesterov(*self.outer(context.steps)), self.build)
+        outer = self.outer(context.steps)
+        return Averaging(context, self.plan(), lambda replicas: OuterNesterov(*outer))
 
 
 STRATEGY = DilocoSettings

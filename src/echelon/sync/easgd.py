@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, ClassVar
 
 import torch
@@ -95,19 +96,22 @@ class EasgdSettings(SyncSettings):
         """
         replicas = dist.get_world_size(context.group) if context.group is not None else 1
 
-        def alpha() -> float:
-            """Return the moving rate: beta / replicas, or the present learning rate times rho."""
-            if self.rho is None:
-                return (self.beta or PAPERS_BETA) / replicas
-            return float(context.optimizer.param_groups[0]["lr"]) * self.rho
-
         lr = float(context.optimizer.defaults["lr"])
         if self.rho is not None and replicas * lr * self.rho > 1:
             raise UserError(
                 f"easgd(rho={self.rho:g}): {replicas} workers x lr {lr:g} x rho is above 1: "
                 f"the centre would overshoot; use rho up to {1 / (replicas * lr):g}"
             )
-        return Averaging(context, self.plan(), Elastic(alpha, replicas), self.build)
+        return Averaging(context, self.plan(), partial(self._rule, context.optimizer))
+
+    def _rule(self, optimizer: torch.optim.Optimizer, replicas: int) -> Elastic:
+        def alpha() -> float:
+            """Return the moving rate: beta / replicas, or the present learning rate times rho."""
+            if self.rho is None:
+                return (self.beta or PAPERS_BETA) / replicas
+            return float(optimizer.param_groups[0]["lr"]) * self.rho
+
+        return Elastic(alpha, replicas)
 
 
 STRATEGY = EasgdSettings

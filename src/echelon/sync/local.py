@@ -104,7 +104,7 @@ class LocalSettings(SyncSettings):
 
     def build(self, context: SyncContext) -> Sync:
         """Build the strategy."""
-        return Averaging(context, self.plan(), MeanRule(), self.build)
+        return Averaging(context, self.plan(), lambda replicas: MeanRule())
 
 
 STRATEGY = LocalSettings

@@ -21,7 +21,7 @@ from echelon.trainer.compatibility import check_strategies, survivors_go_on, sur
         ({"strategy.sync": "easgd(10)"}, True),
         ({"strategy.sync": "local(8, overlap=2)"}, True),
         ({"strategy.sync": "local(8, overlap=2, optimizer_state=average)"}, False),
-        ({"strategy.sync": "local(8, start=100)"}, False),
+        ({"strategy.sync": "local(8, start=100)"}, True),
         ({"strategy.sync": "diloco(20, overlap=2)"}, False),
         ({"strategy.sync": "diloco(20, overlap=2, alpha=0)"}, True),
         ({"strategy.sync": "ps"}, False),

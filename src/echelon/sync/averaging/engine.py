@@ -25,7 +25,7 @@ from echelon.sync.averaging.exchange import DeltaTransport, Exchange, weighted_s
 from echelon.sync.averaging.fragment import Fragment, SavedReplica
 from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule
 from echelon.sync.averaging.values import Value, cut, model_values
-from echelon.sync.base import Agreement, Sync, SyncContext
+from echelon.sync.base import Agreement, SyncContext
 from echelon.sync.buffers import mean_of_replicas, saved_buffers
 from echelon.torch_compat import COMPILED, same_ranks_group, uses_nccl
 
@@ -38,17 +38,23 @@ class Averaging:
     """
 
     def __init__(
-        self, context: SyncContext, plan: AveragingPlan, rule: Rule, build: Callable[[SyncContext], Sync]
+        self, context: SyncContext, plan: AveragingPlan, rule_for: Callable[[int], Rule], begins: bool = True
     ) -> None:
-        """Prepare; `build` builds the strategy for another group."""
+        """Prepare.
+
+        Args:
+            rule_for: returns the rule among so many replicas.
+            begins: else it goes on from another one (see `leave`).
+        """
         plan = plan.for_run(context.steps)
-        self._context, self._plan, self._rule, self._build = context, plan, rule, build
+        self._context, self._plan, self._rule_for = context, plan, rule_for
+        self._rule = rule_for(context.group.size() if context.group is not None else 1)
         self._step = 0  # local steps done; negative during the synchronous ones
         self._now = (0, 0)
         self._agreed: dict[bool, list[Tensor]] = {}
         self._wire = WireCount()
         self._first: AllReduce | None = None
-        if plan.start:
+        if plan.start and begins:
             self._step, self._first = -plan.start, AllReduce(context)
         self._route = open_route(context.path, context.group) if context.group is not None else None
         self._background: Background | None = None
@@ -175,12 +181,15 @@ class Averaging:
 
     def _leave_synchronous(self, first: AllReduce) -> None:
         """From now on steps are local."""
+        self._drop(first)
+        for fragment in self._fragments:
+            fragment.re_anchor(self._context.optimizer, self._plan)
+
+    def _drop(self, first: AllReduce) -> None:
         for group, n_bytes in first.bytes_sent().items():
             self._wire.add(group, n_bytes)
         first.close()
         self._first = None
-        for fragment in self._fragments:
-            fragment.re_anchor(self._context.optimizer, self._plan)
 
     @contextmanager
     def agreed(self, averages: bool = False) -> Iterator[None]:
@@ -363,8 +372,8 @@ class Averaging:
     def agreement(self) -> Agreement:
         """What replicas have in common after the last step."""
         plan, fragments = self._plan, self._fragments
-        if self._first is not None:
-            return Agreement.NONE
+        if self._first is not None or self._step == 0:  # local steps begin where the synchronous ones have led all
+            return Agreement.REACHED
         if any(fragment.flight and fragment.flight.due == self._step + plan.overlap for fragment in fragments):
             return Agreement.BEGUN
         if all(fragment.equal for fragment in fragments):
@@ -392,23 +401,29 @@ class Averaging:
         if self._background:
             self._background.close()
         context = replace(self._context, group=None)
+        build_first = self._first.leave() if self._first else None
 
         def build(group: dist.ProcessGroup | None, path: Path) -> Averaging:
             """Build the strategy for a group."""
-            made = self._build(replace(context, group=group, path=path))
-            assert isinstance(made, Averaging)
+            made = Averaging(replace(context, group=group, path=path), self._plan, self._rule_for, begins=False)
             made._go_on_from(self, dist.get_world_size(group) if group is not None else 1)
-            for name, n_bytes in self.bytes_sent().items():
+            for name, n_bytes in self._wire.by_group.items():
                 made._wire.add(name, n_bytes)
+            if self._first is not None and build_first is not None:
+                made._first = build_first(group, path)
             return made
 
         return build
 
     def settle_step(self, made: bool) -> None:
-        """Hear nothing: what a round has moved is loaded anew from its beginning."""
+        """Hear whether a synchronous step counts; what a round has moved is loaded anew from its beginning."""
+        if self._first:
+            self._first.settle_step(made)
 
     def shared_memory(self) -> StateTree:
         """Return all but what a codec has not sent: at an agreement it is alike on all ranks."""
+        if self._first:
+            return {"step": self._step, "first": self._first.shared_memory()}
         return {
             "step": self._step,
             "rule": self._rule.state_dict(),
@@ -418,6 +433,11 @@ class Averaging:
     def take_shared_memory(self, state: StateView) -> None:
         """Take over what `shared_memory` returned on a rank that is further."""
         self._step = int(state["step"])
+        if self._first and "first" in state:
+            self._first.take_shared_memory(state["first"])
+            return
+        if self._first:
+            self._drop(self._first)
         self._rule.load_state_dict(state["rule"])
         for fragment, shared in zip(self._fragments, state["fragments"], strict=True):
             fragment.take_shared(shared)

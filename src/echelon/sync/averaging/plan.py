@@ -59,7 +59,7 @@ class AveragingPlan:
 
         Moments that travel behind the computation are not known where the parameters were taken.
         """
-        whole = not self.start and self.fragments == 1 and not self.alpha
+        whole = self.fragments == 1 and not self.alpha
         return whole and (not self.overlap or self.optimizer_state == "keep")
 
     def is_due(self, fragment: int, step: int) -> bool:
