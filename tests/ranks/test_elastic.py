@@ -130,7 +130,7 @@ def test_who_dies_before_all_of_a_term_are_connected_is_not_waited_for(tmp_path:
         assert run.end() == 0, run.text()[-3000:]
         check_counted(run)
         death, (_, alone, *later) = run.events("worker_died")[0], run.records("start")
-        assert alone["world_size"] == 1 and alone["t"] - death["t"] < 60.0, run.text()[-3000:]
+        assert alone["world_size"] == 1 and alone["t"] - death["t"] < 25.0, run.text()[-3000:]  # a try takes 3 s
         assert later and later[-1]["t"] - alone["t"] < 100.0 and not run.events("resumed"), run.text()[-3000:]
 
 
