@@ -28,7 +28,7 @@ from torch import nn
 from benchmarks._common import command_line, environment_line, update_section
 from echelon.core.task import Stagnation
 from echelon.core.terms import TermFolder
-from echelon.trainer.commit import Commit, KeptDraws
+from echelon.trainer.commit import KeptDraws, Noted
 from echelon.trainer.membership import Membership
 from echelon.trainer.state import Cursor
 
@@ -124,9 +124,9 @@ def work_us(model: nn.Module) -> float:
         membership = Membership(TermFolder(Path(folder)), "rank0.0", 10.0)
 
         def one_step() -> None:
-            Commit.of(run, cursor, "", between=True, copies=copies)
-            assert not (membership.is_over() or membership.may_leave())
-            Commit.of(run, cursor, "", between=False)
+            Noted.of(run, cursor, "", between=True, copies=copies)
+            assert not membership.has_news
+            Noted.of(run, cursor, "", between=False)
 
         return 1e6 * min(repeat(one_step, number=1000, repeat=5, timer=time.process_time)) / 1000
 

@@ -18,7 +18,7 @@ from echelon.records.events import CodecSwitched
 from echelon.records.kinds import EARLY_STOP, MAX_TIME, EntropyCoding
 from echelon.sync.base import Agreement
 from echelon.trainer.balance import Deal
-from echelon.trainer.commit import Commit, KeptDraws
+from echelon.trainer.commit import Commit, KeptDraws, Noted
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.loop import TrainingRun, evaluate_agreed, regroupable
 from echelon.trainer.progress import record_pipeline
@@ -65,7 +65,8 @@ class EpochOrder:
         self.status = "completed"
         self._resumption = resumption
         self.history: deque[tuple[int, StepResult]] = deque(maxlen=2 * MOST_STEPS)
-        self.commit: Commit | None = None
+        self._commit: Commit | None = None
+        self._noted: Noted | None = None  # what is newer than the commit
         self._begun: Commit | None = None  # of an agreement on its way
         self._agreed_at = -1
         self.recorded, self.spent_s = cursor.step, 0.0
@@ -172,7 +173,7 @@ class EpochOrder:
             return
         agreement = self._regroups.agreement if self._regroups is not None else Agreement.REACHED
         if agreement is Agreement.REACHED:
-            self.commit = Commit.of(self._run, self._cursor, self.reason, between, self._kept)
+            self._noted = Noted.of(self._run, self._cursor, self.reason, between, self._kept)
         elif agreement is Agreement.BEGUN and between:
             self._begun = Commit.begun(self._run, self._cursor, self.reason)
         elif agreement is Agreement.LANDED and self._begun is not None:
@@ -181,6 +182,18 @@ class EpochOrder:
             return
         if agreement is not Agreement.BEGUN:
             self._agreed_at = self._cursor.step
+
+    @property
+    def commit(self) -> Commit | None:
+        """How far this rank is, where others may have to be told of it; None: they are not, or have yet to agree."""
+        if self._noted is not None:
+            self._commit, self._noted = self._noted.commit(), None
+        return self._commit
+
+    @commit.setter
+    def commit(self, commit: Commit) -> None:
+        """Take over what was agreed on."""
+        self._commit, self._noted = commit, None
 
     def update_made(self, result: StepResult) -> None:
         """Count a step whose update was made after others had been lost; nothing else is done between it and others."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ class _NumpyDraws:
 
     def __init__(self) -> None:
         self._generator: object = None
+        self._address = 0
         self._memory = b""
         self._state: Mapping[str, Any] = {}
 
@@ -41,9 +43,37 @@ class _NumpyDraws:
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if not isinstance(generator, np.random.MT19937):
             return np.random.get_state(legacy=False)
-        memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-        if generator is not self._generator or memory != self._memory or self._state["has_gauss"]:
-            self._generator, self._memory, self._state = generator, memory, np.random.get_state(legacy=False)
+        is_known = generator is self._generator
+        if not is_known:
+            self._generator, self._address = generator, generator.ctypes.state_address
+        memory = ctypes.string_at(self._address, _MT19937_BYTES)
+        if not is_known or memory != self._memory or self._state["has_gauss"]:
+            self._memory, self._state = memory, np.random.get_state(legacy=False)
+        return self._state
+
+
+class _PythonDraws:
+    """The state of Python's generator, read again only when it has moved: to read it makes 625 numbers.
+
+    Whether it has moved is seen in its memory, where that lies as in CPython: the place, then the words.
+    """
+
+    def __init__(self) -> None:
+        self._generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+        self._state = random.getstate()
+        numbers = self._state[1]
+        self._memory = struct.pack("=i624I", numbers[-1], *numbers[:-1])
+        self._address = id(self._generator) + object.__basicsize__
+        room = type(self._generator).__basicsize__ >= object.__basicsize__ + _MT19937_BYTES
+        self._is_seen = room and ctypes.string_at(self._address, _MT19937_BYTES) == self._memory
+
+    def state(self) -> tuple[Any, ...]:
+        """Return the state, as `random.getstate()` does."""
+        if not self._is_seen:
+            return random.getstate()
+        memory = ctypes.string_at(self._address, _MT19937_BYTES)
+        if memory != self._memory or self._generator.gauss_next != self._state[2]:
+            self._memory, self._state = memory, random.getstate()
         return self._state
 
 
@@ -53,18 +83,22 @@ class KeptDraws:
     def __init__(self, model: nn.Module) -> None:
         self._live = list(model.buffers())
         self._copies = [buffer.clone() for buffer in self._live]
-        self._numpy = _NumpyDraws()
+        self._numpy, self._python = _NumpyDraws(), _PythonDraws()
 
-    @torch.no_grad()
     def buffers(self) -> list[Tensor]:
         """Copy the buffers, over the last copy."""
         if self._live:
-            foreach_copy_(self._copies, self._live)
+            with torch.no_grad():
+                foreach_copy_(self._copies, self._live)
         return self._copies
 
     def of_numpy(self) -> Mapping[str, Any]:
         """Return the state of numpy's generator."""
         return self._numpy.state()
+
+    def of_python(self) -> tuple[Any, ...]:
+        """Return the state of Python's generator."""
+        return self._python.state()
 
 
 @dataclass(frozen=True)
@@ -90,7 +124,7 @@ class Draws:
         copies = copies or KeptDraws(run.parts.local_model)
         sync = run.parts.sync
         replica = {} if sync.steps_together else copy_state({**replica_state(run.parts), "sync": sync.state_dict()})
-        return cls(torch.get_rng_state(), random.getstate(), copies.of_numpy(), copies.buffers(), replica)
+        return cls(torch.get_rng_state(), copies.of_python(), copies.of_numpy(), copies.buffers(), replica)
 
     @classmethod
     def begun(cls, run: TrainingRun) -> Draws:
@@ -176,12 +210,7 @@ class Commit:
         cls, run: TrainingRun, cursor: Cursor, reason: str, between: bool, copies: KeptDraws | None = None
     ) -> Commit:
         """Note how far a rank is now; `copies`: see `Draws.of`."""
-        saver = run.saver
-        best, best_loss = BestResult.numbers(saver.best)
-        return cls(
-            cursor.step, between, cursor.epoch, cursor.batch, saver.stagnation, saver.owes_evaluation, reason,
-            best, best_loss, Draws.of(run, copies) if between else None,
-        )  # fmt: skip
+        return Noted.of(run, cursor, reason, between, copies).commit()
 
     @classmethod
     def begun(cls, run: TrainingRun, cursor: Cursor, reason: str) -> Commit:
@@ -202,3 +231,34 @@ class Commit:
     def cursor(self) -> Cursor:
         """Return the cursor of this moment."""
         return Cursor(self.epoch, self.batch, self.step)
+
+
+class Noted(NamedTuple):
+    """What a commit is made of: noted twice in each step, where a commit takes longer to make."""
+
+    step: int
+    between: bool
+    epoch: int
+    batch: int
+    stagnation: Stagnation
+    owes_evaluation: bool
+    reason: str
+    best: BestResult | None
+    draws: Draws | None
+
+    @classmethod
+    def of(cls, run: TrainingRun, cursor: Cursor, reason: str, between: bool, copies: KeptDraws | None = None) -> Noted:
+        """Note how far a rank is now; `copies`: see `Draws.of`."""
+        saver, draws = run.saver, Draws.of(run, copies) if between else None
+        return cls(
+            cursor.step, between, cursor.epoch, cursor.batch, saver.stagnation, saver.owes_evaluation, reason,
+            saver.best, draws,
+        )  # fmt: skip
+
+    def commit(self) -> Commit:
+        """Return the commit."""
+        value, loss = BestResult.numbers(self.best)
+        return Commit(
+            self.step, self.between, self.epoch, self.batch, self.stagnation, self.owes_evaluation, self.reason,
+            value, loss, self.draws,
+        )  # fmt: skip

@@ -94,12 +94,21 @@ class _WhileMember:
         """
         for batch in self._batches:
             self._may_begin()
-            if self._membership.is_over() and (self._batches.agreed or self._membership.must_leave()):
-                raise TermOver("others have come, or gone")
-            if self._membership.may_leave() and self._batches.agreed and not self._run.saver.is_writing():
-                self._leaves = True
+            if self._membership.has_news and self._must_go():
                 return
             yield batch
+
+    def _must_go(self) -> bool:
+        """Whether this member was asked to leave, and can do so now.
+
+        Raises:
+            TermOver: others have come.
+        """
+        if self._membership.is_over() and (self._batches.agreed or self._membership.must_leave()):
+            raise TermOver("others have come, or gone")
+        may_leave = self._membership.may_leave() and self._batches.agreed
+        self._leaves = may_leave and not self._run.saver.is_writing()
+        return self._leaves
 
     def _may_begin(self) -> None:
         """Say that this process can go on without others, once all have agreed: until then, of a run that is resumed in

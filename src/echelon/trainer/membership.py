@@ -51,9 +51,11 @@ class Membership:
         member: its name among members.
         is_newcomer: it was started beside a run that goes on, and has not taken part yet.
         has_begun: it has said that it can go on without others.
+        has_news: since its term began, something was said that may concern it: others have come or gone, or it may
+            leave. A thread looks for this, as files are too slow for each step.
     """
 
-    has_begun = False
+    has_begun = has_news = False
 
     def __init__(self, folder: TermFolder, member: str, timeout_s: float) -> None:
         """Begin in the first term, or in none as a newcomer.
@@ -66,6 +68,7 @@ class Membership:
         self._term = 0
         self._connections: dict[int, int] = {}
         self._before: dict[int, int] | None = None  # while connections are made
+        self._stamp, self._must = 0, False  # of the folder at the last look, and whether this term was over then
         self._is_between = False  # two terms: it waits for nobody of the one before
         self._lock = threading.Lock()
         self._ends = threading.Event()
@@ -141,6 +144,7 @@ class Membership:
                 if self.member in term.members:
                     with self._lock:
                         self._term, self._connections = term.number, {}
+                        self._stamp, self._must, self.has_news = 0, False, False
                     if self._all_enter(term):
                         return term
                     continue
@@ -232,6 +236,14 @@ class Membership:
             return False
         return term.lost_by > self._term or self._folder.has_begun_term(term)
 
+    def _hear(self) -> bool:
+        """Look for what was said since the last look; returns whether this process must leave its term."""
+        stamp = self._folder.stamp()
+        if not stamp or stamp != self._stamp:
+            self._stamp, self._must = stamp, self.must_leave()
+            self.has_news = self.is_over() or self.may_leave()
+        return self._must
+
     def check_term(self) -> None:
         """Look whether the members of this process's term can still meet.
 
@@ -248,7 +260,7 @@ class Membership:
         used_s, notices_by_s = time.clock_gettime(trains), 0.0
         while not self._ends.wait(LOOK_S):
             with self._lock:
-                must = self.must_leave()
+                must = self._hear()
                 notices_by_s = (notices_by_s or time.monotonic() + _NOTICE_S) if must else 0.0
                 over = must and time.monotonic() > notices_by_s
                 if over:

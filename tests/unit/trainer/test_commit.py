@@ -69,3 +69,20 @@ def test_the_state_of_numpy_is_read_again_when_it_has_moved(drawn: list[Callable
         draws.restore(run)
         assert following == (np.random.randn(), np.random.rand())
         draws.restore(run)
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        [random.random, random.random, lambda: None],
+        [lambda: random.gauss(0.0, 1.0), lambda: random.gauss(0.0, 1.0), random.random],  # every second one is kept
+        [lambda: None, lambda: random.seed(3), lambda: None],
+        [lambda: random.randbytes(4 * 624 * 3), lambda: None],  # it moves by whole rounds
+    ],
+    ids=["uniform", "normal", "seeded", "rounds"],
+)
+def test_the_state_of_python_s_generator_is_read_when_it_has_moved(drawn: list[Callable[[], Any]]) -> None:
+    kept = KeptDraws(nn.Linear(2, 2))
+    for draw in [lambda: None, *drawn]:
+        draw()
+        assert kept.of_python() == random.getstate()
