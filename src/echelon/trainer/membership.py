@@ -269,8 +269,8 @@ class Membership:
             late, looked_s = now_s - looked_s > _LATE_S, now_s
             is_busy = now_used_s - used_s > _IDLE * (now_s - still_s)
             # Who is alone is in no collective, nor who waits for a term, or for data, or is in code of the user's.
-            waits = bool(self._connections) and not self._is_between and _waits_for_others(_main_frame())
-            if not over or late or is_busy or not waits:
+            may_be_stuck = over and not late and not is_busy and bool(self._connections) and not self._is_between
+            if not may_be_stuck or not _waits_for_others(_main_frame()):
                 still_s, used_s = now_s, now_used_s
             elif now_s - still_s > _STUCK_S:
                 where = "".join(traceback.format_stack(_main_frame()))
