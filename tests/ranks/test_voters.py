@@ -25,6 +25,14 @@ def group_of_voters(runs: Runs, network: ShapedNetwork, *settings: str, pace_s: 
     return Group(runs, network, f"nodes={len(network.addresses)}", f"rendezvous={voters}", *settings, pace_s=pace_s)
 
 
+def trains_on_three(runs: Runs, network: ShapedNetwork, *settings: str, pace_s: float) -> tuple[Group, list[Run]]:
+    """Return three such machines and their commands, once the first one has made 3 steps."""
+    group = group_of_voters(runs, network, *settings, pace_s=pace_s)
+    commands = [group.start(i) for i in range(3)]
+    reach(commands[0], 3)
+    return group, commands
+
+
 def kill(run: Run) -> None:
     """Lose a machine: all of its processes at once."""
     for pid in marked_processes(run.mark):
@@ -59,9 +67,7 @@ def test_the_first_machine_is_lost_and_the_next_one_leads(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_the_first_machine_comes_back_as_a_newcomer_and_the_next_one_is_lost_too(tmp_path: Path) -> None:
     with ShapedNetwork(3, parse_link(LINK)) as network, Runs(tmp_path) as runs:
-        group = group_of_voters(runs, network, pace_s=1.5)
-        first, second, third = (group.start(i) for i in range(3))
-        reach(first, 3)
+        group, (first, second, third) = trains_on_three(runs, network, pace_s=1.5)
         kill(first)
         wait_for_size(second, 2)
         again = group.start(0)
@@ -75,9 +81,7 @@ def test_the_first_machine_comes_back_as_a_newcomer_and_the_next_one_is_lost_too
 @pytest.mark.long
 def test_a_first_machine_that_is_cut_off_waits_and_joins_the_others_when_its_link_is_back(tmp_path: Path) -> None:
     with ShapedNetwork(3, parse_link(LINK)) as network, Runs(tmp_path) as runs:
-        group = group_of_voters(runs, network, pace_s=1.2)
-        first, second, third = (group.start(i) for i in range(3))
-        reach(first, 3)
+        group, (first, second, third) = trains_on_three(runs, network, pace_s=1.2)
         group.cut(0, is_up=False)
         wait_for_size(second, 2)
         done = max(first.losses())
@@ -92,9 +96,7 @@ def test_a_first_machine_that_is_cut_off_waits_and_joins_the_others_when_its_lin
 @pytest.mark.slow
 def test_another_machine_is_lost_and_comes_back_as_with_one_that_leads(tmp_path: Path) -> None:
     with ShapedNetwork(3, parse_link(LINK)) as network, Runs(tmp_path) as runs:
-        group = group_of_voters(runs, network, pace_s=1.0)
-        first, second, third = (group.start(i) for i in range(3))
-        reach(first, 3)
+        group, (first, second, third) = trains_on_three(runs, network, pace_s=1.0)
         kill(third)
         wait_for_size(first, 2)
         again = group.start(2)
@@ -106,9 +108,7 @@ def test_another_machine_is_lost_and_comes_back_as_with_one_that_leads(tmp_path:
 @pytest.mark.slow
 def test_who_is_left_of_the_voters_keeps_what_is_trained_until_another_is_back(tmp_path: Path) -> None:
     with ShapedNetwork(3, parse_link(LINK)) as network, Runs(tmp_path) as runs:
-        group = group_of_voters(runs, network, pace_s=1.0)
-        first, second, third = (group.start(i) for i in range(3))
-        reach(first, 3)
+        group, (first, second, third) = trains_on_three(runs, network, pace_s=1.0)
         kill(third)
         wait_for_size(first, 2)
         kill(second)
@@ -121,9 +121,7 @@ def test_who_is_left_of_the_voters_keeps_what_is_trained_until_another_is_back(t
 @pytest.mark.slow
 def test_nobody_goes_on_where_half_of_the_voters_or_more_are_lost(tmp_path: Path) -> None:
     with ShapedNetwork(3, parse_link(LINK)) as network, Runs(tmp_path) as runs:
-        group = group_of_voters(runs, network, "machine_patience=12s", pace_s=0.5)
-        first, second, third = (group.start(i) for i in range(3))
-        reach(first, 3)
+        _, (first, second, third) = trains_on_three(runs, network, "machine_patience=12s", pace_s=0.5)
         kill(second)
         kill(third)
         assert first.end() == 1, first.text()

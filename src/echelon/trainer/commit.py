@@ -206,16 +206,9 @@ class Commit:
     draws: Draws | None = None
 
     @classmethod
-    def of(
-        cls, run: TrainingRun, cursor: Cursor, reason: str, between: bool, copies: KeptDraws | None = None
-    ) -> Commit:
-        """Note how far a rank is now; `copies`: see `Draws.of`."""
-        return Noted.of(run, cursor, reason, between, copies).commit()
-
-    @classmethod
     def begun(cls, run: TrainingRun, cursor: Cursor, reason: str) -> Commit:
         """Note how far a rank is where replicas have begun to agree: it counts once that has `landed`."""
-        noted = cls.of(run, cursor, reason, between=False)
+        noted = Noted.of(run, cursor, reason, between=False).commit()
         return replace(noted, between=True, draws=Draws.begun(run))
 
     def landed(self, run: TrainingRun) -> Commit:
