@@ -16,6 +16,7 @@ before it is asked for.
     foreach_copy_, ...      torch._foreach_copy_, ...
     inject_parametrized_... torch.nn.utils.parametrize._inject_new_class, _inject_property
     storage_key             torch.UntypedStorage._cdata
+    generator_words         torch.Generator._cdata
     is_operator, schema_of  torch._ops.OpOverload._schema
     is_compiled, COMPILED   torch._dynamo.OptimizedModule._orig_mod
     conv_forward            torch.nn.Conv1d._conv_forward, ...
@@ -34,6 +35,7 @@ One more, `torch._dynamo`, is in `core.system`, for who needs it without torch.
 from __future__ import annotations
 
 import copy
+import ctypes
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -142,6 +144,8 @@ CTC_LOSS_BACKWARD = torch.ops.aten._ctc_loss_backward.Tensor
 GATHERS = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
 """The operators of all-gather and reduce-scatter, and which of their arguments is the gathered tensor."""
 
+_TWISTER_WORDS = 624
+_TWISTER_AT_MOST = 256  # bytes in front of the words of a generator
 foreach_copy_ = torch._foreach_copy_
 foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
@@ -248,6 +252,17 @@ def copy_with(
     copied._parameters = {name: p for name, p in module._parameters.items() if name in tensors}
     copied._buffers = {name: b for name, b in module._buffers.items() if name in tensors}
     return copied
+
+
+def generator_words(generator: torch.Generator) -> int | None:
+    """Return the address of the 624 words (32 bits each) of a CPU's generator; None: they are not where they were."""
+    legacy = generator.get_state()[24 : 24 + 8 * _TWISTER_WORDS].view(torch.int64)  # behind seed, counts and place
+    words = legacy.to(torch.int32).numpy().tobytes()
+    begin: int = generator._cdata  # type: ignore[attr-defined]
+    for address in range(begin, begin + _TWISTER_AT_MOST, 4):
+        if ctypes.string_at(address, 16) == words[:16] and ctypes.string_at(address, len(words)) == words:
+            return address
+    return None
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -254,7 +254,8 @@ def test_shares_by_speed_go_on_among_those_that_are_left_and_come(tmp_path: Path
         run = start(runs, BALANCED, *settings, speeds=slow)
         assert run.end() == 0, run.text()[-3000:]
         assert torch.equal(moved(run.folder), torch.full_like(moved(run.folder), EPOCHS)), run.text()[-3000:]
-        assert len(run.events("worker_died")) == 2 and len(run.events("resumed")) == 1
+        died = [event["message"] for event in run.events("worker_died")]
+        assert (len(died), len(run.events("resumed"))) == (2, 1), "\n".join(died)
         events = run.events("shares_dealt")
         dealt = [event["sizes"] for event in events]
         assert all(sum(sizes) == BATCH for sizes in dealt), dealt

@@ -73,7 +73,8 @@ class EpochOrder:
         self._run, self._cursor, self._stop = run, cursor, stop
         self._slow = SlowSteps(run.progress.record)
         self._due, self.saved_s = False, time.monotonic()
-        self._kept = KeptDraws(run.parts.local_model) if run.survives else None
+        of_layers = run.settings.draws_seed is None
+        self._kept = KeptDraws(run.parts.local_model, of_layers) if run.survives else None
         # Asked once: a protocol's check takes long. Ranks of split replicas agree in each step.
         self._regroups = regroupable(run) if run.survives and run.parts.split is None else None
         self._trained = False
@@ -171,16 +172,14 @@ class EpochOrder:
         """Note what is done, where other ranks may have to be told of it (see `Commit`)."""
         if self._kept is None:
             return
-        agreement = self._regroups.agreement if self._regroups is not None else Agreement.REACHED
-        if agreement is Agreement.REACHED:
+        regroups = self._regroups
+        if regroups is None or (agreement := regroups.agreement) is Agreement.REACHED:
             self._noted = Noted.of(self._run, self._cursor, self.reason, between, self._kept)
+            self._agreed_at = self._cursor.step
         elif agreement is Agreement.BEGUN and between:
             self._begun = Commit.begun(self._run, self._cursor, self.reason)
         elif agreement is Agreement.LANDED and self._begun is not None:
             self.commit, self._begun = self._begun.landed(self._run), None
-        else:
-            return
-        if agreement is not Agreement.BEGUN:
             self._agreed_at = self._cursor.step
 
     @property

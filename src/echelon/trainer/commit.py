@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import random
-import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,86 +15,67 @@ from echelon.core.task import BestResult, Stagnation
 from echelon.records.kinds import Number
 from echelon.sync.base import Overlapped
 from echelon.torch_compat import foreach_copy_
+from echelon.trainer.generators import Generators, GeneratorStates
 from echelon.trainer.loop import TrainingRun
 from echelon.trainer.state import Cursor, RunParts
 
-_MT19937_BYTES = 624 * 4 + 4  # of words, and of the place among them
+
+class _Copies:
+    """Copies of a model's buffers, made by few operations: a BatchNorm alone has three buffers."""
+
+    def __init__(self, live: Sequence[Tensor]) -> None:
+        self._whole: list[tuple[Callable[..., Tensor], list[Tensor], Tensor]] = []
+        self._each: tuple[list[Tensor], list[Tensor]] = [], []
+        copies: dict[int, Tensor] = {}
+        for (dims, dtype, device), same in _alike(live).items():
+            if dims > 1:
+                self._each[0].extend(buffer.clone() for buffer in same)
+                self._each[1].extend(same)
+                copies |= zip(map(id, self._each[1]), self._each[0], strict=True)
+                continue
+            whole = torch.empty(sum(buffer.numel() for buffer in same), dtype=dtype, device=device)
+            self._whole.append((torch.cat if dims else torch.stack, same, whole))
+            parts = whole.split([buffer.numel() for buffer in same])
+            copies |= {id(b): part.view(b.shape) for b, part in zip(same, parts, strict=True)}
+        self.copies = [copies[id(buffer)] for buffer in live]
+
+    def take(self) -> list[Tensor]:
+        """Copy the buffers, over the last copy; returns the copies, in the model's order."""
+        if self.copies:
+            self._copy()
+        return self.copies
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        for joined, live, whole in self._whole:
+            joined(live, out=whole)
+        if self._each[0]:
+            foreach_copy_(*self._each)
 
 
-class _NumpyDraws:
-    """The state of numpy's generator, read again only when it has moved: to read it takes longer than all the rest.
-
-    Whether it has moved is seen in its memory. The second number of a normal pair is kept elsewhere: while there is
-    one, the state is read every time.
-    """
-
-    def __init__(self) -> None:
-        self._generator: object = None
-        self._address = 0
-        self._memory = b""
-        self._state: Mapping[str, Any] = {}
-
-    def state(self) -> Mapping[str, Any]:
-        """Return the state, as `numpy.random.get_state(legacy=False)` does."""
-        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if not isinstance(generator, np.random.MT19937):
-            return np.random.get_state(legacy=False)
-        is_known = generator is self._generator
-        if not is_known:
-            self._generator, self._address = generator, generator.ctypes.state_address
-        memory = ctypes.string_at(self._address, _MT19937_BYTES)
-        if not is_known or memory != self._memory or self._state["has_gauss"]:
-            self._memory, self._state = memory, np.random.get_state(legacy=False)
-        return self._state
-
-
-class _PythonDraws:
-    """The state of Python's generator, read again only when it has moved: to read it makes 625 numbers.
-
-    Whether it has moved is seen in its memory, where that lies as in CPython: the place, then the words.
-    """
-
-    def __init__(self) -> None:
-        self._generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
-        self._state = random.getstate()
-        numbers = self._state[1]
-        self._memory = struct.pack("=i624I", numbers[-1], *numbers[:-1])
-        self._address = id(self._generator) + object.__basicsize__
-        room = type(self._generator).__basicsize__ >= object.__basicsize__ + _MT19937_BYTES
-        self._is_seen = room and ctypes.string_at(self._address, _MT19937_BYTES) == self._memory
-
-    def state(self) -> tuple[Any, ...]:
-        """Return the state, as `random.getstate()` does."""
-        if not self._is_seen:
-            return random.getstate()
-        memory = ctypes.string_at(self._address, _MT19937_BYTES)
-        if memory != self._memory or self._generator.gauss_next != self._state[2]:
-            self._memory, self._state = memory, random.getstate()
-        return self._state
+def _alike(live: Sequence[Tensor]) -> dict[tuple[int, torch.dtype, torch.device], list[Tensor]]:
+    """Return buffers of the same kind by their dimensions (2 for more), type and device."""
+    groups: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in live:
+        groups.setdefault((min(buffer.dim(), 2), buffer.dtype, buffer.device), []).append(buffer)
+    return groups
 
 
 class KeptDraws:
-    """What is copied before each step, so that this takes little: buffers in place, one copy at a time."""
+    """What is kept of before each step, so that this takes little: buffers are copied in place, one copy at a time."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._live = list(model.buffers())
-        self._copies = [buffer.clone() for buffer in self._live]
-        self._numpy, self._python = _NumpyDraws(), _PythonDraws()
+    def __init__(self, model: nn.Module, of_layers: bool = True) -> None:
+        """Take the model; `of_layers`: they draw from torch's generator as it is, else it is seeded in each step."""
+        self._copies, self._generators = _Copies(list(model.buffers())), Generators(of_layers)
+        self._draws = Draws(self._generators.states(), self._copies.take(), {})
 
-    def buffers(self) -> list[Tensor]:
-        """Copy the buffers, over the last copy."""
-        if self._live:
-            with torch.no_grad():
-                foreach_copy_(self._copies, self._live)
-        return self._copies
-
-    def of_numpy(self) -> Mapping[str, Any]:
-        """Return the state of numpy's generator."""
-        return self._numpy.state()
-
-    def of_python(self) -> tuple[Any, ...]:
-        """Return the state of Python's generator."""
-        return self._python.state()
+    def take(self) -> Draws:
+        """Copy the buffers, over the last copy; returns them with the generators' states."""
+        self._copies.take()
+        states = self._generators.states()
+        if states is not self._draws.generators:
+            self._draws = replace(self._draws, generators=states)
+        return self._draws
 
 
 @dataclass(frozen=True)
@@ -108,9 +85,7 @@ class Draws:
     `replica`: all else that a replica has, where it trains by itself until all agree again; empty: sums keep all alike.
     """
 
-    of_torch: Tensor
-    of_python: tuple[Any, ...]
-    of_numpy: Mapping[str, object]
+    generators: GeneratorStates
     buffers: list[Tensor]
     replica: StateView
 
@@ -121,17 +96,16 @@ class Draws:
         Args:
             copies: what they are copied to; left out: to others.
         """
-        copies = copies or KeptDraws(run.parts.local_model)
-        sync = run.parts.sync
-        replica = {} if sync.steps_together else copy_state({**replica_state(run.parts), "sync": sync.state_dict()})
-        return cls(torch.get_rng_state(), copies.of_python(), copies.of_numpy(), copies.buffers(), replica)
+        draws, sync = (copies or KeptDraws(run.parts.local_model)).take(), run.parts.sync
+        if sync.steps_together:
+            return draws
+        return replace(draws, replica=copy_state({**replica_state(run.parts), "sync": sync.state_dict()}))
 
     @classmethod
     def begun(cls, run: TrainingRun) -> Draws:
         """Copy them where replicas have begun to agree, but for what they agree on: see `landed`."""
         own = {key: value for key, value in replica_state(run.parts).items() if key not in ("parameters", "buffers")}
-        of_numpy = np.random.get_state(legacy=False)
-        return cls(torch.get_rng_state(), random.getstate(), of_numpy, [], copy_state(own))
+        return cls(GeneratorStates.read(), [], copy_state(own))
 
     def landed(self, run: TrainingRun) -> Draws:
         """Return what was `begun` with a copy of what replicas have agreed on since, and nothing trained after it."""
@@ -145,9 +119,7 @@ class Draws:
     @torch.no_grad()
     def restore(self, run: TrainingRun) -> None:
         """Put them back."""
-        torch.set_rng_state(self.of_torch)
-        random.setstate(self.of_python)
-        np.random.set_state(self.of_numpy)  # type: ignore[arg-type]
+        self.generators.restore()
         if self.replica:
             state = copy_state(self.replica)  # an optimizer goes on with the tensors that it is given
             take_replica_state(run.parts, state, with_buffers=True)

@@ -28,7 +28,7 @@ from echelon.core.listeners import break_off, connections
 from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder, is_elsewhere, is_newcomer
 from echelon.trainer.process import is_lost_wait
 
-LOOK_S = 0.1  # between looks for a newer term while this process trains; a look takes some 0.1 ms
+LOOK_S = 0.25  # between looks for a newer term while this process trains; a look takes some 0.1 ms
 _POLL_S = 0.002  # while it waits for one
 _IDLE = 0.02  # processor seconds a second: a main thread that uses less only waits
 _LATE_S = 0.5  # a look that comes so late says that the machine is busy, not that this process waits

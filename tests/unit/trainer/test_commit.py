@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from echelon.trainer.commit import Draws, KeptDraws
+from echelon.trainer.generators import Generators
 
 
 def _run(model: nn.Module) -> Any:
@@ -36,7 +37,7 @@ def test_generators_and_buffers_go_back_to_the_newest_copy(in_place: bool) -> No
 
 
 def test_a_model_without_buffers_has_nothing_to_copy() -> None:
-    assert KeptDraws(nn.Linear(2, 2)).buffers() == []
+    assert KeptDraws(nn.Linear(2, 2)).take().buffers == []
 
 
 @pytest.fixture
@@ -85,4 +86,62 @@ def test_the_state_of_python_s_generator_is_read_when_it_has_moved(drawn: list[C
     kept = KeptDraws(nn.Linear(2, 2))
     for draw in [lambda: None, *drawn]:
         draw()
-        assert kept.of_python() == random.getstate()
+        assert kept.take().generators.of_python == random.getstate()
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        [lambda: torch.rand(1), lambda: torch.rand(1), lambda: None],
+        [lambda: torch.randn(1), lambda: torch.randn(1), lambda: torch.rand(1)],  # every second one is kept
+        [lambda: torch.randn(1, dtype=torch.float64)] * 2,
+        [lambda: None, lambda: torch.manual_seed(3), lambda: torch.manual_seed(3), lambda: torch.manual_seed(4)],
+        [lambda: torch.randint(0, 2**31, (624 * 3,)), lambda: None],  # it moves by whole rounds
+        [lambda: nn.functional.dropout(torch.ones(8))] * 2,
+        [lambda: torch.randperm(9), lambda: torch.empty(3).exponential_()],
+    ],
+    ids=["uniform", "normal", "double", "seeded", "rounds", "dropout", "others"],
+)
+def test_the_state_of_torch_s_generator_is_read_when_it_has_moved(drawn: list[Callable[[], Any]]) -> None:
+    generators = Generators()
+    for draw in [lambda: None, *drawn]:
+        draw()
+        assert torch.equal(generators.states().of_torch, torch.get_rng_state())
+
+
+def test_states_are_the_same_object_until_one_moves() -> None:
+    """So nothing is read in most steps; were a generator's memory not where it is looked for, it would be read."""
+    generators = Generators()
+    random.seed(1), np.random.seed(1)
+    before = generators.states()
+    assert generators.states() is before
+    for draw in (random.random, np.random.rand, lambda: torch.rand(1)):
+        draw()
+        after = generators.states()
+        assert after is not before and generators.states() is after
+        before = after
+
+
+def test_a_generator_that_is_seeded_in_each_step_is_not_read() -> None:
+    generators = Generators(of_torch=False)
+    before = generators.states()
+    torch.rand(1)
+    assert generators.states() is before
+    random.random()
+    assert generators.states().of_torch is before.of_torch
+
+
+@pytest.mark.parametrize("shapes", [[(3,), (2,), (), ()], [(2, 3), (3,), ()], [(0,), (1, 1, 1)], []])
+def test_copies_of_buffers_keep_their_order_and_shapes(shapes: list[tuple[int, ...]]) -> None:
+    model = nn.Module()
+    for i, shape in enumerate(shapes):
+        for dtype in (torch.float32, torch.int64):
+            model.register_buffer(f"{i}-{dtype}".replace(".", "_"), torch.randn(shape).mul(9).to(dtype))
+    kept = KeptDraws(model)
+    for buffer in model.buffers():
+        buffer.add_(1)
+    live = list(model.buffers())
+    assert all(not torch.equal(a, b) for a, b in zip(kept._draws.buffers, live, strict=True) if b.numel())
+    copies = kept.take().buffers
+    assert [(c.shape, c.dtype) for c in copies] == [(b.shape, b.dtype) for b in live]
+    assert all(torch.equal(a, b) for a, b in zip(copies, live, strict=True))
