@@ -24,8 +24,14 @@ from tests.ranks.test_elastic_machines import Group
 from echelon.launch.link import ShapedNetwork, parse_link
 
 TOPK, POWER = "topk(0.05, warmup_steps=0, finish_steps=0)", "powersgd(2, warmup_steps=0, finish_steps=0)"
-SYNCS = ("allreduce", "local(4)", "local(4, overlap=2)", "diloco(4, outer_lr=1, outer_momentum=0)", "easgd(4)")
+ADAPTIVE = "adaptive(error=0.3, follow_link=false)"
+CODECS = ("none", TOPK, POWER, ADAPTIVE)
+SYNCS = (
+    "allreduce", "local(4)", "local(4, overlap=2)", "local(4, start=300)", "diloco(4, outer_lr=1, outer_momentum=0)",
+    "easgd(4)",
+)  # fmt: skip
 LAYOUTS = {"fsdp=2": 2, "fsdp=4": 4, "dp=2,zero1": 2, "dp=3,zero1": 3, "dp=2,fsdp=2": 4}  # workers; one machine's
+CODED_LAYOUTS = ("dp=2,fsdp=2",)  # of which codecs encode what replicas tell each other
 SHAPES = ((2, 1), (3, 1), (2, 2))  # machines, and workers of each
 VOTERS = 3
 PACE_S = {True: 0.3, False: 0.1}  # of a forward pass; whether there are several machines
@@ -59,11 +65,12 @@ class Plan:
         draws = random.Random(seed)
         if only == "split" or (not only and draws.random() < 0.25):
             layout = draws.choice(list(LAYOUTS))
-            return cls(seed, faults, "allreduce", "none", 1, LAYOUTS[layout], layout)
+            codec = draws.choice(("none", TOPK)) if layout in CODED_LAYOUTS else "none"
+            return cls(seed, faults, "allreduce", codec, 1, LAYOUTS[layout], layout)
         several = only == "several" or (only != "one" and draws.random() < 0.5)
         machines, workers = draws.choice(SHAPES) if several else (1, draws.randrange(2, 5))
         sync = draws.choice(SYNCS)
-        codec = draws.choice(("none", "none", TOPK, POWER)) if sync == "allreduce" and not several else "none"
+        codec = draws.choice(("none", *CODECS)) if sync == "allreduce" and not several else "none"
         voters = machines == VOTERS and draws.random() < 0.5
         path = draws.choice(("backend", "ring")) if sync == "allreduce" and codec == "none" else "backend"
         return cls(seed, faults, sync, codec, machines, workers, voters=voters, path=path)
@@ -306,11 +313,14 @@ def _judge(run: Run, plan: Plan, result: Result) -> None:
             result.stalls.append((fault.kind, after[0]))
     check_recorded(run, plan.epochs * SAMPLES // BATCH)
     result.recorded = True
-    weights = moved(run.folder) + (waiting(run.folder) if plan.codec != "none" else 0.0)
+    waits = plan.codec in (TOPK, POWER) and not plan.layout
+    weights = moved(run.folder) + (waiting(run.folder) if waits else 0.0)
     least, most = float(weights.min()) - plan.epochs, float(weights.max()) - plan.epochs
     deaths = len(run.events("worker_died"))
     if plan.codec == TOPK:  # what waited in the memories of the dead is lost, and with it what bf16 had rounded up
         result.counted = most < 0.01 * (1 + deaths)
+    elif plan.codec == ADAPTIVE:  # what it rounds up or down waits, too
+        result.counted = most < 0.1 * (1 + deaths)
     elif plan.codec == POWER:
         result.counted = most < 0.34 * deaths and least > -0.67 * deaths
     else:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import _common as common
-from benchmarks._elastic_chaos_run import KINDS, LAYOUTS, POWER, SYNCS, TOPK, Plan, try_one
+from benchmarks._elastic_chaos_run import CODECS, KINDS, LAYOUTS, SYNCS, Plan, try_one
 
 NAME, TITLE = "elastic_chaos", "Elastic: random faults"
 
@@ -35,15 +35,16 @@ def summarise() -> str:
     results = common.read_results(NAME)
     rows = []
     for layout in LAYOUTS:
-        if mine := [r for r in results if r["plan"].get("layout") == layout]:
-            rows.append(_row(layout, False, mine))
+        for codec in CODECS:
+            if mine := [r for r in results if (r["plan"].get("layout"), r["plan"]["codec"]) == (layout, codec)]:
+                rows.append(_row(_named(layout, codec), False, mine))
     for several in (False, True):
         some = [r for r in results if (r["plan"]["machines"] > 1) == several and not r["plan"].get("layout")]
         for name in SYNCS:
-            for codec in ("none", TOPK, POWER):
+            for codec in CODECS:
                 mine = [r for r in some if (r["plan"]["sync"], r["plan"]["codec"]) == (name, codec)]
                 if mine:
-                    rows.append(_row(name if codec == "none" else f"{name}, {codec.partition('(')[0]}", several, mine))
+                    rows.append(_row(_named(name, codec), several, mine))
     kinds = Counter(fault["kind"] for r in results for fault in r["faults"])
     stalls = [(kind, [s for r in results for k, s in r["stalls"] if k == kind]) for kind in KINDS]
     said = [f"{kind}: {kinds[kind]}" + (f" ({common.median(s):.2f} s)" if s else "") for kind, s in stalls]
@@ -52,6 +53,10 @@ def summarise() -> str:
     total = _row("all", None, results)
     listed = "Faults by kind (median stall to the survivors' next step, of those that struck when all were there): "
     return f"{common.markdown_table(head, [*rows, total])}\n\n{listed}{', '.join(said)}."
+
+
+def _named(way: str, codec: str) -> str:
+    return way if codec == "none" else f"{way}, {codec.partition('(')[0]}"
 
 
 def _row(name: str, several: bool | None, results: Sequence[dict[str, Any]]) -> list[object]:

@@ -67,6 +67,7 @@ class EpochOrder:
         self.history: deque[tuple[int, StepResult]] = deque(maxlen=2 * MOST_STEPS)
         self._commit: Commit | None = None
         self._noted: Noted | None = None  # what is newer than the commit
+        self._made = False  # the step too that began then
         self._begun: Commit | None = None  # of an agreement on its way
         self._agreed_at = -1
         self.recorded, self.spent_s = cursor.step, 0.0
@@ -174,8 +175,12 @@ class EpochOrder:
             return
         regroups = self._regroups
         if regroups is None or (agreement := regroups.agreement) is Agreement.REACHED:
-            self._noted = Noted.of(self._run, self._cursor, self.reason, between, self._kept)
-            self._agreed_at = self._cursor.step
+            step = self._agreed_at = self._cursor.step
+            begun = self._noted
+            if begun is not None and begun.between and not between and begun.step == step - 1:
+                self._made = True  # nothing else has changed since it was begun
+                return
+            self._noted, self._made = Noted.of(self._run, self._cursor, self.reason, between, self._kept), False
         elif agreement is Agreement.BEGUN and between:
             self._begun = Commit.begun(self._run, self._cursor, self.reason)
         elif agreement is Agreement.LANDED and self._begun is not None:
@@ -186,7 +191,8 @@ class EpochOrder:
     def commit(self) -> Commit | None:
         """How far this rank is, where others may have to be told of it; None: they are not, or have yet to agree."""
         if self._noted is not None:
-            self._commit, self._noted = self._noted.commit(), None
+            commit, self._noted = self._noted.commit(), None
+            self._commit = commit.made() if self._made else commit
         return self._commit
 
     @commit.setter

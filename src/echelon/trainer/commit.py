@@ -188,6 +188,10 @@ class Commit:
         assert self.draws is not None
         return replace(self, draws=self.draws.landed(run))
 
+    def made(self) -> Commit:
+        """Return what is done once the step that had begun was made."""
+        return replace(self, step=self.step + 1, batch=self.batch + 1, between=False, draws=None)
+
     @property
     def place(self) -> tuple[int, bool]:
         """Orders commits: that of a rank which is further is greater."""
@@ -199,7 +203,7 @@ class Commit:
 
 
 class Noted(NamedTuple):
-    """What a commit is made of: noted twice in each step, where a commit takes longer to make."""
+    """What a commit is made of: noted in each step, where a commit takes longer to make."""
 
     step: int
     between: bool
