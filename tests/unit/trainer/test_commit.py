@@ -135,11 +135,13 @@ def test_a_generator_that_is_seeded_in_each_step_is_not_read() -> None:
 def test_copies_of_buffers_keep_their_order_and_shapes(shapes: list[tuple[int, ...]]) -> None:
     model = nn.Module()
     for i, shape in enumerate(shapes):
-        for dtype in (torch.float32, torch.int64):
-            model.register_buffer(f"{i}-{dtype}".replace(".", "_"), torch.randn(shape).mul(9).to(dtype))
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex64):
+            model.register_buffer(f"{i}-{dtype}".replace(".", "_"), torch.randn(shape).mul(9).abs().to(dtype))
+        model.register_buffer(f"{i}-turned", torch.randn(*shape, 3, 2).mT)
+        model.register_buffer(f"{i}-yes", torch.zeros(shape, dtype=torch.bool))
     kept = KeptDraws(model)
     for buffer in model.buffers():
-        buffer.add_(1)
+        buffer.copy_(~buffer if buffer.dtype is torch.bool else buffer + 1)
     live = list(model.buffers())
     assert all(not torch.equal(a, b) for a, b in zip(kept._draws.buffers, live, strict=True) if b.numel())
     copies = kept.take().buffers
