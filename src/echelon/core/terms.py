@@ -138,7 +138,7 @@ class TermFolder:
 
     def stamp(self) -> int:
         """Return a number that changes with what is said; 0 shortly after a change: the clocks of files are coarse."""
-        changed = os.stat(self._name).st_mtime_ns  # noqa: PTH116 - asked ten times a second by each process
+        changed = os.stat(self._name).st_mtime_ns  # noqa: PTH116 - each process asks again and again
         return changed if time.time_ns() - changed > _COARSE_NS else 0
 
     def marks(self) -> set[str]:

@@ -51,26 +51,26 @@ class Generators:
         """Read the states; `of_torch`: torch's, too, else its present one is kept."""
         self._reads_torch = of_torch
         self._torch_parts = _torch_memory() if of_torch else ()
-        self._numpy: object = None
-        self._numpy_place = self._python_place = memoryview(b"")
         self._python: Any = random.getstate.__self__  # type: ignore[attr-defined]
-        self._read(GeneratorStates.read())
+        self._python_place = _python_memory(self._python)
+        self._numpy: object = None
+        self._numpy_place = memoryview(b"")
+        self._states = GeneratorStates.read()
+        self._read()
 
-    def _read(self, states: GeneratorStates) -> None:
-        """Take states that have just been read, and what the generators' memory shows of them."""
-        self._states = states
-        self._sees = _watch_python(self._python, states.of_python) is not None and self._torch_parts is not None
+    def _read(self) -> None:
+        """Read the states, after what the generators' memory shows: another thread may draw in between."""
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        self._sees = self._sees and isinstance(bits, np.random.MT19937) and not states.of_numpy["has_gauss"]
-        if not self._sees:
-            return
-        if bits is not self._numpy:
+        if isinstance(bits, np.random.MT19937) and bits is not self._numpy:
             self._numpy, address = bits, bits.ctypes.state_address
             self._numpy_place = _memory(address + _BYTES + 4 - _SEEN_BYTES, _SEEN_BYTES)  # the place comes last
-        self._python_place = _watch_python(self._python, states.of_python) or self._python_place
-        self._numpy_was, self._python_was = bytes(self._numpy_place), bytes(self._python_place)
-        self._gauss_was = states.of_python[2]
+        self._numpy_was, self._python_was = bytes(self._numpy_place), bytes(self._python_place or b"")
         self._torch_was = tuple(map(bytes, self._torch_parts or ()))
+        states = GeneratorStates.read()
+        self._gauss_was = states.of_python[2]
+        known = self._python_place is not None and self._torch_parts is not None and bits is self._numpy
+        self._sees = known and not states.of_numpy["has_gauss"]
+        self._states = states if self._reads_torch else states._replace(of_torch=self._states.of_torch)
 
     def states(self) -> GeneratorStates:
         """Return the states: the same object until one has moved."""
@@ -82,8 +82,7 @@ class Generators:
             and np.random.get_bit_generator() is self._numpy  # type: ignore[attr-defined]
             and self._torch_parts == self._torch_was
         ):
-            states = GeneratorStates.read()
-            self._read(states if self._reads_torch else states._replace(of_torch=self._states.of_torch))
+            self._read()
         return self._states
 
 
@@ -91,14 +90,13 @@ def _memory(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
 
 
-def _watch_python(generator: Any, state: tuple[Any, ...]) -> memoryview | None:
+def _python_memory(generator: Any) -> memoryview | None:
     """View the place and the first words of a generator of Python's; None: they are not as in CPython."""
     if type(generator).__basicsize__ < object.__basicsize__ + 4 + _BYTES:
         return None
-    address = id(generator) + object.__basicsize__
-    numbers = state[1]
+    numbers = generator.getstate()[1]
     expected = np.array([numbers[-1], *numbers[:3]], np.uint32).tobytes()
-    place = _memory(address, _SEEN_BYTES)
+    place = _memory(id(generator) + object.__basicsize__, _SEEN_BYTES)
     return place if place == expected else None
 
 
