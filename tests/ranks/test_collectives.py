@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import re
 import time
 from datetime import timedelta
@@ -11,9 +13,12 @@ import torch
 import torch.distributed as dist
 
 from echelon.collectives import all_reduce, open_route
+from echelon.collectives import pieces as in_pieces
 from echelon.collectives import registry as paths
+from echelon.collectives.messages import Mailbox, seal
 from echelon.collectives.reducer import Coding, make_reducer
 from echelon.collectives.registry import examples
+from echelon.collectives.schedule import Ring
 from echelon.collectives.transfer import PeerLostError
 from echelon.compression.registry import build as build_codec
 from echelon.compression.registry import examples as codec_examples
@@ -192,6 +197,35 @@ def reduce_odd_lengths(rank: Rank) -> list[str]:
 
 def test_lengths_below_the_number_of_ranks() -> None:
     assert run_ranks(reduce_odd_lengths, 3) == [[]] * 3
+
+
+def exchange_all_lengths(rank: Rank) -> list[str]:
+    """Messages of any lengths, none, whole and in pieces, as each rank has it by itself; returns what was wrong."""
+    group = dist.group.WORLD
+    assert group is not None
+    choose, own, wrong = random.Random(0), random.Random(rank.index), []
+    mailbox = Mailbox(group, Ring(range(rank.world_size), rank.index))
+    for turn in range(60):
+        in_pieces.SLOW_BYTES_PER_S = in_pieces.FAST_BYTES_PER_S = own.choice((0.0, math.inf))
+        places = range(rank.world_size)
+        lengths = {(i, j): choose.choice((0, 8, 500, 40_000, 70_000, 200_000)) for i in places for j in places}
+        sent = {
+            j: seal(
+                torch.full((lengths[rank.index, j] - 8,), (7 * rank.index + j + turn) % 251, dtype=torch.uint8), True
+            )
+            for j in mailbox.others()
+            if lengths[rank.index, j]
+        }
+        incoming = {i: lengths[i, rank.index] for i in mailbox.others() if lengths[i, rank.index]}
+        for i, message in mailbox.exchange(sent, incoming)[0].items():
+            if not (message[8:] == (7 * i + rank.index + turn) % 251).all() or message[0] != 1:
+                wrong.append(f"turn {turn} from {i}")
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_messages_of_any_length_arrive_whole_however_each_rank_cuts_its_own(world_size: int) -> None:
+    assert run_ranks(exchange_all_lengths, world_size) == [[]] * world_size
 
 
 def overflow(rank: Rank) -> dict[str, bool]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.collectives.pieces import Pieces
 from echelon.collectives.schedule import Ring
 from echelon.collectives.transfer import PeerLostError
 from echelon.collectives.wire import framing_bytes
 
 _LENGTH_TAG, _BODY_TAG = 1_000_000, 1_000_001
 HEADER_BYTES = 8
+TURN_BYTES = 32 * 1024
+"""From this length on a rank's messages leave one after the other: shorter ones would wait for late ranks in vain."""
+_Piece = tuple[int, Tensor]
+_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,7 @@ class Mailbox:
 
     group: dist.ProcessGroup
     ring: Ring
+    pieces: Pieces = field(default_factory=Pieces)
 
     @property
     def size(self) -> int:
@@ -36,8 +44,11 @@ class Mailbox:
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> tuple[dict[int, Tensor], int]:
         """Send uint8 1-D messages; return those received, both by place among the members, and the bytes sent.
 
+        Long ones take turns, as in an all-to-all by pairs (Thakur, Rabenseifner and Gropp 2005): each leaves once one
+        has come that was sent in the turn before. Over a slow link they travel in pieces (`Pieces`).
+
         Args:
-            outgoing: a message for each place that gets one.
+            outgoing: a sealed message for each place that gets one; the second byte is written.
             incoming: the bytes of each sender's message, as both know or as `announce` returned.
 
         Raises:
@@ -45,7 +56,11 @@ class Mailbox:
         """
         device = next((m.device for m in outgoing.values()), torch.device("cpu"))
         received = {p: torch.empty(n, dtype=torch.uint8, device=device) for p, n in incoming.items()}
-        return received, self._transfer(outgoing, received, _BODY_TAG)
+        self.pieces.tell(_sealed(outgoing))
+        began = time.perf_counter()
+        sent = self._transfer(outgoing, received, _BODY_TAG)
+        self.pieces.passed(_sealed(outgoing), _sealed(received), time.perf_counter() - began)
+        return received, sent
 
     def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> tuple[dict[int, int], int]:
         """Tell the length of each outgoing message, 1-D; return the length of each sender's, and the bytes sent."""
@@ -56,27 +71,68 @@ class Mailbox:
         return {p: int(n) for p, n in heard.items()}, sent
 
     def _transfer(self, outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: int) -> int:
-        operations = [
-            dist.P2POp(dist.irecv, t, group=self.group, group_peer=self.ring.members[p], tag=tag)
-            for p, t in into.items()
-            if t.numel()
-        ] + [
-            dist.P2POp(dist.isend, t, group=self.group, group_peer=self.ring.members[p], tag=tag)
-            for p, t in outgoing.items()
-            if t.numel()
-        ]
+        outgoing = {p: t for p, t in outgoing.items() if t.numel()}
+        into = {p: t for p, t in into.items() if t.numel()}
+        in_turns = any(t.nbytes >= TURN_BYTES and not t.is_cuda for t in [*outgoing.values(), *into.values()])
         try:
-            for work in dist.batch_isend_irecv(operations) if operations else []:
-                work.wait()
+            messages = (self._take_turns if in_turns else self._send_at_once)(outgoing, into, tag)
         except RuntimeError as error:
             raise PeerLostError(f"rank {self.group.rank()} of the group lost one it exchanges with: {error}") from error
-        return sum(t.nbytes + framing_bytes(1, t.is_cuda) for t in outgoing.values() if t.numel())
+        on_gpu = any(t.is_cuda for t in outgoing.values())
+        return sum(t.nbytes for t in outgoing.values()) + framing_bytes(messages, on_gpu)
+
+    def _send_at_once(self, outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: int) -> int:
+        """Send all messages; returns how many."""
+        members, group = self.ring.members, self.group
+        operations = [
+            *(dist.P2POp(dist.irecv, t, group=group, group_peer=members[p], tag=tag) for p, t in into.items()),
+            *(dist.P2POp(dist.isend, t, group=group, group_peer=members[p], tag=tag) for p, t in outgoing.items()),
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        return len(outgoing)
+
+    def _take_turns(self, outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: int) -> int:
+        """Send to the next place, then to the one after it, ...; each piece once that of the turn before has come.
+
+        Returns how many pieces left.
+
+        No ranks can wait for each other in a circle, even where one sends all at once: what leaves in a turn waits for
+        earlier turns alone.
+        """
+        turns = [turn for distance in range(1, self.size) for turn in self._turns(distance, outgoing, into)]
+        arrivals = [come and self.group.recv([come[1]], self.ring.members[come[0]], tag) for _, come in turns]
+        leaving = []
+        for (leave, _), arrival in zip(turns, arrivals, strict=True):
+            if leave is not None:
+                leaving.append(self.group.send([leave[1]], self.ring.members[leave[0]], tag))
+            if arrival is not None:
+                arrival.wait()
+        for work in leaving:
+            work.wait()
+        return len(leaving)
+
+    def _turns(
+        self, distance: int, outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor]
+    ) -> Iterator[tuple[_Piece | None, _Piece | None]]:
+        """Yield what leaves for the place so far ahead, and what comes from the one so far back, piece by piece."""
+        ahead, back = (self.ring.index + distance) % self.size, (self.ring.index - distance) % self.size
+        leave, come = outgoing.get(ahead, _EMPTY), into.get(back, _EMPTY)
+        leaving = [(ahead, leave[slice(*span)]) for span in self.pieces.of_outgoing(ahead, leave.nbytes)]
+        coming = [(back, come[slice(*span)]) for span in self.pieces.of_incoming(back, come.nbytes)]
+        yield from zip_longest(leaving, coming)
+
+
+def _sealed(messages: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return those that have a header on a processor."""
+    return {place: m for place, m in messages.items() if m.numel() >= HEADER_BYTES and not m.is_cuda}
 
 
 def seal(body: Tensor, usable: bool) -> Tensor:
     """Put the word before a message, uint8 1-D, that says whether it can be used; an unusable one keeps its length."""
     message = torch.empty(HEADER_BYTES + body.numel(), dtype=torch.uint8, device=body.device)
-    message[:HEADER_BYTES] = int(usable)
+    message[:HEADER_BYTES] = 0
+    message[0] = int(usable)
     message[HEADER_BYTES:] = body
     return message
 
