@@ -38,7 +38,7 @@ from echelon.launch.link import ShapedNetwork, parse_link
 NAME = "collectives"
 TITLE = "Collectives: each path against gloo's own all-reduce"
 BACKEND, FORMER_BACKEND = "backend", "auto"  # older results have the former name
-PATHS = (BACKEND, "ring", "halving_doubling", "hierarchical(group=2)")
+PATHS = (BACKEND, "ring", "halving_doubling", "direct", "hierarchical(group=2)")
 SIZES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 LINKS = ("loopback", "1gbit", "100mbit", "groups")
 GROUPS = ("100mbit", "1gbit")  # between two groups, and inside them

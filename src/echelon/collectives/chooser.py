@@ -18,7 +18,7 @@ from echelon.collectives.route import Route
 from echelon.collectives.schedule import PathStep
 
 BACKEND = "backend"
-CANDIDATES = ("ring", "halving_doubling")
+CANDIDATES = ("ring", "halving_doubling", "direct")
 SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
 """Bytes of the vectors that are tried: from a layer's biases to a bucket of DDP's."""
 TURNS = 7

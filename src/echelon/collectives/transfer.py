@@ -198,7 +198,7 @@ def _ordered_sends(steps: Sequence[PathStep], element_size: int) -> list[_Segmen
         if step.send_to is not None:
             for number, part in enumerate(_segments(step.send, element_size, paired)):
                 needs = (n for n, span in enumerate(received) if span[0] < part[1] and part[0] < span[1])
-                answered = len(received) - 1 + min(number, len(came)) if paired else -1
+                answered = len(received) - 1 + min(number, len(came)) if paired and number else -1
                 after = max(after, max(needs, default=-1), answered)
                 sends.append(_Segment(step.send_to, step.round, part, after))
         received += came

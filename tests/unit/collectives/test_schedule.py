@@ -42,6 +42,14 @@ def test_halving_doubling_needs_2_log_n_rounds(size: int, rounds: int) -> None:
     assert sent_numel(steps) == 2 * (size - 1) * 1000
 
 
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_of_a_direct_exchange_no_more_than_two_messages_follow_each_other(size: int) -> None:
+    steps = build("direct").schedule(1, size, 1000 * size)
+    assert sent_numel(steps) == 2 * (size - 1) * 1000
+    pieces = [step for step in make_plan(steps, 4).sends if step.round < size - 1]
+    assert len(pieces) == size - 1 and all(segment.after == -1 for segment in pieces), "a piece waits for another"
+
+
 def test_hierarchical_crosses_between_groups_with_one_part_of_the_vector() -> None:
     steps = build("hierarchical(group=4)").schedule(1, 8, 4000)
     across = [s for s in steps if s.send_to is not None and s.send_to // 4 != 0]
@@ -102,7 +110,7 @@ def test_no_message_is_about_as_long_as_a_receive_window(path: str, size: int) -
 
 
 def test_names_are_the_files() -> None:
-    assert set(names()) >= {"backend", "halving_doubling", "hierarchical", "ring"}
+    assert set(names()) >= {"backend", "direct", "halving_doubling", "hierarchical", "ring"}
 
 
 @pytest.mark.parametrize(
