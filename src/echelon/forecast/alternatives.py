@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any, cast
 
@@ -58,6 +58,9 @@ class Cost:
     Attributes:
         tail: share of it that comes last, when backward has nothing left to hide it behind.
         network_s: that its messages take, without encoding.
+        sums: whether its messages are summed on their way.
+        buckets: that are sent, each in its own rounds; that of biases and the like is not counted beside encoded ones.
+        small_bytes, small_s: of these bytes and seconds, what biases and the like take, which no codec acts on.
     """
 
     n_bytes: float
@@ -65,11 +68,31 @@ class Cost:
     coding_s: float
     tail: float
     network_s: float
+    sums: bool
+    buckets: int
+    small_bytes: float = 0.0
+    small_s: float = 0.0
+
+    def times(self, more: float) -> Cost:
+        """Return it with encoded messages of so many times the bytes."""
+        n_bytes, network_s = self.n_bytes - self.small_bytes, self.network_s - self.small_s
+        return replace(
+            self, n_bytes=self.small_bytes + more * n_bytes, network_s=self.small_s + more * max(0.0, network_s)
+        )
+
+    def beside(self, small: float, rates: LinkRates) -> Cost:
+        """Return it with so many bytes that are summed as they are, in a round of their own."""
+        seconds = rates.seconds(small, 1, sums=True)
+        return replace(
+            self, n_bytes=self.n_bytes + small, rounds=self.rounds + 1, network_s=self.network_s + seconds,
+            small_bytes=small, small_s=seconds,
+        )  # fmt: skip
 
     def mixed(self, other: Cost, share: float) -> Cost:
         """Return the mean where a share of messages are the other's."""
-        both = zip(astuple(self), astuple(other), strict=True)
-        return Cost(*((1 - share) * mine + share * theirs for mine, theirs in both))
+        names = ("n_bytes", "rounds", "coding_s", "tail", "network_s")
+        means = {name: (1 - share) * getattr(self, name) + share * getattr(other, name) for name in names}
+        return replace(self, **means)
 
 
 def record_alternatives(run: TrainingRun, resolved: ResolvedRun) -> int:
@@ -113,7 +136,7 @@ def _over_run(cost: Cost, compression: Compression, messages: int, costs: Mappin
     stages = [codec.at(step).bits_per_element(_SIZED) for step in steady]
     more = fmean(stages) / codec.at(messages).bits_per_element(_SIZED) if stages else 1.0
     more = 1.0 if math.isnan(more) else more  # of a codec whose sizes only values tell
-    scaled = replace(cost, n_bytes=cost.n_bytes * more, network_s=cost.network_s * more)
+    scaled = cost.times(more)
     nearly_whole = costs.get("bf16" if codec.linear else "int8")
     if nearly_whole is None or not messages:
         return scaled
@@ -144,7 +167,10 @@ def _row(compression: str, cost: Cost, sync: str = "", times: tuple[int, int] = 
     if compression != "none" or not sync:
         settings["strategy.compression"] = compression
     period, overlap = times
-    return Alternative(settings, period, cost.n_bytes, cost.rounds, cost.coding_s, cost.tail, overlap, cost.network_s)
+    return Alternative(
+        settings, period, cost.n_bytes, cost.rounds, cost.coding_s, cost.tail, overlap, cost.network_s,
+        sums=cost.sums, buckets=cost.buckets,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -170,7 +196,8 @@ def _measure_codecs(
         if not compression.encodes:
             total = sum(c.numel * c.dtype.itemsize for c in weights) + small
             sent = ring_bytes(total, world.size, on_gpu)
-            costs[spec] = Cost(sent, len(buckets), 0.0, tail, rates.seconds(sent, len(buckets), sums=True))
+            seconds = rates.seconds(sent, len(buckets), sums=True)
+            costs[spec] = Cost(sent, len(buckets), 0.0, tail, seconds, sums=True, buckets=len(buckets))
             continue
         trials = [_Trial(compression.build(), bucket, probe) for bucket in chosen]
         turn_s = _time(trials, probe, _BUDGET_S / len(codecs))
@@ -178,10 +205,9 @@ def _measure_codecs(
         n_bytes = sum(t.n_bytes for t in trials) * scale
         rounds: float = round(sum(t.rounds for t in trials) * scale)
         network_s = rates.seconds(n_bytes, rounds, sums=compression.codec.linear)
-        if small:
-            whole = ring_bytes(small, world.size, on_gpu)
-            n_bytes, rounds, network_s = n_bytes + whole, rounds + 1, network_s + rates.seconds(whole, 1, sums=True)
-        costs[spec] = Cost(n_bytes, rounds, coding_s, tail, network_s)
+        linear = compression.codec.linear
+        cost = Cost(n_bytes, rounds, coding_s, tail, network_s, sums=linear, buckets=len(weights))
+        costs[spec] = cost.beside(ring_bytes(small, world.size, on_gpu), rates) if small else cost
     return costs
 
 
@@ -213,9 +239,10 @@ def _time(trials: list[_Trial], probe: LinkProbe, budget_s: float) -> float:
             trial.turn()
 
     def timed(thread: Executor) -> float:
-        """Return the seconds of one turn on a thread."""
+        """Return the seconds of one turn on a thread, which all ranks begin together."""
         other.add_(1.0)
         wait()
+        probe.meet()
         began = time.perf_counter()
         thread.submit(turn).result()
         wait()

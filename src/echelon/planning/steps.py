@@ -28,11 +28,9 @@ OTHER_LINK = 0.15
 """Likewise for a link that was not measured."""
 RATED = 0.4
 """Likewise where a device's rate stands for a measurement."""
-SUM_STRETCH, MESSAGE_STRETCH, GATHER_STRETCH = 1.08, 1.9, 1.5
-"""What a byte takes over a link that ranks use in both directions, by the link's rate: in gloo's all-reduce, which goes
-piece by piece; in messages that are longer than a connection's first window, whose acknowledgements stand behind the
-other direction's data; and in gloo's all-gather (benchmarks/RESULTS.md)."""
-WINDOW_BYTES = 65536
+SUM_STRETCH, MESSAGE_STRETCH, GATHER_STRETCH = 1.08, 1.15, 1.5
+"""What a byte takes over a link that ranks use in both directions, by the link's rate: in gloo's all-reduce, in the
+messages of codecs, which go piece by piece, too, and in gloo's all-gather, which does not (benchmarks/RESULTS.md)."""
 GATHERED_S = 2e-3
 """Of a processor for each all-gather or reduce-scatter of a block, beside its bytes (benchmarks/RESULTS.md)."""
 
@@ -115,8 +113,8 @@ class Replicated:
         work = known.compute(batch / n, machines.speed)
         sent = cost.wire_bytes * ring_share(n) / ring_share(known.workers)
         buckets = _buckets(cost, sent, known)
-        hops, stretch = self._hops(known, machines, len(buckets)), self._stretch(known, len(buckets))
-        moving = [_moving_s(known, machines, bucket, hops, stretch) for bucket in buckets]
+        passing = self._passing(machines, len(buckets))
+        moving = [_moving_s(known, machines, bucket, passing, self._stretch) for bucket in buckets]
         coding_s = cost.coding_s / machines.speed * _passes(n) / _passes(known.workers)
         compute_s = sum(work.values()) + coding_s * cost.often
         if cost.period > 1:
@@ -130,23 +128,24 @@ class Replicated:
         seconds = interval(compute_s + exposed_s + waiting_s, uncertainty(known, machines, batch))
         return StepForecast(seconds, compute_s, exposed_s, waiting_s, sent * cost.often, tuple(spans))
 
-    def _hops(self, known: Calibration, machines: Machines, buckets: int) -> tuple[float, float]:
-        """Return how many messages follow each other for a bucket, between machines and inside one.
+    def _passing(self, machines: Machines, buckets: int) -> Passing:
+        """Return what follows on what for a bucket: a sum passes 2 (n - 1) times around a ring; others pass directly.
 
-        A ring over all ranks passes 2 (n - 1) times; its rounds lie one after the other.
+        Messages from each to each are on their way at once, but processors handle them one by one.
         """
-        rounds = self.cost.rounds / buckets if self.cost.coding_s else 1.0
-        scale = max(1.0, rounds / (2 * (known.workers - 1)))
-        outside = 2 * (machines.count - 1)
-        return scale * outside, scale * (2 * (machines.workers - 1) - outside)
+        rounds, n = max(1.0, self.cost.rounds / buckets), machines.workers
+        outside, inside = machines.count - 1, n - machines.count
+        if not self._sums:
+            return Passing((rounds * outside, rounds * inside), (rounds if outside else 0.0, rounds if inside else 0.0))
+        return _one_after_another(rounds * 2 * outside, rounds * 2 * inside)
 
-    def _stretch(self, known: Calibration, buckets: int) -> float:
-        """Return what its bytes take of a link: a codec that is not summed passes each chunk to its owner, and back."""
-        exchanges = self.cost.rounds / buckets
-        if not self.cost.coding_s or not known.on_cpu or exchanges < 2:
-            return SUM_STRETCH
-        message = self.cost.wire_bytes / self.cost.rounds / max(1, known.workers - 1)
-        return MESSAGE_STRETCH if message > WINDOW_BYTES else SUM_STRETCH
+    @property
+    def _sums(self) -> bool:
+        return self.cost.sums or not self.cost.coding_s
+
+    @property
+    def _stretch(self) -> float:
+        return SUM_STRETCH if self._sums else MESSAGE_STRETCH
 
 
 def _passes(ranks: int) -> float:
@@ -184,20 +183,36 @@ def _delay_s(link: Link | None) -> float:
     return link.delay_s if link else 0.0
 
 
+@dataclass(frozen=True)
+class Passing:
+    """Messages that follow each other, between machines and inside one.
+
+    Attributes:
+        handled: that a rank's processor handles one after the other.
+        delayed: whose delays add up.
+    """
+
+    handled: tuple[float, float]
+    delayed: tuple[float, float]
+
+
 def _moving_s(
-    known: Calibration, machines: Machines, n_bytes: float, hops: tuple[float, float], stretch: float = SUM_STRETCH
+    known: Calibration, machines: Machines, n_bytes: float, passing: Passing, stretch: float = SUM_STRETCH
 ) -> float:
-    outside, inside = hops
-    hop_s = known.hop_s / machines.speed
-    outside_s = outside * (hop_s + _delay_s(machines.link))
-    inside_s = inside * (hop_s + _delay_s(machines.inside))
-    return n_bytes * seconds_per_byte(known, machines, stretch) + outside_s + inside_s
+    handled_s = sum(passing.handled) * known.hop_s / machines.speed
+    outside, inside = passing.delayed
+    delayed_s = outside * _delay_s(machines.link) + inside * _delay_s(machines.inside)
+    return n_bytes * seconds_per_byte(known, machines, stretch) + handled_s + delayed_s
+
+
+def _one_after_another(outside: float, inside: float) -> Passing:
+    return Passing((outside, inside), (outside, inside))
 
 
 def _buckets(cost: Alternative, sent: float, known: Calibration) -> list[float]:
     """Return the bytes of each bucket, in the order in which backward fills them; the last is the tail."""
-    exchanges = 2 * (known.workers - 1) if cost.coding_s else 1
-    count = min(_MOST_BUCKETS, max(1, round(cost.rounds / exchanges)))
+    exchanges = 2 if cost.coding_s else 1  # of records that do not tell
+    count = min(_MOST_BUCKETS, cost.buckets or max(1, round(cost.rounds / exchanges)))
     if count == 1 or cost.period > 1:
         return [sent]
     tail = min(1.0, max(cost.tail, 0.0))
@@ -269,7 +284,7 @@ class Sharded:
         work[Phase.UPDATE] /= self.size
         inside = self.size <= machines.per_machine
         piece = known.parameters * 4 * (self.size - 1) / self.size / self.blocks
-        hops = (0, self.size - 1) if inside else (self.size - 1, 0)
+        hops = _one_after_another(*((0, self.size - 1) if inside else (self.size - 1, 0)))
         group = machines if not inside else _one_machine(machines)
         each_s = GATHERED_S / machines.speed if known.on_cpu else 0.0
         cut = 2 * piece if known.on_cpu else piece
@@ -277,7 +292,9 @@ class Sharded:
         scatter_s = each_s + _moving_s(known, group, cut, hops)
         own = known.parameters * 4 / self.size
         between = own * ring_share(self.replicas) if self.replicas > 1 else 0.0
-        reduce_s = _moving_s(known, machines, between, (2 * (self.replicas - 1), 0)) if between else 0.0
+        reduce_s = (
+            _moving_s(known, machines, between, _one_after_another(2 * (self.replicas - 1), 0)) if between else 0.0
+        )
         spans = simulate(_sharded_tasks(work, self.blocks, (gather_s, scatter_s, reduce_s), not known.on_cpu))
         compute_s = sum(work.values())
         waiting_s = known.jitter_s / machines.speed * expected_max(machines.workers)
@@ -352,11 +369,13 @@ class Pipelined:
         samples = batch / self.replicas
         work = known.compute(samples, machines.speed)
         passed = self.passed_bytes * samples / self.microbatches
-        send_s = _moving_s(known, machines, passed, (1, 0))
+        send_s = _moving_s(known, machines, passed, _one_after_another(1, 0))
         tasks = pipeline_tasks(self, work, send_s)
         gradient = known.parameters * 4 * self.largest
         between = gradient * ring_share(self.replicas) if self.replicas > 1 else 0.0
-        reduce_s = _moving_s(known, machines, between, (2 * (self.replicas - 1), 0)) if between else 0.0
+        reduce_s = (
+            _moving_s(known, machines, between, _one_after_another(2 * (self.replicas - 1), 0)) if between else 0.0
+        )
         spans = simulate(tasks)
         update_s = (work[Phase.UPDATE] + work[Phase.OTHER]) * self.largest
         total_s = makespan(spans) + reduce_s + update_s

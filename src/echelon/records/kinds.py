@@ -528,6 +528,8 @@ class Alternative:
         tail: share of it that comes last, which backward cannot hide.
         network_s: seconds that its messages take, as the link was measured; 0: it was not.
         share: of the run's steps in which it is sent, those of a warm-up counted; 0: not told, one in `period`.
+        sums: its messages are summed on their way; others pass from each rank to each.
+        buckets: in which it is sent, each in its own rounds; 0: not told.
     """
 
     settings: Mapping[str, str]
@@ -539,6 +541,8 @@ class Alternative:
     overlap: int = 0
     network_s: float = 0.0
     share: float = 0.0
+    sums: bool = False
+    buckets: int = 0
 
     @property
     def often(self) -> float:

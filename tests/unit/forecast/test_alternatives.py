@@ -24,7 +24,7 @@ def test_a_runs_own_codec_is_no_alternative_however_it_is_written(own: str) -> N
 
 
 COSTS = {
-    spec: alternatives.Cost(n_bytes, 3, 1e-3, 1.0, 1e-6 * n_bytes)
+    spec: alternatives.Cost(n_bytes, 3, 1e-3, 1.0, 1e-6 * n_bytes, sums=spec not in ("int8", "sign"), buckets=1)
     for spec, n_bytes in (("none", 4e6), ("bf16", 2e6), ("int8", 1e6), ("sign", 1e5), ("powersgd(rank=2)", 1e5))
 }
 
@@ -44,6 +44,13 @@ def test_stages_of_a_density_count() -> None:
     cost = COSTS["sign"]
     assert alternatives._over_run(cost, plain, 100, COSTS).n_bytes == pytest.approx(cost.n_bytes)
     assert alternatives._over_run(cost, staged, 100, COSTS).n_bytes > 2 * cost.n_bytes
+
+
+def test_what_no_codec_acts_on_has_no_stages() -> None:
+    staged = read("topk(0.01, finish_steps=0)")
+    cost = replace(COSTS["sign"], small_bytes=9e4, small_s=0.09)
+    more = alternatives._over_run(replace(cost, n_bytes=1e4, small_bytes=0.0, small_s=0.0), staged, 100, COSTS)
+    assert alternatives._over_run(cost, staged, 100, COSTS).n_bytes == pytest.approx(9e4 + more.n_bytes)
 
 
 def test_a_period_is_sent_as_often_as_the_run_sends_it() -> None:

@@ -20,6 +20,7 @@ from echelon.planning.plan import Length, over_steps, predict
 from echelon.planning.steps import (
     GATHER_STRETCH,
     GATHERED_S,
+    MESSAGE_STRETCH,
     SUM_STRETCH,
     Pipelined,
     Replicated,
@@ -127,15 +128,20 @@ def test_gloo_gathers_in_turn_with_computing_and_cuts_gradients_up_by_a_whole_su
     assert on_gpus.sent_bytes == 3 * half and on_gpus.seconds.value < on_cpu.seconds.value
 
 
-@pytest.mark.parametrize(("kilobytes", "stretched"), [(100, False), (1000, True)])
-def test_long_messages_of_a_codec_take_longer_where_both_directions_are_busy(kilobytes: int, stretched: bool) -> None:
-    known = replace(KNOWN, on_cpu=True)
+@pytest.mark.parametrize(("sums", "stretch"), [(True, SUM_STRETCH), (False, MESSAGE_STRETCH)])
+def test_messages_of_a_codec_take_a_little_longer_than_sums_of_as_many_bytes(sums: bool, stretch: float) -> None:
     machines = replace(slow("1mbit"), workers=2)
-    codec = Alternative({"strategy.compression": "int8"}, 1, kilobytes * 1e3, 2.0, 1e-3, 1.0)
-    alone_s = kilobytes * 1e3 * 8 / 1e6
-    taken_s = Replicated(codec).step(known, machines, 64).communicate_s
-    assert (taken_s > 1.5 * alone_s) == stretched
-    assert taken_s == pytest.approx((1.9 if stretched else SUM_STRETCH) * alone_s, rel=0.01)
+    codec = Alternative({"strategy.compression": "int8"}, 1, 1e6, 2.0, 1e-3, 1.0, sums=sums, buckets=1)
+    taken_s = Replicated(codec).step(KNOWN, machines, 64).communicate_s
+    assert taken_s == pytest.approx(stretch * 1e6 * 8 / 1e6, rel=0.01)
+
+
+@pytest.mark.parametrize(("sums", "delays"), [(True, 2 * 2 * 7), (False, 2)])
+def test_delays_of_a_ring_add_up_and_of_messages_from_each_to_each_do_not(sums: bool, delays: int) -> None:
+    codec = Alternative({"strategy.compression": "int8"}, 1, 1.0, 2.0, 1e-9, 1.0, sums=sums, buckets=1)
+    near, far = read_at('workers=8, link="1gbit"')[0], read_at('workers=8, link="1gbit,1s"')[0]
+    took = [Replicated(codec).step(KNOWN, machines, 64).communicate_s for machines in (near, far)]
+    assert took[1] - took[0] == pytest.approx(delays)
 
 
 def test_on_a_slow_link_the_wire_alone_counts() -> None:
