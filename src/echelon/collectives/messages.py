@@ -18,7 +18,7 @@ from echelon.collectives.wire import framing_bytes
 
 _LENGTH_TAG, _BODY_TAG = 1_000_000, 1_000_001
 HEADER_BYTES = 8
-TURN_BYTES = 32 * 1024
+TURN_BYTES = 16 * 1024
 """From this length on a rank's messages leave one after the other: shorter ones would wait for late ranks in vain."""
 _Piece = tuple[int, Tensor]
 _EMPTY = torch.empty(0, dtype=torch.uint8)
