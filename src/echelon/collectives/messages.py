@@ -21,7 +21,6 @@ HEADER_BYTES = 8
 TURN_BYTES = 16 * 1024
 """From this length on a rank's messages leave one after the other: shorter ones would wait for late ranks in vain."""
 _Piece = tuple[int, Tensor]
-_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -117,10 +116,14 @@ class Mailbox:
     ) -> Iterator[tuple[_Piece | None, _Piece | None]]:
         """Yield what leaves for the place so far ahead, and what comes from the one so far back, piece by piece."""
         ahead, back = (self.ring.index + distance) % self.size, (self.ring.index - distance) % self.size
-        leave, come = outgoing.get(ahead, _EMPTY), into.get(back, _EMPTY)
-        leaving = [(ahead, leave[slice(*span)]) for span in self.pieces.of_outgoing(ahead, leave.nbytes)]
-        coming = [(back, come[slice(*span)]) for span in self.pieces.of_incoming(back, come.nbytes)]
-        yield from zip_longest(leaving, coming)
+        leave, come = outgoing.get(ahead), into.get(back)
+        leaving = self.pieces.of_outgoing(ahead, leave.nbytes) if leave is not None else []
+        coming = self.pieces.of_incoming(back, come.nbytes) if come is not None else []
+        for left, came in zip_longest(leaving, coming):
+            yield (
+                None if left is None or leave is None else (ahead, leave[slice(*left)]),
+                None if came is None or come is None else (back, come[slice(*came)]),
+            )
 
 
 def _sealed(messages: Mapping[int, Tensor]) -> dict[int, Tensor]:
