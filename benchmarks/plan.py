@@ -37,8 +37,8 @@ from echelon.planning.steps import Replicated
 from echelon.reporting.report.records import load_run
 
 TITLE = "Plans"
-LINKS = {"1gbit": 80, "100mbit": 80, "10mbit": 80}
-"""Links, and the steps of a run over each; those that calibrate take as many as the most."""
+LINKS = ("1gbit", "100mbit", "10mbit")
+STEPS = 80
 _RUN_LIMIT_S = 300
 
 
@@ -64,34 +64,34 @@ def run_model(seed: int, number: int) -> list[Case]:
     """Calibrate with two workers, then measure choices with four."""
     choose = random.Random(f"plan {seed} {number}")
     model = choose.choice(IMAGE_MODELS)
-    drawn = [(choose.choice(list(LINKS)), choose.choice(("", *CHOICES))) for _ in range(4)]
+    drawn = [(choose.choice(LINKS), choose.choice(("", *CHOICES))) for _ in range(4)]
     with tempfile.TemporaryDirectory() as folder:
         data, run = make_data(Path(folder), model, seed), Path(folder) / "run"
         records = []
         for batch in (64, 32):
             own = ["--model", model, "--workers", "2", "--batch-size", str(batch)]
-            records.append(load_run(_train(data, run, own, max(LINKS.values()))))
+            records.append(load_run(_train(data, run, own)))
         known = calibrate(records)
         ways = {plain_settings(way.settings): way for way in known.ways}
         found = []
         for link, choice in drawn:
             way = ways[plain_settings(options_of(choice))]
-            way = over_steps(way, LINKS[link])
+            way = over_steps(way, STEPS)
             step = Replicated(way).step(known, read_at(f"workers=4, speed=0.5, link={link}")[0], 64).seconds
             words = [f"--{name.rpartition('.')[2]}={value}" for name, value in options_of(choice).items()]
             fixed = ["--model", model, "--workers", "4", "--batch-size", "64", "--link", link]
-            windows = load_run(_train(data, run, [*fixed, *words], LINKS[link])).windows
+            windows = load_run(_train(data, run, [*fixed, *words])).windows
             seconds = sum(w.seconds for w in windows) / sum(w.count for w in windows)  # of all, begin and end too
             found.append(Case(model, link, choice or "none", step.value, step.low, step.high, seconds))
         return found
 
 
-def _train(data: Path, folder: Path, options: Sequence[str], steps: int) -> Path:
-    """Do one run of so many steps into an empty folder, on two cores, and return it."""
+def _train(data: Path, folder: Path, options: Sequence[str]) -> Path:
+    """Do one run into an empty folder, on two cores, and return it."""
     subprocess.run(["rm", "-rf", str(folder)], check=True)
     command = [
         *(sys.executable, "-m", "echelon", "train", str(data), "--run", str(folder), "--threads", "1"),
-        *("--epochs", "100", "--lr", "0.02", "--max-steps", str(steps), "--eval-every", "0", *options),
+        *("--epochs", "100", "--lr", "0.02", "--max-steps", str(STEPS), "--eval-every", "0", *options),
     ]
     allowed = sorted(os.sched_getaffinity(0))[:2]
     subprocess.run(
