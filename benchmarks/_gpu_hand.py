@@ -26,6 +26,10 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--fused", action="store_true", help="a fused optimizer, and convolutions chosen by trial")
     parser.add_argument("--resident", action="store_true", help="one batch that lies on the device, again and again")
+    parser.add_argument(
+        "--kept", type=int, default=0, help="so many images lie on the device, cropped and flipped there"
+    )
+    parser.add_argument("--mode", default="default", help="torch.compile's: reduce-overhead replays CUDA graphs")
     print(json.dumps(train(parser.parse_args())))
 
 
@@ -41,7 +45,7 @@ def train(args: argparse.Namespace) -> dict[str, object]:
     optimizer = torch.optim.SGD(
         net.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=args.fused or None
     )
-    step_net = net if args.no_compile else torch.compile(net)
+    step_net = net if args.no_compile else torch.compile(net, mode=args.mode)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     dtype = AUTOCAST[args.precision]
     losses, began = [], 0.0
@@ -62,6 +66,8 @@ def train(args: argparse.Namespace) -> dict[str, object]:
 
 def batches(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield one batch that lies on the device again and again, or batches of synthetic images or of a folder's."""
+    if args.kept:
+        yield from kept_batches(args, device)
     if args.resident:
         generator = torch.Generator().manual_seed(0)
         shape = (args.batch, 3, args.image, args.image)
@@ -104,6 +110,27 @@ def batches(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[Te
         for pictures, labels in loader:
             on_device = pictures.to(device, non_blocking=True, memory_format=torch.channels_last)
             yield on_device, labels.to(device, non_blocking=True)
+
+
+def kept_batches(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield shuffled batches of images that lie on the device, each cropped by up to four pixels and half of them mirrored."""
+    generator = torch.Generator(device).manual_seed(0)
+    pictures = torch.randint(0, 256, (args.kept, 3, args.image, args.image), dtype=torch.uint8, device=device)
+    labels = torch.randint(0, 1000, (args.kept,), device=device)
+    padded = nn.functional.pad(pictures, (4, 4, 4, 4))
+    line = torch.arange(args.image, device=device)
+    while True:
+        order = torch.randperm(args.kept, device=device, generator=generator)
+        for chosen in order.split(args.batch)[: args.kept // args.batch]:
+            top, left = torch.randint(0, 9, (2, args.batch, 1), device=device, generator=generator)
+            mirrored = torch.rand(args.batch, 1, device=device, generator=generator) < 0.5
+            columns = left + torch.where(mirrored, line.flip(0), line)
+            rows = (top + line)[:, None, :, None]
+            inputs = padded[
+                chosen[:, None, None, None], torch.arange(3, device=device)[:, None, None], rows, columns[:, None, None]
+            ]
+            inputs = inputs.to(memory_format=torch.channels_last).float().sub_(127.5).div_(127.5)
+            yield inputs, labels[chosen]
 
 
 def _now(device: torch.device) -> float:

@@ -87,9 +87,11 @@ __all__ = [
     "copy_with",
     "detect_fake_mode",
     "fake_store",
+    "foreach_add_",
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
+    "foreach_sub_",
     "group_timeout",
     "has_comm_hook",
     "ignore_in_ddp",
@@ -150,6 +152,8 @@ foreach_copy_ = torch._foreach_copy_
 foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+foreach_add_ = torch._foreach_add_
+foreach_sub_ = torch._foreach_sub_
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

@@ -139,7 +139,8 @@ class CompressedAllReduce:
         total = torch.zeros_like(own)
         if own.numel():
             meta = Meta.of(own)
-            self._sends.add_parts(total, [self._sends.from_bytes(parts[j][0], meta) for j in range(self._mailbox.size)])
+            bodies = [parts[j][0] for j in range(self._mailbox.size)]
+            self._sends.add_parts(total, self._sends.from_bytes_parts(bodies, [meta] * len(bodies)))
         return total, sent
 
     def _noted(self, bodies: list[Tensor], usable: bool) -> list[Tensor]:
@@ -167,18 +168,19 @@ class CompressedAllReduce:
             self._sends_back, outgoing, {j: self._numel(j) for j in others if self._numel(j)}
         )
         messages[me] = message
-        notes, payloads, chunks = [], [], []
+        notes, bodies, chunks = [], [], []
         for j, (body, usable) in unsealed({j: messages[j] for j in range(len(self._chunks)) if self._numel(j)}).items():
             if self.adaptation is not None:
                 note, body = split_note(body, RETURNED)
                 notes.append(note)
             chunk = flat[slice(*self._chunks[j])]
             if usable:
-                payloads.append(self._sends_back.from_bytes(body, Meta.of(chunk)))
+                bodies.append(body)
                 chunks.append(chunk)
             else:
                 chunk.fill_(torch.nan)
-        if payloads:
+        if bodies:
+            payloads = self._sends_back.from_bytes_parts(bodies, [Meta.of(chunk) for chunk in chunks])
             self._sends_back.extract_parts(payloads, chunks)
         if self.adaptation is not None:
             self.adaptation.decide(notes)

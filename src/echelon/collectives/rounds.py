@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from echelon.collectives.compressed_all_reduce import CodecShard
-from echelon.compression.base import Codec, NonFiniteError, fuse_rounds
+from echelon.compression.base import Codec, FusedRounds, NonFiniteError
 from echelon.core.shards import FlatTensor
+from echelon.torch_compat import foreach_copy_
 
 SumInPlace = Callable[[Tensor], int]
 """Sums a contiguous 1-D tensor over the ranks, in place, and returns the bytes sent."""
-
-
-FusedRounds = Generator[Tensor, Tensor, list[Tensor]]
 
 
 class LinearAllReduce:
@@ -77,7 +75,7 @@ class LinearAllReduce:
     def _rounds(self, flat: Tensor) -> FusedRounds:
         views = [flat[slice(*p.span)].view(p.shape) for p in self._pieces]
         codec = self._codec.at(max(state.step for state in self._states))
-        return fuse_rounds([codec.reduce_rounds(v, s) for v, s in zip(views, self._states, strict=True)])
+        return codec.reduce_parts(views, self._states)
 
     def _first_mean(self, piece: Tensor, sum_in_place: SumInPlace, usable: bool) -> tuple[Tensor, int, bool]:
         """Return the mean of the first piece, the bytes sent, and whether it is usable on all ranks."""
@@ -95,7 +93,6 @@ class LinearAllReduce:
         return message.div_(self._size), sent
 
     def _write(self, flat: Tensor, means: Sequence[Tensor], average: bool) -> None:
-        for piece, mean in zip(self._pieces, means, strict=True):
-            flat[slice(*piece.span)].view(piece.shape).copy_(mean)
+        foreach_copy_([flat[slice(*p.span)].view(p.shape) for p in self._pieces], list(means))
         if not average and not self._codec.direction:
             flat.mul_(self._size)

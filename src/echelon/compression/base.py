@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -32,11 +32,15 @@ from echelon.compression.state import (
     empty,
     flat,
     flat32,
+    moved,
+    on_gpu,
     refuse_nonfinite,
     refuse_nonfinite_elements,
+    refuse_nonfinite_together,
     working_dtype,
 )
 from echelon.compression.wire import Layout, pack, packed_bytes, unpack
+from echelon.torch_compat import foreach_sub_
 
 __all__ = [
     "Codec",
@@ -49,8 +53,11 @@ __all__ = [
     "flat",
     "flat32",
     "fuse_rounds",
+    "moved",
+    "on_gpu",
     "refuse_nonfinite",
     "refuse_nonfinite_elements",
+    "refuse_nonfinite_together",
     "working_dtype",
 ]
 
@@ -58,14 +65,8 @@ Rounds = Generator[Tensor, Tensor, Tensor]
 """Yields what is to be reduced, is sent its mean over the workers, returns the mean of the workers' tensors."""
 
 
-WARMUP_SHARE = 0.05
-FINISH_SHARE = 0.02
-"""Of a run's messages, at its start and at its end: what `Eased` codecs leave out unless told otherwise."""
-
-
-def share_of(messages: int, share: float) -> int:
-    """Return a share of so many messages, at least one of them; 0 of none."""
-    return max(1, round(share * messages)) if messages else 0
+FusedRounds = Generator[Tensor, Tensor, list[Tensor]]
+"""The rounds of several tensors as one: returns the mean of each."""
 
 
 @dataclass(frozen=True)
@@ -176,22 +177,79 @@ class Codec(ABC):
         """Decode into a tensor of the payload's shape and dtype: a new one, or `out` (contiguous, as many elements)."""
 
     def compress_parts(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Payload]:
-        """Encode several tensors of any shape, each with a state of its own, as `compress` does.
+        """Encode several tensors of any shape, each with a state of its own, as `compress` does; on a GPU in one go.
 
         Raises:
             NonFiniteError: one holds NaN or infinity; states may have counted a step.
         """
+        if on_gpu(tensors):
+            return self.compress_together(tensors, states)
         return [self.compress(tensor, state) for tensor, state in zip(tensors, states, strict=True)]
 
+    def from_bytes_parts(self, buffers: Sequence[Tensor], metas: Sequence[Meta]) -> list[Payload]:
+        """Read several payloads, as `from_bytes` does; on a GPU in one go."""
+        if on_gpu(buffers):
+            return self.from_bytes_together(buffers, metas)
+        return [self.from_bytes(buffer, meta) for buffer, meta in zip(buffers, metas, strict=True)]
+
     def extract_parts(self, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
-        """Decode several payloads, each into a tensor of its own (any shape, as many elements), as `extract` does."""
+        """Decode several payloads, each into a tensor of its own (any shape, as many elements); on a GPU in one go."""
+        if on_gpu(outs):
+            self.extract_together(payloads, outs)
+            return
         for payload, out in zip(payloads, outs, strict=True):
             self.extract(payload, out)
 
     def add_parts(self, target: Tensor, payloads: Sequence[Payload]) -> None:
-        """Add several payloads to `target`, any shape, one after the other, as `add_to` does."""
+        """Add several payloads to `target`, any shape, one after the other; on a GPU they are decoded in one go."""
+        if on_gpu([target]):
+            self.add_together(target, payloads)
+            return
         for payload in payloads:
             self.add_to(target, payload)
+
+    def reduce_parts(self, tensors: Sequence[Tensor], states: Sequence[State]) -> FusedRounds:
+        """Reduce several tensors, as `reduce_rounds` does, by reductions that they share; on a GPU in one go."""
+        if on_gpu(tensors):
+            return self.reduce_together(tensors, states)
+        return fuse_rounds([self.reduce_rounds(tensor, state) for tensor, state in zip(tensors, states, strict=True)])
+
+    # What the five above do on a GPU: a codec whose launches would take longer than its work does them in one go.
+
+    def compress_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Payload]:
+        """Do what `compress` does to each of several tensors, of any shape."""
+        return [self.compress(tensor, state) for tensor, state in zip(tensors, states, strict=True)]
+
+    def from_bytes_together(self, buffers: Sequence[Tensor], metas: Sequence[Meta]) -> list[Payload]:
+        """Do what `from_bytes` does to each of several buffers."""
+        return [self.from_bytes(buffer, meta) for buffer, meta in zip(buffers, metas, strict=True)]
+
+    def extract_together(self, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
+        """Do what `extract` does to each of several payloads and tensors."""
+        for payload, out in zip(payloads, outs, strict=True):
+            self.extract(payload, out)
+
+    def add_together(self, target: Tensor, payloads: Sequence[Payload]) -> None:
+        """Do what `add_to` does with each of several payloads, to one `target` of any shape."""
+        for payload in payloads:
+            self.add_to(target, payload)
+
+    def reduce_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> FusedRounds:
+        """Do what `reduce_rounds` does to each of several tensors, of any shape."""
+        return fuse_rounds([self.reduce_rounds(tensor, state) for tensor, state in zip(tensors, states, strict=True)])
+
+    def subtract_together(self, targets: Sequence[Tensor], payloads: Sequence[Payload]) -> None:
+        """Subtract each decoded payload from its own tensor [numel], in place."""
+        decoded = [torch.empty_like(target) for target in targets]
+        self.extract_together(payloads, decoded)
+        foreach_sub_(list(targets), decoded)
+
+    def subtract_means_together(
+        self, pending: Sequence[Tensor], means: Sequence[Tensor], states: Sequence[State]
+    ) -> None:
+        """Do what `subtract_reduced` does to each of several tensors [numel]."""
+        for tensor, mean, state in zip(pending, means, states, strict=True):
+            self.subtract_reduced(tensor, mean, state)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         """Return the state of a tensor of that shape, dtype and device, before the first step."""
@@ -314,7 +372,7 @@ class Codec(ABC):
         """After `reduce_rounds`: zero `target` [numel] where values were sent, as `clear_sent` does for a payload."""
 
 
-def fuse_rounds(rounds: Sequence[Rounds]) -> Generator[Tensor, Tensor, list[Tensor]]:
+def fuse_rounds(rounds: Sequence[Rounds]) -> FusedRounds:
     """Run the rounds of several tensors as one: each reduction carries all that are not done, concatenated.
 
     Returns their results in order. They must stand in the same order on all workers.
@@ -331,75 +389,3 @@ def fuse_rounds(rounds: Sequence[Rounds]) -> Generator[Tensor, Tensor, list[Tens
                 results[i] = stop.value
         waiting = following
     return [results[i] for i in range(len(rounds))]
-
-
-class Eased(Codec):
-    """A biased codec that a run begins and ends without; a frozen dataclass with these fields.
-
-    In the first and the last messages of a run eight bits an element travel (bf16 where messages are summed), and the
-    error memory stays empty: early gradients are large and late ones small, and neither should wait for others.
-
-    Attributes:
-        warmup_steps: messages of a tensor before the codec itself encodes; 0: none, None: a share of the run's.
-        finish_steps: messages at the end that it leaves out; 0: none, None: a share of the run's.
-    """
-
-    warmup_steps: int | None
-    finish_steps: int | None
-
-    def for_run(self, messages: int) -> Codec:
-        """Return the codec with shares of so many messages in place of what is left out."""
-        if not self.biased:
-            return self
-        first = share_of(messages, WARMUP_SHARE) if self.warmup_steps is None else self.warmup_steps
-        last = share_of(messages, FINISH_SHARE) if self.finish_steps is None else self.finish_steps
-        eased: Codec = replace(self, warmup_steps=first, finish_steps=last)  # type: ignore[type-var]
-        return eased
-
-    def length_notes(self, messages: int) -> list[str]:
-        """Say which messages are whole, and whether what is left out comes too late in so short a run."""
-        whole = self.whole_steps(messages)
-        parts = [f"the {name} {count}" for name, count in (("first", whole.first), ("last", whole.last)) if count]
-        notes = []
-        if parts and messages:
-            form = "bf16" if self.linear else "int8"
-            notes.append(
-                f"{' and '.join(parts)} of {messages} messages are {form} (warmup_steps=0, finish_steps=0: none)"
-            )
-        if self.biased and 0 < messages < self.fewest_messages:
-            notes.append(
-                f"what it leaves out comes late: a run of {messages} messages, fewer than {self.fewest_messages}, may "
-                "lose accuracy; int8 does not"
-            )
-        return notes
-
-    @property
-    def fewest_messages(self) -> int:
-        """Messages of a tensor from which on error feedback has made up for what is left out."""
-        return 20
-
-    def whole_steps(self, messages: int) -> WholeSteps:
-        """Return the first and last messages; none where the length of the run is not known."""
-        return WholeSteps(self.warmup_steps or 0, self.finish_steps or 0, messages) if self.biased else NEVER
-
-
-class CorrectsMomentum(Codec):
-    """A codec whose worker applies momentum before it encodes; a frozen dataclass with these fields.
-
-    Attributes:
-        momentum: its coefficient; 0: none, None: not settled yet.
-        nesterov: whether it has Nesterov's form; None: not settled yet.
-    """
-
-    momentum: float | None
-    nesterov: bool | None
-
-    @property
-    def absorbs_momentum(self) -> float | None:
-        """`momentum`, where it is above 0."""
-        return self.momentum or None
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether momentum has Nesterov's form: `nesterov`."""
-        return bool(self.nesterov)

@@ -16,14 +16,14 @@ Papers: Elias 1974, Fano 1971.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.compression.state import empty
+from echelon.compression.state import empty, moved
 
 
 def packed_size(n_bits: int) -> int:
@@ -163,14 +163,96 @@ def pack_indices(indices: Tensor, n: int) -> Tensor:
     return torch.cat([lows, pack_bits(marks)])
 
 
+def numbered(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return, of the elements of parts of these lengths, one part after the other, the part and the number in it."""
+    total = sum(counts)
+    if len(set(counts)) == 1:
+        every = torch.arange(total, device=device)
+        return every // max(counts[0], 1), every % max(counts[0], 1)
+    table = moved(np.array([counts, np.cumsum([0, *counts[:-1]])], np.int64), device)
+    rows = torch.arange(len(counts), device=device).repeat_interleave(table[0], output_size=total)
+    return rows, torch.arange(total, device=device) - table[1][rows]
+
+
+def pack_indices_together(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Do what `pack_indices` does to several tensors of indices, below `sizes`; in a few launches where it can."""
+    counts, lows = [part.numel() for part in parts], {_low_bits(n, part.numel()) for part, n in zip(parts, sizes)}
+    low = next(iter(lows)) if len(lows) == 1 else None
+    if low is None:
+        return [pack_indices(part, n) for part, n in zip(parts, sizes, strict=True)]
+    device, indices = parts[0].device, torch.cat(list(parts))
+    rows, within = numbered(counts, device)
+    ends = [packed_size(_upper_bits(n, k, low)) for n, k in zip(sizes, counts, strict=True)]
+    marks = torch.zeros(len(parts), 8 * max(ends), dtype=torch.uint8, device=device)
+    marks[rows, (indices >> low) + within] = 1
+    upper = pack_bits(marks.view(-1)).view(len(parts), -1)
+    codes = torch.zeros(len(parts), 8 * packed_size(max(counts)), dtype=_code_dtype(low), device=device)
+    codes[rows, within] = (indices & ((1 << low) - 1)).to(codes.dtype)
+    planes = [] if low == 8 else list(pack_codes(codes.view(-1), low).view(low, len(parts), -1).unbind(1))
+    return [
+        torch.cat([codes[i, :k] if low == 8 else planes[i][:, : packed_size(k)].reshape(-1), upper[i, :end]])
+        for i, (k, end) in enumerate(zip(counts, ends, strict=True))
+    ]
+
+
+def unpack_indices_together(packed: Sequence[Tensor], sizes: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
+    """Do what `unpack_indices` does to several buffers; in a few launches, and few waits for a GPU, where it can.
+
+    Raises:
+        ValueError: a buffer does not hold so many indices below its size (a damaged message).
+    """
+    lows = {_low_bits(n, k) for n, k in zip(sizes, counts, strict=True)}
+    low = next(iter(lows)) if len(lows) == 1 else None
+    if low is None:
+        return [unpack_indices(each, n, k) for each, n, k in zip(packed, sizes, counts, strict=True)]
+    for each, n, k in zip(packed, sizes, counts, strict=True):
+        _check_length(each, n, k)
+    device = packed[0].device
+    ends = [packed_size(_upper_bits(n, k, low)) for n, k in zip(sizes, counts, strict=True)]
+    upper = _stacked([each[-end:] for each, end in zip(packed, ends, strict=True)], max(ends))
+    bits = unpack_bits(upper.view(-1), upper.numel() * 8).view(len(packed), -1)
+    said = bits.sum(dim=1, dtype=torch.int64).tolist()
+    if said != list(counts):
+        raise ValueError(f"message holds {said} indices, expected {list(counts)}")
+    ones = positions(bits.view(-1)) % (8 * max(ends))
+    rows, within = numbered(counts, device)
+    found = ones - within
+    if low:
+        heads = [each[: each.numel() - end] for each, end in zip(packed, ends, strict=True)]
+        found = (found << low) | _unpack_lows(heads, low, max(counts))[rows, within]
+    return list(found.split(list(counts)))
+
+
+def _unpack_lows(heads: Sequence[Tensor], low: int, most: int) -> Tensor:
+    """Return the low bits of the indices of each part as a row [at least `most`]."""
+    if low == 8:
+        return _stacked(heads, most)
+    width = packed_size(most)
+    planes = _stacked([plane for head in heads for plane in head.view(low, head.numel() // low)], width)
+    ordered = planes.view(len(heads), low, width).transpose(0, 1).reshape(-1)
+    return unpack_codes(ordered, low, 8 * width * len(heads), _code_dtype(low)).view(len(heads), -1)
+
+
+def _stacked(rows: Sequence[Tensor], width: int) -> Tensor:
+    """Return uint8 rows of different lengths as a matrix of that width, filled up with zeros."""
+    if all(row.numel() == width for row in rows):
+        return torch.stack(list(rows))
+    filling = torch.zeros(width, dtype=torch.uint8, device=rows[0].device)
+    return torch.cat([each for row in rows for each in (row, filling[: width - row.numel()])]).view(len(rows), width)
+
+
+def _check_length(packed: Tensor, n: int, k: int) -> None:
+    if packed.numel() != index_bytes(n, k):
+        raise ValueError(f"{packed.numel()} bytes of indices, expected {index_bytes(n, k)} for {k} of {n}")
+
+
 def unpack_indices(packed: Tensor, n: int, k: int) -> Tensor:
     """Undo `pack_indices`: int64 [k].
 
     Raises:
         ValueError: the bytes do not hold k indices below n (a damaged message).
     """
-    if packed.numel() != index_bytes(n, k):
-        raise ValueError(f"{packed.numel()} bytes of indices, expected {index_bytes(n, k)} for {k} of {n}")
+    _check_length(packed, n, k)
     low = _low_bits(n, k)
     if low is None:
         found = positions(unpack_bits(packed, n))

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from echelon.compression.base import State, empty, refuse_nonfinite
+from echelon.compression.base import State, empty, moved, refuse_nonfinite
 from echelon.compression.chunks import CHUNK, DecodedChunks, spans, tiles
 from echelon.core.bounds import Bounds, check_bounds
 
@@ -114,7 +114,7 @@ def quantise_parts(tensors: Sequence[Tensor], grid: Grid, states: Sequence[State
     if grid.clip:
         blocks = torch.maximum(torch.minimum(blocks, scales), -scales)
     starts = [start for s, count in zip(states, counts, strict=True) for start in dither_offsets(s.own_key(), count)]
-    noise = dither_table(device).unfold(0, stretch, 1)[_moved(np.array(starts), device)].add_(grid.levels)
+    noise = dither_table(device).unfold(0, stretch, 1)[moved(np.array(starts), device)].add_(grid.levels)
     codes = torch.addcmul(noise.view(-1, grid.block), blocks, inverse).to(torch.uint8).view(-1)
     limit = torch.full_like(scales, _MARGIN * grid.levels)
     steps = torch.where(scales > _TINY, scales / limit, 0.0).view(-1)
@@ -135,7 +135,7 @@ def _scales_of(blocks: Tensor, sizes: Sequence[int], grid: Grid, counts: Sequenc
     for size, before in zip(sizes, np.cumsum([0, *counts[:-1]]) * per_stretch, strict=True):
         if rest := size % grid.block:
             filled[before + size // grid.block] = rest
-    root = relative.div_(_moved(filled, blocks.device).view(-1, 1)).sqrt_()
+    root = relative.div_(moved(filled, blocks.device).view(-1, 1)).sqrt_()
     return scales * torch.clamp(grid.clip * root, max=1.0)
 
 
@@ -158,12 +158,6 @@ def _stacked(tensors: Sequence[Tensor], length: int) -> Tensor:
     for row, tensor in zip(stacked, tensors, strict=True):
         row[: tensor.numel()] = tensor
     return stacked
-
-
-def _moved(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Return numbers as a tensor on a device, which is not waited for."""
-    host = torch.from_numpy(numbers)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def _stretch(grid: Grid) -> int:

@@ -52,29 +52,21 @@ class Quantiser(Codec):
         """Add `alpha` times the decoded tensor to `target`, any shape, block by block, in place."""
         accumulate(self._decoder(payload), target, alpha)
 
-    def compress_parts(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Payload]:
-        """Do what `compress` does to each, any shape; on a GPU in one go."""
-        if not tensors or tensors[0].device.type == "cpu":
-            return super().compress_parts(tensors, states)
+    def compress_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Payload]:
+        """Do what `compress` does to each, any shape, in one go."""
         made = quantise_parts([flat32(tensor) for tensor in tensors], self.grid, states)
         for state in states:
             state.numbers["step"] += 1
         pairs = zip(made, tensors, strict=True)
         return [self.payload((scales, self.pack(codes)), Meta.of(tensor)) for (scales, codes), tensor in pairs]
 
-    def extract_parts(self, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
-        """Do what `extract` does to each, any shape; on a GPU in one go."""
-        if outs[0].device.type == "cpu":
-            super().extract_parts(payloads, outs)
-            return
+    def extract_together(self, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
+        """Do what `extract` does to each, any shape, in one go."""
         for out, values in zip(outs, self._decoded(payloads), strict=True):
             out.view(-1).copy_(values)
 
-    def add_parts(self, target: Tensor, payloads: Sequence[Payload]) -> None:
-        """Do what `add_to` does with each, `target` of any shape; on a GPU they are decoded in one go."""
-        if target.device.type == "cpu":
-            super().add_parts(target, payloads)
-            return
+    def add_together(self, target: Tensor, payloads: Sequence[Payload]) -> None:
+        """Do what `add_to` does with each, `target` of any shape; they are decoded in one go."""
         for values in self._decoded(payloads):
             target.view(-1).add_(values)
 

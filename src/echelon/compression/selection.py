@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from echelon.compression.base import State, refuse_nonfinite, refuse_nonfinite_elements
+from echelon.compression.base import (
+    State,
+    moved,
+    refuse_nonfinite,
+    refuse_nonfinite_elements,
+    refuse_nonfinite_together,
+)
 from echelon.compression.chunks import CHUNK
 
 _SAMPLE = 1 << 18
@@ -72,6 +81,113 @@ def quantile(sample: Tensor, count: float) -> float:
     if rank >= sample.numel():
         return 0.0
     return float(torch.kthvalue(sample, sample.numel() - rank).values)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a search wants to know of its tensor x, about a number t.
+
+    Attributes:
+        what: `sampled`: how many elements of the sample exceed t; `quantile`: the threshold that t elements of the
+            sample exceed; `above`: how many elements of x exceed t, whose indices are then kept.
+    """
+
+    what: Literal["sampled", "quantile", "above"]
+    number: float
+
+
+Search = Generator[Ask, float, bool]
+"""Asks, and returns whether what was last found above a threshold is what it wanted."""
+
+
+def search(asking: Search, x: Tensor, sample: Tensor, state: State) -> Tensor | None:
+    """Answer a search on x [n]; returns the indices that it found, None if it is not content with them.
+
+    Raises:
+        NonFiniteError: x holds NaN or infinity, named by the state.
+    """
+    found: Tensor | None = None
+    ask = next(asking)
+    while True:
+        if ask.what == "above":
+            found = above(x, ask.number, state)
+            answer = float(found.numel())
+        elif ask.what == "quantile":
+            answer = quantile(sample, ask.number)
+        else:
+            answer = float((sample > ask.number).sum())
+        try:
+            ask = asking.send(answer)
+        except StopIteration as stop:
+            return found if stop.value else None
+
+
+def search_together(
+    searches: Sequence[Search], tensors: Sequence[Tensor], samples: Sequence[Tensor], states: Sequence[State]
+) -> list[Tensor | None]:
+    """Do what `search` does to several tensors, all as long; what they ask at a time is answered in few launches."""
+    refuse_nonfinite_together(tensors, states)
+    sizes, sampled_ = torch.stack(list(tensors)).abs_(), torch.stack(list(samples))
+    found: list[Tensor | None] = [None] * len(tensors)
+    open_ = {i: next(asking) for i, asking in enumerate(searches)}
+    while open_:
+        answers = _quantiles(sampled_, _asked(open_, "quantile"))
+        if wanted := _asked(open_, "sampled"):
+            counts = (sampled_ > _limits(wanted, sampled_)).sum(dim=1).tolist()
+            answers |= {i: float(counts[i]) for i in wanted}
+        if wanted := _asked(open_, "above"):
+            for i, indices in _all_above(sizes, wanted).items():
+                found[i], answers[i] = indices, float(indices.numel())
+        for i, answer in answers.items():
+            try:
+                open_[i] = searches[i].send(answer)
+            except StopIteration as stop:
+                del open_[i]
+                found[i] = found[i] if stop.value else None
+    return found
+
+
+def _asked(asks: Mapping[int, Ask], what: str) -> dict[int, float]:
+    return {i: ask.number for i, ask in asks.items() if ask.what == what}
+
+
+def _limits(wanted: Mapping[int, float], matrix: Tensor) -> Tensor:
+    """Return the thresholds of a matrix's rows as a column; infinity where none is asked for."""
+    numbers = np.array([wanted.get(i, math.inf) for i in range(len(matrix))])
+    return moved(numbers, matrix.device).to(matrix.dtype).unsqueeze(1)
+
+
+def _quantiles(samples: Tensor, wanted: Mapping[int, float]) -> dict[int, float]:
+    """Do what `quantile` does with rows of samples."""
+    answers: dict[int, float] = {}
+    for count in sorted(set(wanted.values())):
+        rank, rows = samples.shape[1] - round(count), [i for i, number in wanted.items() if number == count]
+        values = torch.kthvalue(samples, rank, dim=1).values.tolist() if rank > 0 else [0.0] * len(samples)
+        answers |= {i: values[i] for i in rows}
+    return answers
+
+
+def _all_above(sizes: Tensor, wanted: Mapping[int, float]) -> dict[int, Tensor]:
+    """Return the indices, ascending, where rows of magnitudes exceed the thresholds that are asked for."""
+    large = sizes > _limits(wanted, sizes)
+    counts = large.sum(dim=1).tolist()
+    columns = torch.nonzero(large)[:, 1].split(counts)
+    return {i: columns[i] for i in wanted}
+
+
+def largest_together(tensors: Sequence[Tensor], k: int, states: Sequence[State]) -> list[Tensor]:
+    """Do what `largest` does to several tensors, all as long, in few launches."""
+    refuse_nonfinite_together(tensors, states)
+    found = torch.topk(torch.stack(list(tensors)).abs_(), k, dim=1, sorted=False).indices
+    return list(found.sort(dim=1).values)
+
+
+def by_length(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the numbers of tensors that are equally long, length by length."""
+    alike: dict[int, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        alike.setdefault(tensor.numel(), []).append(i)
+    return list(alike.values())
 
 
 def gather(x: Tensor, indices: Tensor) -> Tensor:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from echelon.torch_compat import foreach_norm
 
 
 class NonFiniteError(ValueError):
@@ -120,6 +125,17 @@ def empty(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.from_numpy(np.empty(n * dtype.itemsize, np.uint8)).view(dtype)
 
 
+def on_gpu(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors should be handled in one go: launches set a GPU's pace, on a CPU what fits the cache does."""
+    return bool(tensors) and tensors[0].device.type != "cpu"
+
+
+def moved(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Return numbers as a tensor on a device, which is not waited for."""
+    host = torch.from_numpy(numbers)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that codecs compute and remember in: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -147,6 +163,16 @@ def refuse_nonfinite_elements(values: Tensor, state: State, limit: float = math.
         low, high = torch.aminmax(values)
         worst = float(torch.maximum(high, -low))
         refuse_nonfinite(worst if worst <= limit else math.inf, state)
+
+
+def refuse_nonfinite_together(tensors: Sequence[Tensor], states: Sequence[State]) -> None:
+    """Raise NonFiniteError, by the first one's name, if an element of any tensor is not finite; waits for CUDA once."""
+    filled = [(tensor, state) for tensor, state in zip(tensors, states, strict=True) if tensor.numel()]
+    if not filled:
+        return
+    peaks = torch.stack(foreach_norm([tensor for tensor, _ in filled], math.inf)).tolist()
+    for peak, (_, state) in zip(peaks, filled, strict=True):
+        refuse_nonfinite(peak, state)
 
 
 def _mix(*words: int) -> int:

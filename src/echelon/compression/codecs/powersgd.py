@@ -8,6 +8,7 @@ Needs: matrices; vectors are sent whole.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -15,17 +16,20 @@ import torch
 from torch import Tensor
 
 from echelon.compression.base import (
-    Eased,
+    FusedRounds,
     Meta,
     Payload,
     Rounds,
     State,
     empty,
     refuse_nonfinite_elements,
+    refuse_nonfinite_together,
     working_dtype,
 )
+from echelon.compression.eased import Eased
 from echelon.compression.wire import Layout
 from echelon.core.bounds import Bounds, check_bounds
+from echelon.torch_compat import foreach_copy_, foreach_sub_
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,33 @@ class PowerSgd(Eased):
         q.copy_((yield _transposed_times(matrix, p).view(-1)).view_as(q))
         return (p @ q.t()).view(tensor.shape).to(tensor.dtype)
 
+    def reduce_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> FusedRounds:
+        """Do what `reduce_rounds` does to each of several tensors: two reductions, and few launches for a matrix."""
+        refuse_nonfinite_together(tensors, states)
+        matrices = [_matrix(tensor) for tensor in tensors]
+        factors = [state.factors.get("q") for state in states]
+        for state in states:
+            state.numbers["step"] += 1
+        products = [m.reshape(-1) if q is None else (m @ q).view(-1) for m, q in zip(matrices, factors, strict=True)]
+        means = (yield torch.cat(products)).split([product.numel() for product in products])
+        thin = [i for i, q in enumerate(factors) if q is not None]
+        if not thin:
+            return _shaped(means, tensors)
+        bases = orthonormal_together([means[i].view(len(matrices[i]), self.rank) for i in thin])
+        products = [(matrices[i].t() @ p).view(-1) for i, p in zip(thin, bases, strict=True)]
+        back = (yield torch.cat(products)).split([product.numel() for product in products])
+        foreach_copy_([q.view(-1) for q in factors if q is not None], list(back))
+        results = list(means)
+        for i, p in zip(thin, bases, strict=True):
+            results[i] = p @ states[i].factors["q"].t()
+        return _shaped(results, tensors)
+
+    def subtract_means_together(
+        self, pending: Sequence[Tensor], means: Sequence[Tensor], states: Sequence[State]
+    ) -> None:
+        """Leave in each of several tensors, [numel] each, what was not sent."""
+        foreach_sub_(list(pending), [mean.view(-1) for mean in means])
+
     def bits_per_element(self, numel: int, state: State | None = None) -> float:
         """32 r (n + m) / (n m), or 32 where the matrix travels whole; NaN without a state, which holds the shape."""
         if state is None or numel == 0:
@@ -167,6 +198,39 @@ def _transposed_times(matrix: Tensor, p: Tensor) -> Tensor:
 def _orthonormal(p: Tensor) -> Tensor:
     """Orthonormalise the columns of p [n, r]; r < n. Columns that depend on others become arbitrary unit vectors."""
     return torch.linalg.qr(p).Q.contiguous()
+
+
+def _shaped(results: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    return [result.view(each.shape).to(each.dtype) for result, each in zip(results, like, strict=True)]
+
+
+def orthonormal_together(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Orthonormalise the columns of several matrices [n, r], r < n, of different n: Householder's QR of all at once.
+
+    As with LAPACK's, columns that depend on others become unit vectors, and zeros below a matrix change nothing.
+    """
+    tallest, rank = max(len(p) for p in matrices), matrices[0].shape[1]
+    filling = matrices[0].new_zeros(tallest, rank)
+    rows = [each for p in matrices for each in (p, filling[: tallest - len(p)])]
+    left = torch.cat(rows).view(len(matrices), tallest, rank)
+    reflections: list[tuple[Tensor, Tensor]] = []
+    for column in range(rank):
+        v = left[:, column:, column]
+        v = v / v.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
+        v[:, 0] += torch.where(v[:, 0] < 0, -1.0, 1.0) * torch.linalg.vector_norm(v, dim=1)
+        square = v.square().sum(dim=1)
+        weight = torch.where(square > 0, 2 / square, 0.0)  # of a column of zeros: no reflection
+        reflections.append((v.unsqueeze(2), weight.view(-1, 1, 1)))
+        _reflect(left[:, column:], *reflections[-1])
+    basis = torch.eye(tallest, rank, dtype=left.dtype, device=left.device).repeat(len(matrices), 1, 1)
+    for column in reversed(range(rank)):
+        _reflect(basis[:, column:], *reflections[column])
+    return [each[: len(p)] for each, p in zip(basis, matrices, strict=True)]
+
+
+def _reflect(matrices: Tensor, v: Tensor, weight: Tensor) -> None:
+    """Multiply matrices [b, n, r] by I - weight v v^T, in place; v [b, n, 1], weight [b, 1, 1]."""
+    matrices.sub_(weight * v * (v * matrices).sum(dim=1, keepdim=True))
 
 
 CODEC = PowerSgd

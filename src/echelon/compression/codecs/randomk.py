@@ -14,18 +14,8 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from echelon.compression.base import (
-    Codec,
-    CorrectsMomentum,
-    Eased,
-    Meta,
-    Payload,
-    Rounds,
-    State,
-    empty,
-    flat,
-    refuse_nonfinite_elements,
-)
+from echelon.compression.base import Codec, Meta, Payload, Rounds, State, empty, flat, refuse_nonfinite_elements
+from echelon.compression.eased import CorrectsMomentum, Eased
 from echelon.compression.selection import gather, scatter
 from echelon.compression.sparse import count_for
 from echelon.compression.wire import Layout

@@ -7,6 +7,7 @@ Needs: SGD with momentum, which is applied in the workers, before encoding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, ClassVar
@@ -18,18 +19,19 @@ from torch import Tensor
 
 from echelon.compression.base import (
     Codec,
-    CorrectsMomentum,
-    Eased,
     Meta,
     Payload,
     State,
     empty,
     flat32,
+    moved,
     refuse_nonfinite,
+    refuse_nonfinite_together,
 )
 from echelon.compression.bits import pack_bits, packed_size, unpack_bits
 from echelon.compression.blocks import block_count, rows
 from echelon.compression.chunks import CHUNK, DecodedChunks, accumulate, spans, tiles, write
+from echelon.compression.eased import CorrectsMomentum, Eased
 from echelon.compression.wire import Layout
 from echelon.core.bounds import Bounds, check_bounds
 
@@ -121,6 +123,56 @@ class Sign(CorrectsMomentum, Eased):
         state.numbers["step"] += 1
         return self.payload((packed,) if self.vote else (scales, packed), Meta.of(tensor))
 
+    def compress_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Payload]:
+        """Do what `compress` does to each of several tensors, of any shape, in few launches."""
+        flats = [flat32(tensor) for tensor in tensors]
+        refuse_nonfinite_together(flats, states)
+        sizes = [x.numel() for x in flats]
+        width = -(-max(sizes) // self.block) * self.block
+        filled = _filled(flats, width)
+        if self.vote:
+            turns = moved(np.array([[state.step] for state in states]), filled.device)
+            turn = ((torch.arange(width, device=filled.device) + turns) & 1).bool()
+            packed = pack_bits(((filled > 0) | ((filled == 0) & turn)).view(-1))
+        else:
+            packed = pack_bits(filled.view(-1) >= 0)
+        means = filled.abs_().view(len(flats), -1, self.block).mean(dim=2)
+        for i, size in enumerate(sizes):
+            if rest := size % self.block:
+                means[i, size // self.block] = filled[i, size - rest : size].mean()
+        for state in states:
+            state.numbers["step"] += 1
+        return [
+            self.payload((signs,) if self.vote else (scales, signs), Meta.of(tensor))
+            for tensor, scales, signs in zip(
+                tensors, _first(means, [block_count(size, self.block) for size in sizes]),
+                _first(packed.view(len(flats), -1), [packed_size(size) for size in sizes]), strict=True,
+            )
+        ]  # fmt: skip
+
+    def extract_together(self, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
+        """Do what `extract` does to each of several payloads and tensors, in few launches."""
+        for out, values in zip(outs, self._decoded(payloads), strict=True):
+            out.view(-1).copy_(values)
+
+    def add_together(self, target: Tensor, payloads: Sequence[Payload]) -> None:
+        """Do what `add_to` does with each of several payloads, in few launches."""
+        for values in self._decoded(payloads):
+            target.view(-1).add_(values)
+
+    def _decoded(self, payloads: Sequence[Payload]) -> list[Tensor]:
+        """Return the float32 values [numel] of each."""
+        sizes = [payload.meta.numel for payload in payloads]
+        width = -(-max(sizes) // self.block) * self.block
+        packed = _filled([payload.tensors[-1] for payload in payloads], width // 8)
+        values = unpack_bits(packed.view(-1), len(payloads) * width).float().mul_(2).sub_(1)
+        if self.vote:
+            values.mul_(self._unit())
+        else:
+            scales = _filled([payload.tensors[0] for payload in payloads], width // self.block)
+            values.view(-1, self.block).mul_(scales.view(-1, 1))
+        return _first(values.view(len(payloads), width), sizes)
+
     def _encode_on_cpu(self, x: Tensor, scales: Tensor, packed: Tensor, step: int) -> None:
         """Write mean |x| of each block, where NaN and infinity carry over, and the signs."""
         out = packed.numpy()
@@ -208,6 +260,18 @@ class Majority(Sign):
 
     def _unit(self) -> float:
         return self.magnitude
+
+
+def _filled(tensors: Sequence[Tensor], width: int) -> Tensor:
+    """Return 1-D tensors as rows of a new matrix, filled up with zeros to that width."""
+    filling = torch.zeros(width, dtype=tensors[0].dtype, device=tensors[0].device)
+    rows_ = [each for tensor in tensors for each in (tensor, filling[: width - tensor.numel()])]
+    return torch.cat(rows_).view(len(tensors), width)
+
+
+def _first(matrix: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Return so many first elements of each row."""
+    return [row[:count] for row, count in zip(matrix, counts, strict=True)]
 
 
 def _voted(values: Tensor, first: int) -> Tensor:

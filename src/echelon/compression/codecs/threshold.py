@@ -8,13 +8,15 @@ Needs: SGD, and a learning rate that tolerates late gradients (a warm-up, or nes
 from __future__ import annotations
 
 import math
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from echelon.compression.base import Codec, CorrectsMomentum, Eased, State
-from echelon.compression.selection import above, largest, quantile, sampled
+from echelon.compression.base import Codec, State
+from echelon.compression.eased import CorrectsMomentum, Eased
+from echelon.compression.selection import Ask, Search, above, by_length, largest, sampled, search, search_together
 from echelon.compression.sparse import Sparse, count_for
 from echelon.core.bounds import Bounds, OneOf, check_bounds
 
@@ -91,34 +93,60 @@ class Threshold(CorrectsMomentum, Eased, Sparse):
         """Return the indices of the elements of x [numel] above the threshold in magnitude."""
         if self.tau is not None or not x.numel():
             return above(x, self.tau or 0.0, state)
-        return self._follow(x, state)
-
-    def _follow(self, x: Tensor, state: State) -> Tensor:
-        """Choose by the last threshold, corrected until it fits; where many elements are equal, none does: sort."""
-        assert self.density is not None
-        count = count_for(self.density, x.numel())
+        count = self._count(x)
         sample = sampled(x, count)
-        small = sample.numel() == x.numel()  # its count would jump from step to step: it is not followed
-        threshold = quantile(sample, count) if small else self._corrected(sample, count / x.numel(), state)
-        indices = above(x, threshold, state)
-        ratio = max(indices.numel(), 1) / count
-        if not small and indices.numel() and not 1 / _BAND < ratio < _BAND:  # the sample misled
-            threshold *= math.exp(math.log(ratio) / state.numbers["slope"])
-            indices = above(x, threshold, state)
-        state.numbers["threshold"] = threshold
-        n = indices.numel()
-        fits = count / _OFF <= n <= count * _OFF or (threshold <= 0 and n < count)
-        return indices if fits else largest(x, count, state)
+        found = search(self._follow(x.numel(), sample.numel(), state), x, sample, state)
+        return largest(x, count, state) if found is None else found
 
-    def _corrected(self, sample: Tensor, density: float, state: State) -> float:
-        """Return the last threshold, corrected on a sample; notes the slope."""
-        wanted = density * sample.numel()
+    def choose_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Tensor]:
+        """Do what `choose` does to each of several tensors; those as long are searched in few launches."""
+        chosen: dict[int, Tensor] = {}
+        for places in by_length(tensors):
+            some, theirs = [tensors[i] for i in places], [states[i] for i in places]
+            if self.tau is not None or not some[0].numel():
+                chosen |= {i: self.choose(tensors[i], states[i]) for i in places}
+                continue
+            samples = [sampled(x, self._count(x)) for x in some]
+            searches = [self._follow(x.numel(), samples[0].numel(), s) for x, s in zip(some, theirs, strict=True)]
+            for i, found in zip(places, search_together(searches, some, samples, theirs), strict=True):
+                whole = tensors[i]
+                chosen[i] = largest(whole, self._count(whole), states[i]) if found is None else found
+        return [chosen[i] for i in range(len(tensors))]
+
+    def _count(self, x: Tensor) -> int:
+        assert self.density is not None
+        return count_for(self.density, x.numel())
+
+    def _follow(self, numel: int, sample: int, state: State) -> Search:
+        """Choose by the last threshold, corrected until it fits; where many elements are equal, none does.
+
+        Args:
+            numel: elements of the tensor.
+            sample: and of its sample.
+        """
+        assert self.density is not None
+        count = count_for(self.density, numel)
+        small = sample == numel  # its count would jump from step to step: it is not followed
+        if small:
+            threshold = yield Ask("quantile", count)
+        else:
+            threshold = yield from self._corrected(count / numel * sample, state)
+        n = yield Ask("above", threshold)
+        ratio = max(n, 1) / count
+        if not small and n and not 1 / _BAND < ratio < _BAND:  # the sample misled
+            threshold *= math.exp(math.log(ratio) / state.numbers["slope"])
+            n = yield Ask("above", threshold)
+        state.numbers["threshold"] = threshold
+        return count / _OFF <= n <= count * _OFF or (threshold <= 0 and n < count)
+
+    def _corrected(self, wanted: float, state: State) -> Generator[Ask, float, float]:
+        """Return the last threshold, corrected until some `wanted` of the sample exceed it; notes the slope."""
         threshold, slope = state.numbers["threshold"], state.numbers["slope"]
         before, moved = 1.0, 0.0
         for _ in range(_CORRECTIONS):
-            ratio = float((sample > threshold).sum()) / wanted if threshold > 0 else 0.0
+            ratio = (yield Ask("sampled", threshold)) / wanted if threshold > 0 else 0.0
             if not 1 / _LOST <= ratio <= _LOST:
-                threshold, slope = _restart(sample, wanted)
+                threshold, slope = yield from _restart(wanted)
                 break
             if abs(moved) > 1e-3:
                 slope = min(max(math.log(before / ratio) / moved, 0.5), 100.0)
@@ -136,9 +164,9 @@ class Threshold(CorrectsMomentum, Eased, Sparse):
         return self.bits_for(numel, count)
 
 
-def _restart(sample: Tensor, wanted: float) -> tuple[float, float]:
+def _restart(wanted: float) -> Generator[Ask, float, tuple[float, float]]:
     """Return the sample's quantile and how steeply log(count) falls over log(threshold) there."""
-    threshold, lower = quantile(sample, wanted), quantile(sample, 1.5 * wanted)
+    threshold, lower = (yield Ask("quantile", wanted)), (yield Ask("quantile", 1.5 * wanted))
     slope = math.log(1.5) / math.log(threshold / lower) if threshold > lower > 0 else 1.0
     return threshold, min(max(slope, 0.5), 100.0)
 

@@ -8,6 +8,7 @@ error memory where there is one: no transform costs a pass over memory of its ow
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -83,6 +84,19 @@ class SentMean:
         self.codec.clear_reduced(memory, self.state)
 
 
+@dataclass(frozen=True)
+class SentTogether:
+    """What several messages carried of the tensors that were to be encoded.
+
+    Attributes:
+        each: of each tensor by itself.
+        subtract_from: subtracts what was sent from these tensors, [numel] each, in place.
+    """
+
+    each: Sequence[SentTensor]
+    subtract_from: Callable[[Sequence[Tensor]], None]
+
+
 class Transform(ABC):
     """What happens to a worker's tensor around its encoding. Subclasses are frozen dataclasses of their settings."""
 
@@ -100,6 +114,15 @@ class Transform(ABC):
 
     def after(self, pending: Tensor, sent: SentTensor, state: State) -> None:  # noqa: B027 (most keep nothing)
         """Learn what of the encoded tensor `pending` [numel] was sent."""
+
+    def before_together(self, terms: Sequence[Terms], states: Sequence[State]) -> list[Terms]:
+        """Do what `before` does with each of several tensors."""
+        return [self.before(each, state) for each, state in zip(terms, states, strict=True)]
+
+    def after_together(self, pending: Sequence[Tensor], sent: SentTogether, states: Sequence[State]) -> None:
+        """Do what `after` does with each of several tensors."""
+        for tensor, each, state in zip(pending, sent.each, states, strict=True):
+            self.after(tensor, each, state)
 
 
 class Wrapper(Codec):
@@ -160,6 +183,14 @@ class Wrapper(Codec):
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
         """Add to `target`, any shape, as the codec inside does."""
         self.inner.add_to(target, payload, alpha)
+
+    def extract_together(self, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
+        """Decode as the codec inside does."""
+        self.inner.extract_together(payloads, outs)
+
+    def add_together(self, target: Tensor, payloads: Sequence[Payload]) -> None:
+        """Add to `target`, any shape, as the codec inside does."""
+        self.inner.add_together(target, payloads)
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
         """Zero in `target`, any shape, what the codec inside sent."""

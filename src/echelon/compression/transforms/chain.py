@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from echelon.compression.base import (
     NEVER,
     Codec,
+    FusedRounds,
     Meta,
     Payload,
     Rounds,
@@ -16,8 +18,16 @@ from echelon.compression.base import (
     WholeSteps,
     flat,
     refuse_nonfinite_elements,
+    refuse_nonfinite_together,
 )
-from echelon.compression.transforms.base import SentMean, SentPayload, Transform, Wrapper, weighted_sum
+from echelon.compression.transforms.base import (
+    SentMean,
+    SentPayload,
+    SentTogether,
+    Transform,
+    Wrapper,
+    weighted_sum,
+)
 from echelon.compression.transforms.error_feedback import ErrorFeedback, ForgetError
 from echelon.compression.transforms.huffman import Huffman
 from echelon.compression.transforms.momentum import LocalClip, momentum_of
@@ -79,6 +89,47 @@ class Transformed(Wrapper):
         for transform in reversed(self.transforms):
             transform.after(pending, SentMean(self.inner, mean, state, sparse), state)
         return mean.to(tensor.dtype)
+
+    def compress_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Payload]:
+        """Do what `compress` does to each of several tensors, of any shape, in one go."""
+        pending, shapes = self._pending_together(tensors, states), [tensor.shape for tensor in tensors]
+        sparse = [self._is_sparse(state) for state in states]
+        views = [one.view(shape) for one, shape in zip(pending, shapes, strict=True)]
+        payloads = self.inner.compress_together(views, states)
+        sent = SentTogether(
+            [SentPayload(self.inner, payload, few) for payload, few in zip(payloads, sparse, strict=True)],
+            lambda targets: self.inner.subtract_together(targets, payloads),
+        )
+        for transform in reversed(self.transforms):
+            transform.after_together(pending, sent, states)
+        pairs = zip(payloads, tensors, strict=True)
+        return [replace(payload, meta=Meta.of(tensor), chosen=None) for payload, tensor in pairs]
+
+    def from_bytes_together(self, buffers: Sequence[Tensor], metas: Sequence[Meta]) -> list[Payload]:
+        """Read payloads as the codec inside does."""
+        return self.inner.from_bytes_together(buffers, metas)
+
+    def reduce_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> FusedRounds:
+        """Do what `reduce_rounds` does to each of several tensors, of any shape, in one go."""
+        sparse = [self._is_sparse(state) for state in states]
+        pending = self._pending_together(tensors, states)
+        views = [one.view(tensor.shape) for one, tensor in zip(pending, tensors, strict=True)]
+        means = yield from self.inner.reduce_together(views, states)
+        sent = SentTogether(
+            [SentMean(self.inner, *each) for each in zip(means, states, sparse, strict=True)],
+            lambda targets: self.inner.subtract_means_together(targets, means, states),
+        )
+        for transform in reversed(self.transforms):
+            transform.after_together(pending, sent, states)
+        return [mean.to(tensor.dtype) for mean, tensor in zip(means, tensors, strict=True)]
+
+    def _pending_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Tensor]:
+        gradients = [flat(tensor) for tensor in tensors]
+        refuse_nonfinite_together(gradients, states)
+        terms = [[(gradient, 1.0)] for gradient in gradients]
+        for transform in self.transforms:
+            terms = transform.before_together(terms, states)
+        return [weighted_sum(each) for each in terms]
 
     def _is_sparse(self, state: State) -> bool:
         return self.inner.share_sent(state) < self.inner.mask_below

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from echelon.compression.base import State
-from echelon.compression.transforms.base import SentTensor, Terms, Transform
+from echelon.compression.transforms.base import SentTensor, SentTogether, Terms, Transform
+from echelon.torch_compat import foreach_add_
 
 StateDict = dict[str, Tensor | float]
 
@@ -33,6 +34,17 @@ class ErrorFeedback(Transform):
 
     def after(self, pending: Tensor, sent: SentTensor, state: State) -> None:
         """Keep what of `pending` [numel] was not sent."""
+        sent.subtract_from(pending)
+
+    def before_together(self, terms: Sequence[Terms], states: Sequence[State]) -> list[Terms]:
+        """Add the terms of several tensors, as many of each and of equal weights, to their memories."""
+        errors = [state.elementwise[self.keeps] for state in states]
+        for turn in zip(*terms, strict=True):
+            foreach_add_(errors, [tensor for tensor, _ in turn], alpha=turn[0][1])
+        return [[(error, 1.0)] for error in errors]
+
+    def after_together(self, pending: Sequence[Tensor], sent: SentTogether, states: Sequence[State]) -> None:
+        """Keep what of several tensors, [numel] each, was not sent."""
         sent.subtract_from(pending)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import ClassVar
@@ -202,6 +202,14 @@ class Huffman(Wrapper):
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
         """Decode the planes, then add to `target`, any shape, as the codec inside does."""
         self.inner.add_to(target, self.decoded(payload), alpha)
+
+    def extract_together(self, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
+        """Decode the planes, then as the codec inside does."""
+        self.inner.extract_together([self.decoded(payload) for payload in payloads], outs)
+
+    def add_together(self, target: Tensor, payloads: Sequence[Payload]) -> None:
+        """Decode the planes, then add to `target`, any shape, as the codec inside does."""
+        self.inner.add_together(target, [self.decoded(payload) for payload in payloads])
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
         """Zero in `target`, any shape, what the codec inside sent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from echelon.compression.base import Codec, State
 from echelon.compression.transforms.base import SentTensor, Terms, Transform
+from echelon.torch_compat import foreach_add_, foreach_mul_
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,15 @@ class MomentumCorrection(Transform):
         ((gradient, _),) = terms
         velocity = state.elementwise[self.keeps].mul_(self.momentum).add_(gradient)
         return [(gradient, 1.0), (velocity, self.momentum)] if self.nesterov else [(velocity, 1.0)]
+
+    def before_together(self, terms: Sequence[Terms], states: Sequence[State]) -> list[Terms]:
+        """Move the velocities of several tensors by their gradients, the only terms."""
+        gradients = [gradient for ((gradient, _),) in terms]
+        velocities = [state.elementwise[self.keeps] for state in states]
+        foreach_mul_(velocities, self.momentum)
+        foreach_add_(velocities, gradients)
+        pairs = zip(gradients, velocities, strict=True)
+        return [[(g, 1.0), (v, self.momentum)] if self.nesterov else [(v, 1.0)] for g, v in pairs]
 
     def after(self, pending: Tensor, sent: SentTensor, state: State) -> None:
         """Forget the velocity of what of `pending` [numel] was sent, where little is."""
