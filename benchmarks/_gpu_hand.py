@@ -113,7 +113,7 @@ def batches(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[Te
 
 
 def kept_batches(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield shuffled batches of images that lie on the device, each cropped by up to four pixels and half of them mirrored."""
+    """Yield shuffled batches of images that lie on the device, shifted by up to four pixels, half of them mirrored."""
     generator = torch.Generator(device).manual_seed(0)
     pictures = torch.randint(0, 256, (args.kept, 3, args.image, args.image), dtype=torch.uint8, device=device)
     labels = torch.randint(0, 1000, (args.kept,), device=device)

@@ -134,8 +134,8 @@ def _sealed(messages: Mapping[int, Tensor]) -> dict[int, Tensor]:
 def seal(body: Tensor, usable: bool) -> Tensor:
     """Put the word before a message, uint8 1-D, that says whether it can be used; an unusable one keeps its length."""
     message = torch.empty(HEADER_BYTES + body.numel(), dtype=torch.uint8, device=body.device)
-    message[:HEADER_BYTES] = 0
-    message[0] = int(usable)
+    message[:HEADER_BYTES].zero_()
+    message[:1].fill_(int(usable))  # a plain number written to a place would make a GPU wait
     message[HEADER_BYTES:] = body
     return message
 

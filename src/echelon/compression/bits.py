@@ -156,9 +156,9 @@ def pack_indices(indices: Tensor, n: int) -> Tensor:
     low = _low_bits(n, k)
     marks = torch.zeros(n if low is None else _upper_bits(n, k, low), dtype=torch.uint8, device=indices.device)
     if low is None:
-        marks[indices] = 1
+        marks.index_fill_(0, indices, 1)
         return pack_bits(marks)
-    marks[(indices >> low) + torch.arange(k, device=indices.device)] = 1
+    marks.index_fill_(0, (indices >> low) + torch.arange(k, device=indices.device), 1)
     lows = pack_codes((indices & ((1 << low) - 1)).to(_code_dtype(low)), low)
     return torch.cat([lows, pack_bits(marks)])
 
@@ -184,7 +184,7 @@ def pack_indices_together(parts: Sequence[Tensor], sizes: Sequence[int]) -> list
     rows, within = numbered(counts, device)
     ends = [packed_size(_upper_bits(n, k, low)) for n, k in zip(sizes, counts, strict=True)]
     marks = torch.zeros(len(parts), 8 * max(ends), dtype=torch.uint8, device=device)
-    marks[rows, (indices >> low) + within] = 1
+    marks.view(-1).index_fill_(0, rows * marks.shape[1] + (indices >> low) + within, 1)  # which nothing waits for
     upper = pack_bits(marks.view(-1)).view(len(parts), -1)
     codes = torch.zeros(len(parts), 8 * packed_size(max(counts)), dtype=_code_dtype(low), device=device)
     codes[rows, within] = (indices & ((1 << low) - 1)).to(codes.dtype)

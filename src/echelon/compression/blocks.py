@@ -283,6 +283,6 @@ def dither_offsets(key: int, count: int) -> list[int]:
 
 def gathered_dither(key: int, n: int, stretch: int, device: torch.device) -> Tensor:
     """Return the dither of n elements in stretches of that length: float32 [n], as if read window by window."""
-    starts = torch.tensor(dither_offsets(key, -(-n // stretch)), device=device)
+    starts = moved(np.array(dither_offsets(key, -(-n // stretch))), device)
     index = torch.arange(n, device=device)
     return dither_table(device)[starts[index // stretch] + index % stretch]

@@ -18,7 +18,7 @@ from echelon.data.decode import Picture
 FLIP_CROP_DRAWS = 3
 _ATTEMPTS = 10
 IMAGENET_DRAWS = 4 * _ATTEMPTS + 1
-_PAD = 4
+PAD = 4
 Box = tuple[int, int, int, int]  # top, left, height, width
 
 
@@ -29,8 +29,8 @@ def flip_crop(pixels_NCHW: NDArray[np.uint8], draws: NDArray[np.float64]) -> NDA
         draws: `(N, FLIP_CROP_DRAWS)`.
     """
     n, channels, height, width = pixels_NCHW.shape
-    padded = np.zeros((n, channels, height + 2 * _PAD, width + 2 * _PAD), dtype=np.uint8)
-    padded[:, :, _PAD:-_PAD, _PAD:-_PAD] = pixels_NCHW
+    padded = np.zeros((n, channels, height + 2 * PAD, width + 2 * PAD), dtype=np.uint8)
+    padded[:, :, PAD:-PAD, PAD:-PAD] = pixels_NCHW
     top, left, is_mirrored = crops_and_mirrors(draws)
     windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
     cropped = windows[np.arange(n), :, top, left]
@@ -41,20 +41,29 @@ def flip_crop(pixels_NCHW: NDArray[np.uint8], draws: NDArray[np.float64]) -> NDA
 
 def crops_and_mirrors(draws: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return what `flip_crop` does to each of N samples, `(3, N)`: top and left of the crop, 1 where it is mirrored."""
-    return np.stack([*(draws[:, :2].T * (2 * _PAD + 1)).astype(np.int64), (draws[:, 2] < 0.5).astype(np.int64)])
+    return np.stack([*(draws[:, :2].T * (2 * PAD + 1)).astype(np.int64), (draws[:, 2] < 0.5).astype(np.int64)])
 
 
-def cut_and_mirror(pixels_NCHW: Tensor, crops: Tensor) -> Tensor:
-    """Do what `flip_crop` does to images on any device.
+def padded(pixels_NCHW: Tensor) -> Tensor:
+    """Return images on any device as `flip_crop` pads them."""
+    return torch.nn.functional.pad(pixels_NCHW, (PAD, PAD, PAD, PAD))
+
+
+def windows(crops: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Return rows and columns of padded images, `(N, S)` each, that make what `flip_crop` does of images of that side.
 
     Args:
-        crops: `(3, N)`, from `crops_and_mirrors`.
+        crops: `(3, N)`, from `crops_and_mirrors`, on any device.
     """
-    sample, channel, row, column = (torch.arange(size, device=pixels_NCHW.device) for size in pixels_NCHW.shape)
+    line = torch.arange(side, device=crops.device)
     top, left, mirrored = crops[:, :, None]
-    down, across = top + row, left + torch.where(mirrored.bool(), column.flip(0), column)
-    padded = torch.nn.functional.pad(pixels_NCHW, (_PAD, _PAD, _PAD, _PAD))
-    return padded[sample[:, None, None, None], channel[:, None, None], down[:, None, :, None], across[:, None, None]]
+    return top + line, left + torch.where(mirrored.bool(), line.flip(0), line)
+
+
+def cut(padded_NCHW: Tensor, samples: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return these rows and columns of these samples, `(n, C, S, S)`; `rows` and `columns`: from `windows`."""
+    channels = torch.arange(padded_NCHW.shape[1], device=samples.device)[:, None, None]
+    return padded_NCHW[samples[:, None, None, None], channels, rows[:, None, :, None], columns[:, None, None]]
 
 
 def random_resized_crop(picture: Picture, side: int, draws: NDArray[np.float64]) -> Tensor:

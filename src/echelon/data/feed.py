@@ -93,8 +93,7 @@ class Feed:
         if self._device.type == "cuda" and self._cuda is None:
             self._cuda = CudaFeed(self._device, self._info, self.pool.slots if self.pool else None)
         if self._cuda is not None and (resident := self._on_device()) is not None:
-            for job in jobs:
-                yield self._batch(epoch, job, self._made_on_device(self._cuda, resident, epoch, job))
+            yield from self._of_resident(resident, self._cuda, epoch, jobs)
             return
         if self._decoded is not None and self._cuda is not None:
             yield from self._of_files(self._decoded, self._cuda, epoch, jobs)
@@ -167,14 +166,19 @@ class Feed:
         """Return the images where all of them lie on the device: from the epoch on before which all are decoded."""
         if self._resident is None and isinstance(self._rows, ImageRows):
             kept = self._rows.kept_images()
-            if kept is not None and fits_beside_training(kept.pixels.nbytes, self._device):
+            if kept is not None and fits_beside_training(ResidentImages.n_bytes(kept), self._device):
                 self._resident = ResidentImages(kept, self._device)
         return self._resident
 
-    def _made_on_device(self, cuda: CudaFeed, images: ResidentImages, epoch: int, job: BatchJob) -> _Made:
-        if not len(job.indices):
-            return self._without_bad(job, *self._delivered(*self._empty(job)), [])
-        return _Made(*cuda.use(cuda.gather(images, epoch, job.indices)), job.indices)
+    def _of_resident(
+        self, images: ResidentImages, cuda: CudaFeed, epoch: int, jobs: Sequence[BatchJob]
+    ) -> Iterator[Batch]:
+        made = images.batches(epoch, [job.indices for job in jobs if len(job.indices)])
+        for job in jobs:
+            if not len(job.indices):
+                yield self._batch(epoch, job, self._without_bad(job, *self._delivered(*self._empty(job)), []))
+                continue
+            yield self._batch(epoch, job, _Made(*cuda.use(cuda.gather(made)), job.indices))
 
     def _of_files(self, images: GpuImages, cuda: CudaFeed, epoch: int, jobs: Sequence[BatchJob]) -> Iterator[Batch]:
         made: Iterator[Decoded] = images.run(epoch, [job.indices for job in jobs if len(job.indices)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.data.assemble import KeptImages, normalise
-from echelon.data.augment import FLIP_CROP_DRAWS, crops_and_mirrors, cut_and_mirror
+from echelon.data.augment import FLIP_CROP_DRAWS, PAD, crops_and_mirrors, cut, padded, windows
 from echelon.data.base import DataInfo
 from echelon.data.order import Indices, uniforms
 from echelon.data.slots import Slots
@@ -19,6 +20,7 @@ from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 
 RESIDENT_SHARE, FREE_SHARE = 1 / 16, 1 / 4  # of a GPU's memory, and of what is free, that images may take
+_AT_ONCE = 64  # batches whose numbers are drawn and copied together: the host would be busy with each a millisecond
 logger = logging.getLogger(__name__)
 
 
@@ -45,19 +47,38 @@ class ResidentImages:
     """
 
     def __init__(self, images: KeptImages, device: torch.device) -> None:
-        self._pixels, self._labels = (
+        pixels, self._labels = (
             torch.from_numpy(np.require(array, requirements="W")).to(device) for array in (images.pixels, images.labels)
         )
-        self._seed = images.seed
+        self._seed, self._side = images.seed, pixels.shape[-1]
+        self._pixels = pixels if self._seed is None else padded(pixels)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # batches are made in another stream
 
-    def batch(self, epoch: int, draws: Indices) -> tuple[Tensor, Tensor]:
-        """Return the images of some draws, uint8 `(N, C, S, S)`, and their labels `(N,)`."""
-        indices = self._moved(draws % len(self._labels))
-        pixels, labels = self._pixels.index_select(0, indices), self._labels.index_select(0, indices)
-        if self._seed is not None:
-            numbers = crops_and_mirrors(uniforms(self._seed, epoch, draws, FLIP_CROP_DRAWS))
-            pixels = cut_and_mirror(pixels, self._moved(numbers))
-        return pixels, labels
+    @staticmethod
+    def n_bytes(images: KeptImages) -> int:
+        """Return what images take of the device: with a margin where they are cropped."""
+        side = images.pixels.shape[-1]
+        margin = 1 if images.seed is None else ((side + 2 * PAD) / side) ** 2
+        return round(images.pixels.nbytes * margin)
+
+    def batches(self, epoch: int, draws: Sequence[Indices]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, for each batch's draws, the images, uint8 `(N, C, S, S)`, and their labels `(N,)`."""
+        for first in range(0, len(draws), _AT_ONCE):
+            yield from self._some(epoch, draws[first : first + _AT_ONCE])
+
+    def _some(self, epoch: int, draws: Sequence[Indices]) -> Iterator[tuple[Tensor, Tensor]]:
+        sizes, together = [len(each) for each in draws], np.concatenate(draws)
+        samples = self._moved(together % len(self._labels))
+        labels, numbers = self._labels.index_select(0, samples).split(sizes), samples.split(sizes)
+        if self._seed is None:
+            for which, of_these in zip(numbers, labels, strict=True):
+                yield self._pixels.index_select(0, which), of_these
+            return
+        crops = self._moved(crops_and_mirrors(uniforms(self._seed, epoch, together, FLIP_CROP_DRAWS)))
+        rows, columns = (lines.split(sizes) for lines in windows(crops, self._side))
+        for which, down, across, of_these in zip(numbers, rows, columns, labels, strict=True):
+            yield cut(self._pixels, which, down, across), of_these
 
     def _moved(self, numbers: NDArray[np.int64]) -> Tensor:
         """Copy numbers to the device without waiting for what it does."""
@@ -85,10 +106,10 @@ class CudaFeed:
         with torch.cuda.stream(self._stream):
             return self._staged(*nest.to_device(host, self._device))
 
-    def gather(self, images: ResidentImages, epoch: int, draws: Indices) -> Staged:
-        """Start to make a batch of images that are on the GPU."""
+    def gather(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Staged:
+        """Start to make the next batch of images that are on the GPU."""
         with torch.cuda.stream(self._stream):
-            return self._staged(*images.batch(epoch, draws))
+            return self._staged(*next(batches))
 
     def normalised(self, pixels: Tensor, labels: Tensor) -> Staged:
         """Start to normalise images `(N, C, S, S)` with labels `(N,)` that are on the GPU, and known to be complete."""

@@ -32,9 +32,22 @@ def test_the_same_bits_as_in_memory(channels: int, augment: str, count: int) -> 
     rows.fill(3, draws, pixels, labels)
     kept = rows.kept_images()
     assert kept is not None
-    made, wanted = ResidentImages(kept, torch.device("cpu")).batch(3, draws)
-    assert made.is_contiguous()
-    assert torch.equal(made, torch.from_numpy(pixels)) and torch.equal(wanted, torch.from_numpy(labels))
+    cuts = np.array_split(draws, min(count, 5))
+    batches = [*ResidentImages(kept, torch.device("cpu")).batches(3, cuts)]
+    assert [len(labels) for _, labels in batches] == [len(cut) for cut in cuts]
+    assert all(images.is_contiguous() for images, _ in batches)
+    assert torch.equal(torch.cat([images for images, _ in batches]), torch.from_numpy(pixels))
+    assert torch.equal(torch.cat([labels for _, labels in batches]), torch.from_numpy(labels))
+
+
+def test_more_batches_than_are_drawn_at_once_are_those_of_each_alone() -> None:
+    kept = _rows().kept_images()
+    assert kept is not None
+    images = ResidentImages(kept, torch.device("cpu"))
+    draws = [np.random.default_rng(i).permutation(50)[:3] for i in range(150)]
+    alone = [next(images.batches(2, [each])) for each in draws]
+    for made, wanted in zip(images.batches(2, draws), alone, strict=True):
+        assert torch.equal(made[0], wanted[0]) and torch.equal(made[1], wanted[1])
 
 
 def test_images_whose_pixels_loaders_change_are_not_kept() -> None:
