@@ -145,7 +145,7 @@ def run_case(seed: int, number: int) -> Found:
 
 def _taken(data: Path, run: Path, own: Sequence[str]) -> Way:
     """Return what `echelon train --auto` takes for a long run, which ends soon after it has begun."""
-    _train(data, run, [*own, "--auto", "--max-time", "1s"], _AUTO_LIMIT_S)
+    _train(data, run, [*own, "--auto", "--max-time", "10s"], _AUTO_LIMIT_S)
     strategy = load_run_config(run / "config.yaml").strategy
     return Way(strategy.parallel, strategy.sync, strategy.compression).plain()
 
