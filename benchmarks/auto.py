@@ -68,8 +68,8 @@ class Way:
 
     def plain(self) -> Way:
         """Return it with its specs as they are read."""
-        read = {f.name: canonical(f"strategy.{f.name}", getattr(self, f.name)) for f in fields(self)}
-        return Way(**read)
+        read = {name: canonical(f"strategy.{name}", getattr(self, name)) for name in ("sync", "compression")}
+        return Way(self.parallel, **read)
 
 
 def ways(workers: int) -> list[Way]:
