@@ -21,7 +21,7 @@ STEPS = 6  # DDP makes its buckets anew in the second, and replicas that agree e
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: a model of `MODELS`, where, with which optimizer, what backward computes again, and how replicas
+    """What is trained: a model of `build_case`, where, with which optimizer, what backward makes again, and how ranks
     agree.
     """
 
@@ -80,6 +80,14 @@ def _resnet() -> Any:
 MODELS: dict[str, Callable[[], Any]] = {"vit": _vit, "mlp": _mlp, "resnet": _resnet}
 
 
+def build_case(name: str) -> Any:
+    """Return a model of `MODELS`, or one that `--model` knows."""
+    from echelon.config import ModelConfig
+    from echelon.models import ModelInput, build_model
+
+    return MODELS[name]() if name in MODELS else build_model(ModelConfig(name), ModelInput(CLASSES, CHANNELS, SIDE))
+
+
 def measure_rank(case: Case, rank: int, address: tuple[str, int], pipe: Connection) -> None:
     """Train, and send the most bytes that the resident set grew by, beyond what a small training has left."""
     import torch
@@ -130,7 +138,7 @@ def _train(case: Case, world: Any, small: bool) -> tuple[str, ...]:
 
         model = SmallViT(ModelInput(CLASSES, CHANNELS, SIDE), Size(depth=2, width=32, heads=4, hidden=64))
     else:
-        model = MODELS[case.model]()
+        model = build_case(case.model)
     task = run.task.fitted(data)
     clock = HostClock()
     parts = build_parts(run, Work(data, task, model), world, clock)

@@ -1,6 +1,7 @@
 """Memory of each layout: measured peaks beside the dry run's forecast, and a model that fits no single process.
 
     python -m benchmarks.memory peaks [--cases vit:fsdp=2:adamw ...]   # about ten minutes on two cores
+    python -m benchmarks.memory drawn --seed 1                          # 40 cases of other models, four ranks
     python -m benchmarks.memory limit [--layouts dp=1 fsdp=2 ...]       # about five minutes
     python -m benchmarks.memory render
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing as mp
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -37,7 +39,7 @@ from benchmarks._common import (
     read_results,
     update_section,
 )
-from benchmarks._memory_rank import MODELS, Case, config_of, info, measure_rank
+from benchmarks._memory_rank import Case, build_case, config_of, info, measure_rank
 
 NAME, TITLE = "memory", "Memory: predicted and measured"
 MMAP = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # glibc's own at the start, held there
@@ -52,6 +54,18 @@ CASES = (
     "vit:dp=2:adamw:selective",
     *(f"vit:dp=2:adamw:none:{way}" for way in ("local(2)", "diloco(2)", "diloco(2):int8", "allreduce:int8")),
     "vit:dp=2:momentum:none:allreduce:topk(0.01)",
+)
+DRAWN, DRAWN_TITLE = "memory_drawn", "Memory of cases drawn by a seed"
+DRAWN_MODELS = (
+    *("timm/resnet18", "timm/mobilenetv3_large_100", "timm/efficientnet_b0", "timm/convnext_pico", "timm/regnetx_008"),
+    *("timm/densenet121", "timm/repvgg_a0", "timm/ghostnet_100", "timm/vit_tiny_patch16_224", "timm/edgenext_small"),
+    *("torchvision/mobilenet_v2", "torchvision/shufflenet_v2_x1_0"),
+)
+DRAWN_WAYS = (
+    *("dp=4:momentum", "dp=4:adamw", "dp=4,zero1:adamw", "fsdp=4:adamw"),
+    *(f"dp=4:momentum:none:allreduce:{codec}" for codec in ("bf16", "int8", "sign", "topk(0.01)", "powersgd(2)")),
+    *(f"dp=4:momentum:none:{sync}" for sync in ("local(2)", "local(4, overlap=2)", "diloco(2)")),
+    *(f"dp=4:momentum:none:{way}" for way in ("local(2):int8", "diloco(2):int8", "local(4, overlap=2):sign")),
 )
 WAIT_S = 300
 SHARE = 0.9  # of the training state of one process that the limit leaves
@@ -102,12 +116,18 @@ def predicted(case: Case, cuts: tuple[str, ...]) -> list[int]:
 
     run = replace(resolve(config_of(case)), cuts=tuple(cuts))
     with torch.device("meta"):
-        model = MODELS[case.model]()
+        model = build_case(case.model)
     memory = forecast(run, info(), case.ranks, model).memory
     return [each.peak for each in memory] if len(memory) == case.ranks else [memory[0].peak] * case.ranks
 
 
-def measure_peaks(cases: list[str], heap: bool) -> None:
+def drawn(seed: int, count: int) -> list[str]:
+    """Return cases of four ranks: a model and a way each."""
+    draw = random.Random(f"memory {seed}")
+    return [f"{draw.choice(DRAWN_MODELS)}:{draw.choice(DRAWN_WAYS)}" for _ in range(count)]
+
+
+def measure_peaks(cases: list[str], heap: bool, name: str = NAME) -> None:
     """Measure each case, and append its raw result."""
     if not heap:
         os.environ.update(MMAP)
@@ -118,7 +138,7 @@ def measure_peaks(cases: list[str], heap: bool) -> None:
         off = max((abs(f / m - 1), f / m - 1) for f, m in zip(forecast, measured, strict=True))[1]
         print(f"{text}: measured {measured}, predicted {forecast}, {off:+.1%}", flush=True)
         result = {"case": text, "heap": heap, "measured": measured, "predicted": forecast, "batch": case.batch}
-        append_result(NAME, {**result, "command": command_line("benchmarks.memory")})
+        append_result(name, {**result, "command": command_line("benchmarks.memory")})
 
 
 def _limited(megabytes: int) -> Any:
@@ -228,15 +248,36 @@ def render() -> str:
     return "\n\n".join(parts)
 
 
+def render_drawn() -> str:
+    """Write the results of drawn cases, the worst last."""
+    newest = {r["case"]: r for r in read_results(DRAWN)}
+    off = {text: _worst(result) for text, result in newest.items()}
+    rows = [_row(read_case(text), False, newest[text]) for text in sorted(newest, key=lambda text: abs(off[text]))]
+    header = ("model", "layout", "optimizer", "recompute", "sync", "compression", "mmap from", "predicted MB",
+              "measured MB", "off by")  # fmt: skip
+    middle = sorted(map(abs, off.values()))[len(off) // 2]
+    last = next(reversed(newest.values()))
+    said = (
+        f"As above, four ranks, batch {last['batch']} of 32x32 images: median error {middle:.1%}, worst "
+        f"{max(map(abs, off.values())):.1%}; {sum(abs(each) <= 0.05 for each in off.values())} of {len(off)} within 5%."
+    )
+    where = environment_line(last["command"], last["environment"])
+    return "\n\n".join([where, said, markdown_table(header, rows)])
+
+
+def _worst(result: dict[str, Any]) -> float:
+    ratios = [p / m - 1 for p, m in zip(result["predicted"], result["measured"], strict=True)]
+    return float(max(ratios, key=abs))
+
+
 def _row(case: Case, heap: bool, result: dict[str, Any]) -> tuple[str, ...]:
     pairs = list(zip(result["predicted"], result["measured"], strict=True))
-    worst = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
     return (
         case.model, case.parallel, case.optimizer, case.recompute, case.sync, case.compression,
         "as it is" if heap else "128 KiB",
         " / ".join(f"{predicted / 1e6:.0f}" for predicted in sorted({p for p, _ in pairs}, reverse=True)),
         " / ".join(f"{measured / 1e6:.0f}" for _, measured in pairs),
-        f"{worst[0] / worst[1] - 1:+.1%}",
+        f"{_worst(result):+.1%}",
     )  # fmt: skip
 
 
@@ -260,7 +301,9 @@ def _render_limit() -> list[str]:
 def main() -> None:
     """Measure or render."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("peaks", "limit", "render"))
+    parser.add_argument("what", choices=("peaks", "drawn", "limit", "render"))
+    parser.add_argument("--seed", type=int, default=1, help="of `drawn`")
+    parser.add_argument("--count", type=int, default=40, help="of `drawn`: so many cases")
     parser.add_argument(
         "--cases", nargs="+", default=list(CASES), help="MODEL:LAYOUT:OPTIMIZER[:RECOMPUTE[:SYNC[:CODEC]]]"
     )
@@ -269,6 +312,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "peaks":
         measure_peaks(options.cases, options.heap)
+    elif options.what == "drawn":
+        measure_peaks(drawn(options.seed, options.count), False, DRAWN)
+        update_section(DRAWN_TITLE, render_drawn())
+        return
     elif options.what == "limit":
         measure_limit(options.layouts)
     if read_results(NAME):
