@@ -108,6 +108,8 @@ def measure_rank(case: Case, rank: int, address: tuple[str, int], pipe: Connecti
         group = dist.group.WORLD
     world = World(rank, case.ranks, rank, torch.device("cpu"), group, placement)
     _train(case, world, small=True)
+    with torch.device("meta"):
+        build_case(case.model)  # loads its library
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = _status("VmRSS")
