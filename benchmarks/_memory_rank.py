@@ -45,6 +45,7 @@ def config_of(case: Case) -> Any:
 
     settings = {"strategy.parallel": case.parallel, "optimizer.name": case.optimizer, "data.batch_size": case.batch}
     settings |= {"strategy.sync": case.sync, "strategy.compression": case.compression}
+    settings |= {"launch.elastic": "off"}  # which keeps a copy of what replicas agreed on: no part of a step
     settings |= {"training.recompute": case.recompute, "optimizer.lr": 1e-4, "model.name": case.model}
     return build(None, settings).config
 

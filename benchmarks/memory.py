@@ -62,18 +62,20 @@ DRAWN_MODELS = (
     *("torchvision/mobilenet_v2", "torchvision/shufflenet_v2_x1_0"),
 )
 DRAWN_WAYS = (
-    *("dp=4:momentum", "dp=4:adamw", "dp=4,zero1:adamw", "fsdp=4:adamw"),
+    *(f"{way}:none:allreduce:none" for way in ("dp=4:momentum", "dp=4:adamw", "dp=4,zero1:adamw", "fsdp=4:adamw")),
     *(f"dp=4:momentum:none:allreduce:{codec}" for codec in ("bf16", "int8", "sign", "topk(0.01)", "powersgd(2)")),
-    *(f"dp=4:momentum:none:{sync}" for sync in ("local(2)", "local(4, overlap=2)", "diloco(2)")),
+    *(f"dp=4:momentum:none:{sync}:none" for sync in ("local(2)", "local(4, overlap=2)", "diloco(2)")),
     *(f"dp=4:momentum:none:{way}" for way in ("local(2):int8", "diloco(2):int8", "local(4, overlap=2):sign")),
 )
+DRAWN_BATCH = 64
 WAIT_S = 300
 SHARE = 0.9  # of the training state of one process that the limit leaves
 
 
 def read_case(text: str) -> Case:
-    """Read MODEL:LAYOUT:OPTIMIZER[:RECOMPUTE[:SYNC[:COMPRESSION]]]."""
-    return Case(*text.split(":"))
+    """Read MODEL:LAYOUT:OPTIMIZER[:RECOMPUTE[:SYNC[:COMPRESSION[:BATCH]]]]."""
+    words = text.split(":")
+    return Case(*words[:6], batch=int(words[6])) if len(words) > 6 else Case(*words)
 
 
 def peaks_of(case: Case) -> tuple[list[int], tuple[str, ...]]:
@@ -124,7 +126,7 @@ def predicted(case: Case, cuts: tuple[str, ...]) -> list[int]:
 def drawn(seed: int, count: int) -> list[str]:
     """Return cases of four ranks: a model and a way each."""
     draw = random.Random(f"memory {seed}")
-    return [f"{draw.choice(DRAWN_MODELS)}:{draw.choice(DRAWN_WAYS)}" for _ in range(count)]
+    return [f"{draw.choice(DRAWN_MODELS)}:{draw.choice(DRAWN_WAYS)}:{DRAWN_BATCH}" for _ in range(count)]
 
 
 def measure_peaks(cases: list[str], heap: bool, name: str = NAME) -> None:
