@@ -75,7 +75,9 @@ SHARE = 0.9  # of the training state of one process that the limit leaves
 def read_case(text: str) -> Case:
     """Read MODEL:LAYOUT:OPTIMIZER[:RECOMPUTE[:SYNC[:COMPRESSION[:BATCH]]]]."""
     words = text.split(":")
-    return Case(*words[:6], batch=int(words[6])) if len(words) > 6 else Case(*words)
+    names = ("model", "parallel", "optimizer", "recompute", "sync", "compression")
+    settings: dict[str, Any] = dict(zip(names, words, strict=False))
+    return Case(**settings, batch=int(words[6]) if len(words) > 6 else Case.batch)
 
 
 def peaks_of(case: Case) -> tuple[list[int], tuple[str, ...]]:
