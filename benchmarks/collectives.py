@@ -132,12 +132,13 @@ def render() -> str:
 
 
 def _table(found: Sequence[dict[str, Any]]) -> str:
-    paths = [p for p in found[-1]["seconds"] if p not in (BACKEND, FORMER_BACKEND)]
+    known = dict.fromkeys(path for result in found for path in result["seconds"])  # older rows lack newer paths
+    paths = [p for p in known if p not in (BACKEND, FORMER_BACKEND)]
     rows = []
     for result in found:
         seconds = result["seconds"]
         backend = seconds[BACKEND if BACKEND in seconds else FORMER_BACKEND]
-        ratios = [f"{paired_ratio(backend, seconds[p]):.2f}" for p in paths if p in seconds]
+        ratios = [f"{paired_ratio(backend, seconds[p]):.2f}" if p in seconds else "" for p in paths]
         rate = f"{result['bytes'] / median(backend) / 1e6:.4g}"
         rows.append([format_bytes(result["bytes"]), format_seconds(median(backend)), rate, *ratios])
     return markdown_table(["vector", "gloo", "MB/s", *(f"{p} / gloo" for p in paths)], rows)
