@@ -174,21 +174,21 @@ def numbered(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tenso
     return rows, torch.arange(total, device=device) - table[1][rows]
 
 
-def pack_indices_together(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+def pack_indices_together(indices: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
     """Do what `pack_indices` does to several tensors of indices, below `sizes`; in a few launches where it can."""
-    counts, lows = [part.numel() for part in parts], {_low_bits(n, part.numel()) for part, n in zip(parts, sizes)}
+    counts, lows = [part.numel() for part in indices], {_low_bits(n, part.numel()) for part, n in zip(indices, sizes)}
     low = next(iter(lows)) if len(lows) == 1 else None
     if low is None:
-        return [pack_indices(part, n) for part, n in zip(parts, sizes, strict=True)]
-    device, indices = parts[0].device, torch.cat(list(parts))
+        return [pack_indices(part, n) for part, n in zip(indices, sizes, strict=True)]
+    device, joined = indices[0].device, torch.cat(list(indices))
     rows, within = numbered(counts, device)
     ends = [packed_size(_upper_bits(n, k, low)) for n, k in zip(sizes, counts, strict=True)]
-    marks = torch.zeros(len(parts), 8 * max(ends), dtype=torch.uint8, device=device)
-    marks.view(-1).index_fill_(0, rows * marks.shape[1] + (indices >> low) + within, 1)  # which nothing waits for
-    upper = pack_bits(marks.view(-1)).view(len(parts), -1)
-    codes = torch.zeros(len(parts), 8 * packed_size(max(counts)), dtype=_code_dtype(low), device=device)
-    codes[rows, within] = (indices & ((1 << low) - 1)).to(codes.dtype)
-    planes = [] if low == 8 else list(pack_codes(codes.view(-1), low).view(low, len(parts), -1).unbind(1))
+    marks = torch.zeros(len(indices), 8 * max(ends), dtype=torch.uint8, device=device)
+    marks.view(-1).index_fill_(0, rows * marks.shape[1] + (joined >> low) + within, 1)  # which nothing waits for
+    upper = pack_bits(marks.view(-1)).view(len(indices), -1)
+    codes = torch.zeros(len(indices), 8 * packed_size(max(counts)), dtype=_code_dtype(low), device=device)
+    codes[rows, within] = (joined & ((1 << low) - 1)).to(codes.dtype)
+    planes = [] if low == 8 else list(pack_codes(codes.view(-1), low).view(low, len(indices), -1).unbind(1))
     return [
         torch.cat([codes[i, :k] if low == 8 else planes[i][:, : packed_size(k)].reshape(-1), upper[i, :end]])
         for i, (k, end) in enumerate(zip(counts, ends, strict=True))
