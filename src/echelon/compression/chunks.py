@@ -6,7 +6,8 @@ first read stay in the cache: the speed of fused loops without a compiler. Elsew
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from echelon.compression.base import Payload, empty
+from echelon.compression.base import Codec, Payload, empty
 
 CHUNK = 1 << 17
 
@@ -90,3 +91,21 @@ def accumulate(decode: Decoder, target: Tensor, alpha: float) -> None:
     flat = target.view(-1)
     for start, end, values in decode(None):
         flat[start:end].add_(values, alpha=alpha)
+
+
+class DenseCodec(Codec):
+    """A codec that has a value for every element, and decodes several payloads in few launches of a GPU."""
+
+    @abstractmethod
+    def decoded_together(self, payloads: Sequence[Payload]) -> list[Tensor]:
+        """Return the float32 values [numel] of each of several payloads."""
+
+    def extract_together(self, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
+        """Do what `extract` does to each of several payloads and tensors, in few launches."""
+        for out, values in zip(outs, self.decoded_together(payloads), strict=True):
+            out.view(-1).copy_(values)
+
+    def add_together(self, target: Tensor, payloads: Sequence[Payload]) -> None:
+        """Do what `add_to` does with each of several payloads, in few launches."""
+        for values in self.decoded_together(payloads):
+            target.view(-1).add_(values)

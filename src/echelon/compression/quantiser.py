@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from echelon.compression.base import Codec, Meta, Payload, State, flat32
+from echelon.compression.base import Meta, Payload, State, flat32
 from echelon.compression.blocks import Grid, block_count, dequantise, dequantise_parts, quantise, quantise_parts
-from echelon.compression.chunks import Decoder, accumulate, write
+from echelon.compression.chunks import Decoder, DenseCodec, accumulate, write
 from echelon.compression.wire import Layout
 
 
-class Quantiser(Codec):
+class Quantiser(DenseCodec):
     """A codec that rounds to a `Grid` and packs the codes; a subclass says which grid and how codes are packed."""
 
     @property
@@ -60,17 +60,8 @@ class Quantiser(Codec):
         pairs = zip(made, tensors, strict=True)
         return [self.payload((scales, self.pack(codes)), Meta.of(tensor)) for (scales, codes), tensor in pairs]
 
-    def extract_together(self, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
-        """Do what `extract` does to each, any shape, in one go."""
-        for out, values in zip(outs, self._decoded(payloads), strict=True):
-            out.view(-1).copy_(values)
-
-    def add_together(self, target: Tensor, payloads: Sequence[Payload]) -> None:
-        """Do what `add_to` does with each, `target` of any shape; they are decoded in one go."""
-        for values in self._decoded(payloads):
-            target.view(-1).add_(values)
-
-    def _decoded(self, payloads: Sequence[Payload]) -> list[Tensor]:
+    def decoded_together(self, payloads: Sequence[Payload]) -> list[Tensor]:
+        """Return the float32 values [numel] of each."""
         pairs = [(steps, self.unpack(packed, p.meta.numel)) for p in payloads for steps, packed in [p.tensors]]
         return dequantise_parts(pairs, self.grid)
 

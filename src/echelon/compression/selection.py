@@ -127,22 +127,22 @@ def search_together(
 ) -> list[Tensor | None]:
     """Do what `search` does to several tensors, all as long; what they ask at a time is answered in few launches."""
     refuse_nonfinite_together(tensors, states)
-    sizes, sampled_ = torch.stack(list(tensors)).abs_(), torch.stack(list(samples))
+    sizes, sample_rows = torch.stack(list(tensors)).abs_(), torch.stack(list(samples))
     found: list[Tensor | None] = [None] * len(tensors)
-    open_ = {i: next(asking) for i, asking in enumerate(searches)}
-    while open_:
-        answers = _quantiles(sampled_, _asked(open_, "quantile"))
-        if wanted := _asked(open_, "sampled"):
-            counts = (sampled_ > _limits(wanted, sampled_)).sum(dim=1).tolist()
+    waiting = {i: next(asking) for i, asking in enumerate(searches)}
+    while waiting:
+        answers = _quantiles(sample_rows, _asked(waiting, "quantile"))
+        if wanted := _asked(waiting, "sampled"):
+            counts = (sample_rows > _limits(wanted, sample_rows)).sum(dim=1).tolist()
             answers |= {i: float(counts[i]) for i in wanted}
-        if wanted := _asked(open_, "above"):
+        if wanted := _asked(waiting, "above"):
             for i, indices in _all_above(sizes, wanted).items():
                 found[i], answers[i] = indices, float(indices.numel())
         for i, answer in answers.items():
             try:
-                open_[i] = searches[i].send(answer)
+                waiting[i] = searches[i].send(answer)
             except StopIteration as stop:
-                del open_[i]
+                del waiting[i]
                 found[i] = found[i] if stop.value else None
     return found
 

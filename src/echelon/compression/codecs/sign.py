@@ -30,14 +30,14 @@ from echelon.compression.base import (
 )
 from echelon.compression.bits import pack_bits, packed_size, unpack_bits
 from echelon.compression.blocks import block_count, rows
-from echelon.compression.chunks import CHUNK, DecodedChunks, accumulate, spans, tiles, write
+from echelon.compression.chunks import CHUNK, DecodedChunks, DenseCodec, accumulate, spans, tiles, write
 from echelon.compression.eased import CorrectsMomentum, Eased
 from echelon.compression.wire import Layout
 from echelon.core.bounds import Bounds, check_bounds
 
 
 @dataclass(frozen=True)
-class Sign(CorrectsMomentum, Eased):
+class Sign(CorrectsMomentum, Eased, DenseCodec):
     """Send each element's sign, and the mean of |p| for each block; error feedback sends later what is left out.
 
     With p = gradient + kept error, a block of d elements is sent as delta = (|p|_1 / d) sign(p), and p - delta is kept.
@@ -150,17 +150,7 @@ class Sign(CorrectsMomentum, Eased):
             )
         ]  # fmt: skip
 
-    def extract_together(self, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
-        """Do what `extract` does to each of several payloads and tensors, in few launches."""
-        for out, values in zip(outs, self._decoded(payloads), strict=True):
-            out.view(-1).copy_(values)
-
-    def add_together(self, target: Tensor, payloads: Sequence[Payload]) -> None:
-        """Do what `add_to` does with each of several payloads, in few launches."""
-        for values in self._decoded(payloads):
-            target.view(-1).add_(values)
-
-    def _decoded(self, payloads: Sequence[Payload]) -> list[Tensor]:
+    def decoded_together(self, payloads: Sequence[Payload]) -> list[Tensor]:
         """Return the float32 values [numel] of each."""
         sizes = [payload.meta.numel for payload in payloads]
         width = -(-max(sizes) // self.block) * self.block
