@@ -1,7 +1,6 @@
 """Memory of each layout: measured peaks beside the dry run's forecast, and a model that fits no single process.
 
     python -m benchmarks.memory peaks [--cases vit:fsdp=2:adamw ...]   # about ten minutes on two cores
-    python -m benchmarks.memory drawn --seed 1                          # 40 cases of other models, four ranks
     python -m benchmarks.memory limit [--layouts dp=1 fsdp=2 ...]       # about five minutes
     python -m benchmarks.memory render
 
@@ -19,7 +18,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing as mp
 import os
-import random
 import resource
 import subprocess
 import sys
@@ -55,19 +53,6 @@ CASES = (
     *(f"vit:dp=2:adamw:none:{way}" for way in ("local(2)", "diloco(2)", "diloco(2):int8", "allreduce:int8")),
     "vit:dp=2:momentum:none:allreduce:topk(0.01)",
 )
-DRAWN, DRAWN_TITLE = "memory_drawn", "Memory of cases drawn by a seed"
-DRAWN_MODELS = (
-    *("timm/resnet18", "timm/mobilenetv3_large_100", "timm/efficientnet_b0", "timm/convnext_pico", "timm/regnetx_008"),
-    *("timm/densenet121", "timm/repvgg_a0", "timm/ghostnet_100", "timm/vit_tiny_patch16_224", "timm/edgenext_small"),
-    *("torchvision/mobilenet_v2", "torchvision/shufflenet_v2_x1_0"),
-)
-DRAWN_WAYS = (
-    *(f"{way}:none:allreduce:none" for way in ("dp=4:momentum", "dp=4:adamw", "dp=4,zero1:adamw", "fsdp=4:adamw")),
-    *(f"dp=4:momentum:none:allreduce:{codec}" for codec in ("bf16", "int8", "sign", "topk(0.01)", "powersgd(2)")),
-    *(f"dp=4:momentum:none:{sync}:none" for sync in ("local(2)", "local(4, overlap=2)", "diloco(2)")),
-    *(f"dp=4:momentum:none:{way}" for way in ("local(2):int8", "diloco(2):int8", "local(4, overlap=2):sign")),
-)
-DRAWN_BATCH = 64
 WAIT_S = 300
 SHARE = 0.9  # of the training state of one process that the limit leaves
 
@@ -123,12 +108,6 @@ def predicted(case: Case, cuts: tuple[str, ...]) -> list[int]:
         model = build_case(case.model)
     memory = forecast(run, info(), case.ranks, model).memory
     return [each.peak for each in memory] if len(memory) == case.ranks else [memory[0].peak] * case.ranks
-
-
-def drawn(seed: int, count: int) -> list[str]:
-    """Return cases of four ranks: a model and a way each."""
-    draw = random.Random(f"memory {seed}")
-    return [f"{draw.choice(DRAWN_MODELS)}:{draw.choice(DRAWN_WAYS)}:{DRAWN_BATCH}" for _ in range(count)]
 
 
 def measure_peaks(cases: list[str], heap: bool, name: str = NAME) -> None:
@@ -237,7 +216,7 @@ def _last_words(said: str) -> str:
 def render() -> str:
     """Write the newest results."""
     newest = {(r["case"], r["heap"]): r for r in read_results(NAME)}
-    rows = [_row(read_case(text), heap, result) for (text, heap), result in newest.items()]
+    rows = [row_of(read_case(text), heap, result) for (text, heap), result in newest.items()]
     header = ("model", "layout", "optimizer", "recompute", "sync", "compression", "mmap from", "predicted MB",
               "measured MB", "off by")  # fmt: skip
     last = next(reversed(newest.values()))
@@ -252,36 +231,19 @@ def render() -> str:
     return "\n\n".join(parts)
 
 
-def render_drawn() -> str:
-    """Write the results of drawn cases, the worst last."""
-    newest = {r["case"]: r for r in read_results(DRAWN)}
-    off = {text: _worst(result) for text, result in newest.items()}
-    rows = [_row(read_case(text), False, newest[text]) for text in sorted(newest, key=lambda text: abs(off[text]))]
-    header = ("model", "layout", "optimizer", "recompute", "sync", "compression", "mmap from", "predicted MB",
-              "measured MB", "off by")  # fmt: skip
-    middle = sorted(map(abs, off.values()))[len(off) // 2]
-    last = next(reversed(newest.values()))
-    said = (
-        f"As above, four ranks, batch {last['batch']} of 32x32 images: median error {middle:.1%}, worst "
-        f"{max(map(abs, off.values())):.1%}; {sum(abs(each) <= 0.05 for each in off.values())} of {len(off)} within 5%."
-    )
-    where = environment_line(last["command"], last["environment"])
-    return "\n\n".join([where, said, markdown_table(header, rows)])
-
-
-def _worst(result: dict[str, Any]) -> float:
+def worst_of(result: dict[str, Any]) -> float:
     ratios = [p / m - 1 for p, m in zip(result["predicted"], result["measured"], strict=True)]
     return float(max(ratios, key=abs))
 
 
-def _row(case: Case, heap: bool, result: dict[str, Any]) -> tuple[str, ...]:
+def row_of(case: Case, heap: bool, result: dict[str, Any]) -> tuple[str, ...]:
     pairs = list(zip(result["predicted"], result["measured"], strict=True))
     return (
         case.model, case.parallel, case.optimizer, case.recompute, case.sync, case.compression,
         "as it is" if heap else "128 KiB",
         " / ".join(f"{predicted / 1e6:.0f}" for predicted in sorted({p for p, _ in pairs}, reverse=True)),
         " / ".join(f"{measured / 1e6:.0f}" for _, measured in pairs),
-        f"{_worst(result):+.1%}",
+        f"{worst_of(result):+.1%}",
     )  # fmt: skip
 
 
@@ -305,9 +267,7 @@ def _render_limit() -> list[str]:
 def main() -> None:
     """Measure or render."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("peaks", "drawn", "limit", "render"))
-    parser.add_argument("--seed", type=int, default=1, help="of `drawn`")
-    parser.add_argument("--count", type=int, default=40, help="of `drawn`: so many cases")
+    parser.add_argument("what", choices=("peaks", "limit", "render"))
     parser.add_argument(
         "--cases", nargs="+", default=list(CASES), help="MODEL:LAYOUT:OPTIMIZER[:RECOMPUTE[:SYNC[:CODEC]]]"
     )
@@ -316,10 +276,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "peaks":
         measure_peaks(options.cases, options.heap)
-    elif options.what == "drawn":
-        measure_peaks(drawn(options.seed, options.count), False, DRAWN)
-        update_section(DRAWN_TITLE, render_drawn())
-        return
     elif options.what == "limit":
         measure_limit(options.layouts)
     if read_results(NAME):

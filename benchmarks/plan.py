@@ -30,11 +30,13 @@ from benchmarks._common import (
     update_section,
 )
 from benchmarks.predictions import CHOICES, IMAGE_MODELS, make_data, options_of, plain_settings
+from echelon.config import build
 from echelon.config.machines import read_at
-from echelon.planning.calibration import calibrate
+from echelon.planning.calibration import calibrate, measured_memory
+from echelon.planning.layouts import DescribedModel
 from echelon.planning.plan import over_steps
 from echelon.planning.steps import Replicated
-from echelon.reporting.report.records import load_run
+from echelon.reporting.report.records import CONFIG_FILE, load_run
 
 TITLE = "Plans"
 LINKS = ("1gbit", "100mbit", "10mbit")
@@ -44,7 +46,12 @@ _RUN_LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Case:
-    """A choice on a link: seconds of a step, as predicted (with bounds) and as measured."""
+    """A choice on a link: seconds of a step and bytes of the fullest rank, as predicted and as measured.
+
+    Attributes:
+        low_s, high_s: bounds of what is predicted.
+        forecast_bytes: what a dry run tells, without a calibration.
+    """
 
     model: str
     link: str
@@ -53,11 +60,19 @@ class Case:
     low_s: float
     high_s: float
     measured_s: float
+    predicted_bytes: float = 0.0
+    measured_bytes: float = 0.0
+    forecast_bytes: float = 0.0
 
     @property
     def off(self) -> float:
         """Relative error."""
         return self.predicted_s / self.measured_s - 1
+
+    @property
+    def memory_off(self) -> float:
+        """Relative error."""
+        return self.predicted_bytes / self.measured_bytes - 1
 
 
 def run_model(seed: int, number: int) -> list[Case]:
@@ -71,7 +86,7 @@ def run_model(seed: int, number: int) -> list[Case]:
         for batch in (64, 32):
             own = ["--model", model, "--workers", "2", "--batch-size", str(batch)]
             records.append(load_run(_train(data, run, own)))
-        known = calibrate(records)
+        known, described = calibrate(records), DescribedModel.of(build(run / CONFIG_FILE, {}).config)
         ways = {plain_settings(way.settings): way for way in known.ways}
         found = []
         for link, choice in drawn:
@@ -80,9 +95,16 @@ def run_model(seed: int, number: int) -> list[Case]:
             step = Replicated(way).step(known, read_at(f"workers=4, speed=0.5, link={link}")[0], 64).seconds
             words = [f"--{name.rpartition('.')[2]}={value}" for name, value in options_of(choice).items()]
             fixed = ["--model", model, "--workers", "4", "--batch-size", "64", "--link", link]
-            windows = load_run(_train(data, run, [*fixed, *words])).windows
+            four = load_run(_train(data, run, [*fixed, *words]))
+            windows, memory = four.windows, measured_memory(four)
+            laid_out = {"strategy.parallel": "dp=4", **way.settings}
+            told = []
+            for measured in ((), known.memory):
+                described.learn(measured)
+                told.append(described.memory(laid_out, 4, 64))
             seconds = sum(w.seconds for w in windows) / sum(w.count for w in windows)  # of all, begin and end too
-            found.append(Case(model, link, choice or "none", step.value, step.low, step.high, seconds))
+            of_step = (step.value, step.low, step.high, seconds)
+            found.append(Case(model, link, choice or "none", *of_step, told[1], memory.n_bytes, told[0]))
         return found
 
 
@@ -104,16 +126,36 @@ def _train(data: Path, folder: Path, options: Sequence[str]) -> Path:
 def table(cases: Sequence[Case]) -> str:
     """Return the table, the worst last."""
     head = ["model", "link", "choice", "predicted", "measured", "off", "in the interval"]
+    if with_memory := all(c.measured_bytes for c in cases):
+        head += ["MB: dry run", "predicted", "measured", "off"]
     rows = [
         [
             c.model, c.link, f"`{c.choice}`",
             f"{1e3 * c.predicted_s:.0f} ms ({1e3 * c.low_s:.0f} to {1e3 * c.high_s:.0f})",
             f"{1e3 * c.measured_s:.0f} ms",
             f"{c.off:+.0%}", "yes" if c.low_s <= c.measured_s <= c.high_s else "**no**",
+            *(_memory_cells(c) if with_memory else ()),
         ]
         for c in sorted(cases, key=lambda c: abs(c.off))
     ]  # fmt: skip
     return markdown_table(head, rows)
+
+
+def _memory_cells(case: Case) -> list[str]:
+    sizes = (case.forecast_bytes, case.predicted_bytes, case.measured_bytes)
+    return [*(f"{size / 1e6:.0f}" for size in sizes), f"{case.memory_off:+.1%}"]
+
+
+def said_of_memory(cases: Sequence[Case]) -> str:
+    """Return how far memory was off, in words."""
+    off = sorted(abs(c.memory_off) for c in cases)
+    alone = sorted(abs(c.forecast_bytes / c.measured_bytes - 1) for c in cases)
+    within = sum(each <= 0.05 for each in off)
+    return (
+        " Memory of the fullest rank, beyond its process before it had a model: median error "
+        f"{off[len(off) // 2]:.1%}, worst {off[-1]:.1%}, {within} of {len(off)} within 5%; of a dry run alone, median "
+        f"{alone[len(off) // 2]:.1%}."
+    )
 
 
 def main() -> None:
@@ -128,7 +170,8 @@ def main() -> None:
         for case in run_model(options.seed, number):
             append_result(name, asdict(case))
             told = (
-                f"{1e3 * case.predicted_s:.0f} ms predicted, {1e3 * case.measured_s:.0f} ms measured: {case.off:+.0%}"
+                f"{1e3 * case.predicted_s:.0f} ms predicted, {1e3 * case.measured_s:.0f} ms measured: {case.off:+.0%}; "
+                f"{' / '.join(_memory_cells(case))}"
             )
             print(case.model, case.link, case.choice, told, flush=True)
     if options.write:
@@ -140,6 +183,7 @@ def main() -> None:
             f"Steps of 4 workers from a calibration of 2: median error {middle:.0%}, worst "
             f"{max(abs(c.off) for c in cases):.0%}; {inside} of {len(cases)} within their interval."
         )
+        said += said_of_memory(cases) if all(c.measured_bytes for c in cases) else ""
         where = environment_line(command_line("benchmarks.plan"), results[-1]["environment"])
         update_section(
             TITLE if options.seed == 1 else f"{TITLE}, seed {options.seed}", f"{where}\n\n{said}\n\n{table(cases)}"

@@ -75,8 +75,15 @@ def install() -> None:
 
 
 class FaultyViT(SmallViT):
-    """A small transformer that comes to the points."""
+    """A small transformer that comes to the points; no tensor of it is large enough for a codec."""
+
+    def __init__(self, data: ModelInput, width: int = 16) -> None:
+        super().__init__(data, Size(depth=2, width=width, heads=4, hidden=2 * width))
+        install()
+
+
+class WideViT(FaultyViT):
+    """One whose matrices are encoded."""
 
     def __init__(self, data: ModelInput) -> None:
-        super().__init__(data, Size(depth=2, width=16, heads=4, hidden=32))
-        install()
+        super().__init__(data, width=64)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import math
+import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+from echelon.core.patience import may_pass
 from echelon.records.kinds import RESOURCE_NAMES
 
 EVERY_S = 1.5  # less than a window: each long one brings a sample
@@ -97,6 +100,23 @@ def _network_bytes() -> tuple[int, int, int]:
         sum(c.bytes_recv for c in others),
         sum(c.bytes_sent for c in loopback),
     )
+
+
+def resident_bytes() -> int:
+    """Return this process's resident set."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_resident_bytes() -> int:
+    """Return the largest resident set that this process has had; where the system does not tell it, the present one."""
+    try:
+        for line in Path("/proc/self/status").read_bytes().splitlines():
+            if line.startswith(b"VmHWM:"):
+                return int(line.split()[1]) << 10
+    except OSError as error:
+        if may_pass(error):  # too many files are open: this needs none, but counts what started the process, too
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return resident_bytes()
 
 
 class Gpu:

@@ -42,6 +42,26 @@ class PhaseCost:
 
 
 @dataclass(frozen=True)
+class MeasuredMemory:
+    """By how many bytes the fullest rank of a run grew in training: its process, or torch's allocator on a GPU.
+
+    Attributes:
+        settings: that decide it, by dotted name.
+        workers, batch: of the run.
+    """
+
+    settings: Mapping[str, str]
+    workers: int
+    batch: int
+    n_bytes: float
+
+    @property
+    def samples(self) -> float:
+        """Of a rank, in a step."""
+        return self.batch / self.workers
+
+
+@dataclass(frozen=True)
 class Calibration:
     """What predictions follow from.
 
@@ -65,6 +85,7 @@ class Calibration:
         precise: whether it was measured; a device's rate stands for it otherwise.
         on_cpu: whether it was on processors, whose messages gloo carries.
         notes: what a reader has to know, in sentences.
+        memory: of the runs.
     """
 
     source: str
@@ -88,6 +109,7 @@ class Calibration:
     precise: bool = True
     on_cpu: bool = False
     notes: tuple[str, ...] = ()
+    memory: tuple[MeasuredMemory, ...] = ()
 
     def compute(self, samples: float, speed: float) -> dict[str, float]:
         """Return the seconds of each phase for a rank's samples, on a worker of some speed."""
@@ -149,6 +171,7 @@ def calibrate(records: Sequence[RunRecord], residual: float = RESIDUAL) -> Calib
         residual=math.hypot(residual, _noise(record)),
         link=_link(record),
         on_cpu=start.device.startswith("cpu"),
+        memory=tuple(found for record in records if (found := measured_memory(record)) is not None),
     )
 
 
@@ -157,6 +180,22 @@ def _timing(record: RunRecord) -> Timing:
     if timing is None or not timing.phases:
         raise UserError(f"{record.name} has no steps to plan from: train for a few hundred")
     return timing
+
+
+def measured_memory(record: RunRecord) -> MeasuredMemory | None:
+    """Return what a run's fullest rank took; None where ranks are on processors, and it is not known from where on."""
+    start, timing = record.last_start, measure(record)
+    most = timing.memory_bytes if timing is not None else ()
+    if start is None or not most:
+        return None
+    before = start.resident_bytes or [0] * len(most)
+    if len(before) != len(most) or (start.device.startswith("cpu") and not any(before)):
+        return None
+    named = {name: record.setting("strategy", name) for name in ("sync", "compression")}
+    settings = {f"strategy.{name}": text for name, text in named.items() if isinstance(text, str)}
+    settings["strategy.parallel"] = f"dp={start.world_size}"
+    grown = max(peak - base for peak, base in zip(most, before, strict=True))
+    return MeasuredMemory(settings, start.world_size, start.batch_size or 1, grown)
 
 
 def _samples(records: Sequence[RunRecord]) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from echelon.models import build_untried, hints_for
 from echelon.optim.traits import least_state
 from echelon.parallel.blocks import find_blocks
 from echelon.parallel.deferred_init import without_memory
-from echelon.planning.calibration import Calibration
+from echelon.planning.calibration import Calibration, MeasuredMemory
 from echelon.planning.steps import Pipelined, Replicated, Sharded, Way
 from echelon.records.kinds import Alternative
 from echelon.run.resolve import resolve
@@ -58,12 +58,17 @@ class PlannedWay:
 
 @dataclass
 class DescribedModel:
-    """A model and its data, as a run describes them, with what was found of each layout so far."""
+    """A model and its data, as a run describes them, with what was found of each layout so far.
+
+    Attributes:
+        beyond: by the samples of a rank, the bytes that its process took beside what was forecast.
+    """
 
     config: RunConfig
     info: DataInfo
     model: nn.Module
     found: dict[tuple[str, int], Rehearsed] = field(default_factory=dict)
+    beyond: dict[float, float] = field(default_factory=dict)
 
     @staticmethod
     def of(config: RunConfig) -> DescribedModel:
@@ -73,12 +78,30 @@ class DescribedModel:
         with without_memory():
             return DescribedModel(config, info, build_untried(config.model, model_input(info, run.task.fitted(info))))
 
+    def learn(self, measured: Sequence[MeasuredMemory]) -> None:
+        """Compare what runs took with what is forecast of them: libraries' own code and caches are in no forecast."""
+        with suppress(UserError):  # values matter to the model: nothing is forecast of it
+            forecasts = [self._forecast(dict(each.settings), each.workers, each.batch) for each in measured]
+            self.beyond = {each.samples: each.n_bytes - told for each, told in zip(measured, forecasts, strict=True)}
+
     def memory(self, settings: dict[str, str], ranks: int, batch: int) -> int:
         """Return the bytes of the fullest rank, a checkpoint's copy not counted.
 
         Raises:
             UserError: the model cannot be laid out so.
         """
+        forecast_bytes = self._forecast(settings, ranks, batch)
+        return max(forecast_bytes // 2, forecast_bytes + round(self._beyond(batch / ranks)))
+
+    def _beyond(self, samples: float) -> float:
+        """Return what a rank takes beside the forecast: on a line through what was measured, up to twice as far."""
+        if not self.beyond:
+            return 0.0
+        (least, first), (most, last) = min(self.beyond.items()), max(self.beyond.items())
+        slope = (last - first) / (most - least) if most > least else 0.0
+        return first + slope * (min(samples, 2 * most) - least)
+
+    def _forecast(self, settings: dict[str, str], ranks: int, batch: int) -> int:
         run = self._resolved(settings, batch)
         key = run.config.strategy.parallel, batch // ranks
         if key not in self.found:

@@ -100,6 +100,8 @@ def plan(request: PlanRequest) -> PlanReport:
     if rated and request.run is None and described is not None:
         return _rated(request, config, described, batch)
     known = _calibrated(request)
+    if described is not None:
+        described.learn(known.memory)
     if request.objects:
         known = replace(known, notes=(*known.notes, _unbuilt_words(request.objects)))
     length = Length.of(config, known, batch, request.epochs)

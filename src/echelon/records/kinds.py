@@ -84,6 +84,7 @@ class Start(Record):
         launched_t: when the command was given, in unix seconds.
         shares: samples of each rank's part of a full batch, as it begins; empty: they are equal.
         objects: keywords of `echelon.resume` by which the run needs objects from Python again.
+        resident_bytes: of each rank's process before it had a model; empty where ranks are on GPUs.
     """
 
     kind: ClassVar[str] = "start"
@@ -115,6 +116,7 @@ class Start(Record):
     version: int = VERSION
     shares: Sequence[int] = ()
     objects: Sequence[str] = ()
+    resident_bytes: Sequence[int] = ()
 
     @property
     def splits_model(self) -> bool:
@@ -172,7 +174,7 @@ class Steps(Record):
         wire_bytes: sent by all ranks so that replicas agree; `wire_bytes_by_group` holds its parts.
         other_wire_bytes: sent for anything else: checkpoints, evaluations, statistics.
         density: share of the encoded elements that the last message carried, where a codec is sparse.
-        memory_bytes: by rank.
+        memory_bytes: by rank, the most so far: of the process on a CPU, of torch's allocator on a GPU.
         gc_s: by rank, in garbage collections.
         comm_busy_s: by rank, in which communication was under way during backward.
         comm_spread_s: by rank, in which it could be hidden.

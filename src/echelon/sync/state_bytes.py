@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from echelon.collectives.buckets import lay_out
 from echelon.collectives.wire import is_small
 from echelon.compression import Compression
 from echelon.compression.base import Codec
@@ -75,15 +77,27 @@ def _state(codec: Codec, like: Tensor) -> int:
     return sum(tensor.nbytes for tensor in (*state.elementwise.values(), *state.factors.values()))
 
 
+def under_way(compression: Compression, vectors: Sequence[int]) -> int:
+    """Return the bytes of a message and of what comes back, for the longest of some vectors, in elements."""
+    if not compression.encodes or not vectors:
+        return 0
+    codec, longest = compression.build().at(0), max(vectors)
+    bits = codec.bits_per_element(longest)
+    return 0 if math.isnan(bits) else round(2 * longest * bits / 8)
+
+
 def by_hook(compression: Compression, piece: Piece) -> StateBytes:
-    """Reckon gradients that are reduced through a codec: vectors that they are copied into, states and their copies.
+    """Reckon gradients that are reduced through a codec: vectors that they are copied into, states, copies, a message.
 
     States are copied before a step, which is undone when a gradient is not finite.
     """
     if not compression.encodes or piece.ranks == 1:
         return StateBytes()
     own = states(compression, piece)
-    return StateBytes(sum(p.nbytes for p in piece.parameters) + 2 * own, saved=own)
+    named = [(str(number), p) for number, p in enumerate(piece.parameters)]
+    buckets = [bucket.numel for bucket in lay_out(reversed(named)).buckets if bucket.group == "weights"]
+    message = under_way(compression, buckets)
+    return StateBytes(sum(p.nbytes for p in piece.parameters) + 2 * own + message, saved=own)
 
 
 def by_averaging(plan: AveragingPlan, compression: Compression, piece: Piece, momenta: bool = False) -> StateBytes:
@@ -99,4 +113,6 @@ def by_averaging(plan: AveragingPlan, compression: Compression, piece: Piece, mo
     own = agreed + momenta * size + states(compression, piece)
     between, agreeing = (own + 2 * agreed, 0) if plan.overlap else (own, 2 * agreed)
     first = by_hook(compression, piece) if plan.start else StateBytes()
-    return StateBytes(between + first.between, agreeing, own + first.saved)
+    elements = sum(p.numel() for p in piece.parameters)
+    message = under_way(compression, [elements]) // 2 if piece.ranks > 1 else 0  # of all at once, and then what is back
+    return StateBytes(between + first.between, agreeing + message, own + first.saved)

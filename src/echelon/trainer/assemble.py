@@ -50,6 +50,7 @@ from echelon.observe.loggers.base import BackgroundLogger, LoggerSettings, own_l
 from echelon.observe.notes import NotedClock
 from echelon.observe.phases import PhaseClock, make_clock
 from echelon.observe.profile import StepProfiler, TracedClock, rank_trace
+from echelon.observe.resources import resident_bytes
 from echelon.observe.tensorboard import TensorBoard
 from echelon.optim.build import Schedule, build_schedule
 from echelon.optim.own import OptimizerFactory, described
@@ -144,7 +145,12 @@ class UserObjects:
 
 @dataclass(frozen=True)
 class _Groundwork:
-    """What every rank builds first, whatever it is part of; `rank`: of all of the run."""
+    """What every rank builds first, whatever it is part of.
+
+    Attributes:
+        rank: of all of the run.
+        resident_bytes: of this process, which has no model yet.
+    """
 
     resolved: ResolvedRun
     world: World
@@ -159,6 +165,7 @@ class _Groundwork:
     profiler: StepProfiler | None
     test_loader: EvalLoader | None
     balances: bool = False
+    resident_bytes: int = 0
 
     @property
     def work(self) -> Work:
@@ -336,7 +343,7 @@ def _groundwork(
     train, evaluation, test = _loaders_of(resolved, world, source, task, user_objects, balances)
     return _Groundwork(
         resolved, world, rank, source, task, clock, train, evaluation, user_objects, read_launch(path), profiler, test,
-        balances,
+        balances, resident_bytes(),
     )  # fmt: skip
 
 
@@ -797,7 +804,7 @@ def _record_start(ground: _Groundwork, run: TrainingRun, cursor: Cursor, path: P
 def _start_of(ground: _Groundwork, run: TrainingRun, cursor: Cursor) -> Start | None:
     """Return the record's line of a start, on the rank that leads; all ranks call it together."""
     world = run.world
-    ranks = roll_call(world)
+    ranks = roll_call(world, ground.resident_bytes)
     parameters = _parameter_count(run.parts, world)
     if not world.leads:
         return None
@@ -808,6 +815,7 @@ def _start_of(ground: _Groundwork, run: TrainingRun, cursor: Cursor) -> Start | 
         hosts=ranks.hosts,
         pids=ranks.pids,
         affinity=ranks.affinity,
+        resident_bytes=ranks.resident_bytes if world.device.type == "cpu" else (),
         backend="none" if world.group is None else ("nccl" if world.device.type == "cuda" else "gloo"),
         parameters=parameters,
         layout=layout_of(world),

@@ -115,10 +115,6 @@ def _against_rescue(run: ResolvedRun, ranks: int) -> str:
         (not _has_second(layout), f"--parallel {given.parallel}"),
         (_keeps_copies(layout) and run.optimizer.reach > Reach.ELEMENT, f"--optimizer {run.optimizer.name}"),
         (not run.sync.sums_in_backward, f"--sync {given.sync}"),
-        (
-            run.compression.encodes and layout.zero1,
-            f"--parallel {given.parallel} and --compression {given.compression}",
-        ),
         (config.training.precision == "fp16", "--precision fp16"),
         (not run.tuning.changes_nothing, f"--tune {run.tuning.text}"),
         (config.training.device != "cpu" and torch.cuda.device_count() > 0, f"--device {config.training.device}"),
@@ -143,10 +139,12 @@ def _check_elastic(run: ResolvedRun, ranks: int) -> None:
 def _against_elastic(run: ResolvedRun, ranks: int) -> str:
     """Return the first setting with which survivors cannot go on; empty: they can."""
     given, config, layout = run.described.strategy, run.config, run.layout_for(ranks)
-    coded_path = run.compression.encodes and not run.path.by_backend
+    codec = run.compression.codec
+    whole = codec.shaped and codec.linear  # sums of it are those of any vector
+    in_tiers = run.compression.encodes and not whole and run.path.tiers(0, ranks, 0) is not None
     against = (
         (not run.sync.regroups, f"--sync {given.sync}"),
-        (coded_path, f"--collective {given.collective} and --compression {given.compression}"),
+        (in_tiers, f"--collective {given.collective} and --compression {given.compression}"),
         (layout.splits or layout.zero1 or layout.table > 1, f"--parallel {given.parallel}"),
         (config.model.compile, "--compile"),
         (run.tuning.changes_later, f"--tune {run.tuning.text}"),

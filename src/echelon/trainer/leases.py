@@ -49,7 +49,7 @@ from echelon.trainer.slow_steps import SlowSteps
 from echelon.trainer.state import Cursor
 from echelon.trainer.step import StepResult
 from echelon.trainer.step_watch import StepWatch
-from echelon.trainer.window import gpu_uuid, resident_bytes
+from echelon.trainer.window import gpu_uuid, peak_bytes
 
 
 def batch_part(run: TrainingRun, lease: TrainTask | Command) -> Batch:
@@ -126,7 +126,7 @@ class Leases:
         (after,), facts = self._watch.pauses, self._watch.close(phases, None)
         report = TaskReport(
             loss, score if run.task.score_label else None, round(samples), run.schedule.lr,
-            phases, resident_bytes(run.world.device),
+            phases, peak_bytes(run.world.device),
             link.servers.density(), dict(link.servers.entropy_coded()),
             self._sampler.row if self._sampler.sample() else [], facts.gc_s,
             {name: seconds for name, seconds in zip(PAUSES, facts.pauses, strict=True) if seconds},

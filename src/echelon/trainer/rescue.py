@@ -435,21 +435,20 @@ class _SurvivorsState:
         return {n: replace(region, writes=region.is_first and writes) for n, region in split.pieces.regions.items()}
 
     def _part(self, rank: int, run_parts: RunParts, cursor: Cursor, regions: Mapping[str, LocalShard]) -> RankPart:
-        """Return what is written of a rank: of a dead one, nothing that was its own alone."""
+        """Return what is written of a rank: of a dead one, what it had alike with others."""
         assert run_parts.split is not None
         told = to_parts(shared_state(run_parts, cursor), run_parts.split.pieces, regions)
         shared, shards = take_parts(told, part_file(rank))
         world = self._run.world
         own = dict(rank_state(run_parts, world)) if rank == world.rank else {}
-        if own and self._written.is_broken:
-            del own["sync"]
-            own[COMMON] = self._common_state()
+        if rank != world.rank or self._written.is_broken:
+            own.pop("sync", None)
+            own |= {COMMON: common} if (common := self._common_state()) else {}
         return RankPart.of(rank, own, shared, shards, AlikeTensors())
 
     def _common_state(self) -> StateView:
         sync = self._run.parts.sync
-        assert isinstance(sync, Rescuable)
-        return sync.common_state()
+        return sync.common_state() if isinstance(sync, Rescuable) else {}
 
     def finish(self) -> None:
         """Wait until what this rank writes is on disk."""

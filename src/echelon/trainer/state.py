@@ -330,11 +330,25 @@ def _load_optimizer(run_parts: RunParts, state: StateView) -> None:
         return
     # Alone the optimizer applies momentum; with others, before encoding, a codec may, and the decay goes with it.
     described = [{k: g[k] for k in (*_GO_TOGETHER, *_OF_DEVICE) if k in g} for g in run_parts.optimizer.param_groups]
-    # not strict: what no step has used has no state, and is to have none
-    options = StateDictOptions(strict=False)
-    set_optimizer_state_dict(run_parts.local_model, run_parts.optimizer, state["optimizer"], options=options)
+    if state["optimizer"]["state"]:
+        # not strict: what no step has used has no state, and is to have none
+        options = StateDictOptions(strict=False)
+        set_optimizer_state_dict(run_parts.local_model, run_parts.optimizer, state["optimizer"], options=options)
+    else:
+        _load_groups(run_parts, state["optimizer"]["param_groups"])
     for group, values in zip(run_parts.optimizer.param_groups, described, strict=True):
         group.update(values)
+
+
+def _load_groups(run_parts: RunParts, groups: Sequence[StateView]) -> None:
+    """Give the groups of an optimizer that remembers nothing their settings: torch takes such groups as they come, and
+    those of a split model come joined by their settings.
+    """
+    names = {id(parameter): name for name, parameter in run_parts.local_model.named_parameters()}
+    saved = {name: group for group in groups for name in group["params"]}
+    for group in run_parts.optimizer.param_groups:
+        known = next((saved[name] for p in group["params"] if (name := names.get(id(p), "")) in saved), {})
+        group.update({key: value for key, value in known.items() if key != "params"})
 
 
 def averaged(state: StateView) -> StateView:

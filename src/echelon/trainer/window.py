@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import GROUPS, SHOWN
-from echelon.core.patience import may_pass
 from echelon.observe.garbage import GarbageClock
 from echelon.observe.phases import PAUSES, PHASE_NAMES, PHASES, RECORDING, Phase, PhaseClock
-from echelon.observe.resources import Sampler
+from echelon.observe.resources import Sampler, peak_resident_bytes
 from echelon.records.kinds import RESOURCE_NAMES, Steps
 from echelon.trainer.step import StepResult
 from echelon.trainer.step_watch import RankFacts, SlowestStep, StepWatch
@@ -307,7 +302,7 @@ class Window:
         world.notes.enter(RECORDING)
         leads, pauses, waits = float(world.leads), watch.pauses, self._waits()
         sampled, facts = self._sampler.sample(), watch.close(phases, times)
-        rows = self._in_row([*phases, resident_bytes(world.device), *self._sampler.row, *facts.row()])
+        rows = self._in_row([*phases, peak_bytes(world.device), *self._sampler.row, *facts.row()])
         groups = sent.in_order()
         sizes = [_HEAD, len(groups), len(numbers), len(rows), len(waits)]
         head = [
@@ -413,19 +408,6 @@ def gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-def resident_bytes(device: torch.device) -> int:
-    """Return the memory in use: the allocator's peak on a GPU, this process's resident set on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        return int(_process(os.getpid()).memory_info().rss)
-    except OSError as error:
-        if not may_pass(error):
-            raise
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # needs no file: there may be too many open
-
-
-@cache
-def _process(pid: int) -> psutil.Process:
-    """Making one costs ten times what reading its memory does."""
-    return psutil.Process(pid)
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory so far: of the allocator on a GPU, of this process's resident set on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()

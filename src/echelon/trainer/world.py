@@ -304,18 +304,19 @@ def _backend(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class RollCall:
-    """Who the ranks are, in order: host names, process ids, and the cores that each may run on (such as `0-3,8`)."""
+    """Who the ranks are, in order: host names, process ids, the cores that each may run on (such as `0-3,8`), bytes."""
 
     hosts: list[str]
     pids: list[int]
     affinity: list[str]
+    resident_bytes: list[int]
 
 
-def roll_call(world: World) -> RollCall:
-    """Ask every rank who it is; all ranks call it."""
+def roll_call(world: World, resident_bytes: int = 0) -> RollCall:
+    """Ask every rank who it is, and how large it was before it had a model; all ranks call it."""
     texts = [(socket.gethostname(), _HOST_BYTES), (allowed_cores(), _CORES_BYTES)]
     parts = [text.encode()[:size].ljust(size, b"\0") for text, size in texts]
-    row = torch.tensor([*b"".join(parts), os.getpid()], dtype=torch.int64, device=world.device)
+    row = torch.tensor([*b"".join(parts), os.getpid(), resident_bytes], dtype=torch.int64, device=world.device)
     rows = [torch.empty_like(row) for _ in range(world.size)] if world.group else [row]
     if world.group is not None:
         dist.all_gather(rows, row, group=world.group)
@@ -324,7 +325,7 @@ def roll_call(world: World) -> RollCall:
         [bytes(each[a:b]).rstrip(b"\0").decode(errors="replace") for each in table]
         for a, b in ((0, _HOST_BYTES), (_HOST_BYTES, _HOST_BYTES + _CORES_BYTES))
     )
-    return RollCall(hosts, [each[-1] for each in table], cores)
+    return RollCall(hosts, [each[-2] for each in table], cores, [each[-1] for each in table])
 
 
 def first_that_differs(text: str, world: World) -> int | None:
