@@ -191,24 +191,21 @@ def _started(resolved: Resolved, objects: UserObjects | None) -> Outcome:
 
 
 class ModelObjects(TypedDict, total=False):
-    """What makes a run's model and task, where these were given from Python in place of names, to be given again."""
+    """What a run's model and task are made of, and what changes its evaluation samples, where these were given from
+    Python in place of names, to be given again.
+    """
 
     model: nn.Module
     task: Task
     loss: LossFunction
     metrics: object
+    eval_transform: Callable[[Any], Any]
 
 
 class GivenObjects(ModelObjects, total=False):
     """Likewise, with the data."""
 
     data: OwnData
-
-
-class EvaluateObjects(ModelObjects, total=False):
-    """What makes a run's model and task, and changes its evaluation samples."""
-
-    eval_transform: Callable[[Any], Any]
 
 
 class ResumeKeywords(ResumeSettings, total=False):
@@ -310,7 +307,7 @@ def evaluate(
     data: str | OwnData = "",
     checkpoint: str = "best",
     workers: int = 0,
-    **objects: Unpack[EvaluateObjects],
+    **objects: Unpack[ModelObjects],
 ) -> Mapping[str, float | None]:
     """Evaluate a checkpoint of a run on its evaluation data; returns the metrics, the same for any number of workers.
 

@@ -81,6 +81,7 @@ class Arriving:
         with_own: whether they are.
         written: tensors of the state that `save` is given which lie in these files: they are not written again.
         given_up: set when parts that are missing will not come.
+        is_settled: set when all have come, or are given up.
     """
 
     folder: Path
@@ -89,6 +90,7 @@ class Arriving:
     with_own: bool = True
     written: WrittenTensors = field(default_factory=WrittenTensors)
     given_up: threading.Event = field(default_factory=threading.Event)
+    is_settled: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ class CheckpointStore:
         self._base = ""
         self._left_out: Set[str] = frozenset()
         self._arriving: Arriving | None = None  # of the save that was begun last
+        self._metric: float | None = None  # likewise; None also once it was given up
 
     def has_base(self, names: Set[str]) -> bool:
         """Whether this store has written what checkpoints leave out, or read one that leaves out all of that."""
@@ -234,7 +237,7 @@ class CheckpointStore:
             frozenset() if base is None else base.names,
             of_base,
         )
-        self._arriving = arriving
+        self._arriving, self._metric = arriving, job.metric
         # Not a daemon: an interpreter that ends normally finishes the checkpoint first.
         self._thread = threading.Thread(target=self._run, args=(job, background), name="echelon-checkpoint")
         self._thread.start()
@@ -263,6 +266,22 @@ class CheckpointStore:
         """
         if self._arriving is not None:
             self._arriving.given_up.set()
+
+    def keeps(self, metric: float) -> bool:
+        """Whether a checkpoint with a metric is on the disk, or will be: one that waits for lost ranks is given up."""
+        self.give_up_arriving()
+        self._join_where_given_up()
+        return self._metric_under_way == metric or any(_metric(entry) == metric for entry in files.entries(self.folder))
+
+    def _join_where_given_up(self) -> None:
+        """Wait until the writer knows whether all parts have come."""
+        arriving, thread = self._arriving, self._thread
+        while arriving is not None and thread is not None and thread.is_alive() and not arriving.is_settled.is_set():
+            arriving.is_settled.wait(0.05)  # looks whether the writer has ended otherwise
+
+    @property
+    def _metric_under_way(self) -> float | None:
+        return self._metric if self.is_writing else None
 
     @property
     def is_writing(self) -> bool:
@@ -451,7 +470,13 @@ class CheckpointStore:
         parts = [] if job.arriving is None else job.arriving.names
         tree, tensors = job.tree, job.tensors
         if job.arriving is not None:
-            await_parts(unfinished, parts, self._deadline_s, job.arriving.given_up)
+            try:
+                await_parts(unfinished, parts, self._deadline_s, job.arriving.given_up)
+            except GivenUp:
+                self._metric = None
+                raise
+            finally:
+                job.arriving.is_settled.set()
             tree, tensors = _with_parts(job, job.arriving)
         else:
             unfinished.mkdir(exist_ok=True)
@@ -482,7 +507,8 @@ class CheckpointStore:
         present = files.entries(self.folder)
         self._check_turn()  # after the look: what others save from now on is not in it
         older = [entry for entry in present if entry.step < new.step]
-        scored = [(metric, entry) for entry in older if (metric := _metric(entry)) is not None]
+        again = [entry for entry in present if entry.step == new.step and entry != new and manifest.metric is None]
+        scored = [(metric, entry) for entry in [*older, *again] if (metric := _metric(entry)) is not None]
         if manifest.metric is not None:
             scored.append((manifest.metric, new))
         kept = {*[*older, new][-self.keep :], *(entry for _, entry in sorted(scored)[-1:])}

@@ -157,6 +157,11 @@ class LeaseLedger(ABC):
         """Whether all steps of the run are done."""
         return self.done_steps >= self._work.steps
 
+    @property
+    def finishes(self) -> bool:
+        """Whether tasks are given out until the present step is whole, also of a run that is stopping."""
+        return False
+
     def under_way(self, now_s: float) -> bool:
         """Whether steps will count soon that a last checkpoint has to wait for."""
         return False

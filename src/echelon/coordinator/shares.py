@@ -28,6 +28,7 @@ class SharedLeases(LeaseLedger):
         self._workers: set[str] = set()
         self._had: set[str] = set()
         self._owners: dict[int, str] = {}
+        self._moved_s = 0.0  # when a share was taken or done last
 
     def restore(self, below: int, done: Iterable[int]) -> None:
         """Begin at a step; one that was half done begins anew."""
@@ -62,6 +63,15 @@ class SharedLeases(LeaseLedger):
     def done_steps(self) -> int:
         """Steps before the present one."""
         return self._step
+
+    @property
+    def finishes(self) -> bool:
+        """Where it is cut: of a half-done step some keys have gradients that others lack."""
+        return self._shares > 0
+
+    def under_way(self, now_s: float) -> bool:
+        """Whether the present step is cut, and its shares come and go no later than others did."""
+        return self._shares > 0 and bool(self._workers) and now_s - self._moved_s <= self._pace.deadline_s()
 
     @property
     def at_boundary(self) -> bool:
@@ -123,6 +133,7 @@ class SharedLeases(LeaseLedger):
         if share is None:
             return None
         self._free.remove(share)
+        self._moved_s = now_s
         task = self._step * MAX_SHARES + share
         self._out[task] = Lease(worker, now_s)
         self._had.add(worker)
@@ -155,6 +166,7 @@ class SharedLeases(LeaseLedger):
         if task % MAX_SHARES in self._free:
             self._free.remove(task % MAX_SHARES)
         self._done.add(task)
+        self._moved_s = now_s
         self._close_if_complete()
         return not late
 

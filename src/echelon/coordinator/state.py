@@ -569,7 +569,7 @@ class Coordinator:
             self._leases.pause(member.name, True)
             self._window.pause(member.name, "evaluation" if evaluation.evaluate else "checkpoint", now_s)
             return evaluation
-        if self.stopping or not self._servers_ready():
+        if (self.stopping and not self._leases.finishes) or not self._servers_ready():
             return None
         before = self._leases.shares
         task = self._leases.take(member.name, now_s)
@@ -623,7 +623,7 @@ class Coordinator:
     def _turn_evaluations(self, leases: LeaseLedger, now_s: float) -> None:
         if self.stopping and self.setup is not None and not leases.under_way(now_s):
             epoch = self._steps() // self.setup.steps_per_epoch
-            # A half-done step is not in the checkpoint; it is trained again after a resume.
+            # A step that stays half done is not in the checkpoint; it is trained again after a resume.
             if self._evaluations.stop_early(epoch, self._steps(), bool(self.reason)) and not leases.at_boundary:
                 leases.restore(leases.done_steps, ())
         self._look(leases, now_s)

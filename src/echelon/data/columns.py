@@ -358,7 +358,7 @@ def mean_and_std(numbers: NDArray[np.float64]) -> ColumnFacts:
     if not len(numbers):
         return ColumnFacts()
     mean, std = float(numbers.mean()), float(numbers.std())
-    return ColumnFacts(mean, std if std > 1e-9 * max(1.0, abs(mean)) else 1.0)
+    return ColumnFacts(mean, std if std > 1e-9 * abs(mean) else 1.0)
 
 
 @dataclass(frozen=True)
@@ -375,6 +375,8 @@ def numbered(name: str, values: pa.ChunkedArray, facts: ColumnFacts) -> Numbered
     Raises:
         UserError: the column is of another type than the known values.
     """
+    if pa.types.is_null(values.type):  # missing in each row
+        return Numbered(np.full(len(values), UNSEEN, np.int64), len(facts.known) + 1)
     places = pc.index_in(values, value_set=_value_set(name, values, facts.known)).combine_chunks()
     ids = pc.fill_null(pc.add(places, 1), UNSEEN).to_numpy(zero_copy_only=False).astype(np.int64)
     return Numbered(ids, len(facts.known) + 1)
@@ -472,7 +474,7 @@ def labels_of_rows(
         of_marks = names_of_marks(name, marks)
         if measured.of(name, _as_known, of_marks, are_classes=True).known == of_marks:
             return marks, of_marks
-    separator = "" if form_of(values) is Form.LISTS else _separator(values)
+    separator = "" if form_of(values) is Form.LISTS else _separator(values, least=0.0)
     rows = [_labels_of(row, separator) for row in values.to_pylist()]
     there = sorted({label for row in rows for label in row})
     names = tuple(str(label) for label in measured.of(name, _as_known, there, are_classes=True).known)
@@ -538,11 +540,11 @@ def _labels_of(row: Any, separator: str) -> list[str]:
     return [label for part in parts if (label := str(part).strip())]
 
 
-def _separator(values: pa.ChunkedArray) -> str:
-    """Return what joins labels; empty: nothing does, in any but a few rows."""
+def _separator(values: pa.ChunkedArray, least: float = _SEVERAL) -> str:
+    """Return what joins labels; empty: nothing does, in at least a share of the rows, or in any."""
     shares = {each: pc.mean(pc.match_substring(values, each).cast("float64")).as_py() or 0.0 for each in _SEPARATORS}
     best = max(shares, key=lambda each: shares[each])
-    return best if shares[best] >= _SEVERAL else ""
+    return best if shares[best] >= least and shares[best] else ""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from echelon.data.order import Indices
 from echelon.data.parts import TEST, TRAIN, VALIDATION, by_part, part_of, part_of_file
 
 _PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # says where a row stood, nothing of what it is
+_CSV_INDEX = re.compile(r"\s*|Unnamed: \d+")  # likewise: `to_csv` gives it no name, and a second time that of pandas
 _SPLIT_NAMES = ("split", "set", "part", "subset", "fold")
 NO_SPLIT = "none"
 """As `--split`: no column divides the rows."""
@@ -247,7 +248,7 @@ class TablePart:
                 names = whole.column_names
             else:
                 with arrow_csv.open_csv(path, **_csv_options(path)) as stream:
-                    names = stream.schema.names
+                    names = [name for name in stream.schema.names if not _CSV_INDEX.fullmatch(name)]
         stripped = tuple(name.strip() for name in names)  # as in a head of `a, b`
         if len(set(stripped)) < len(names):
             raise UserError(f"data {path}: two columns have the same name")
@@ -273,18 +274,24 @@ class TablePart:
         return self._plain(table)
 
     def _plain(self, table: pa.Table) -> pa.Table:
-        """Return the columns without a dictionary of their values, as pandas' categories have.
+        """Return the columns with their values.
 
         Raises:
             UserError: texts of a file are no UTF-8.
         """
-        for place, name in enumerate(table.column_names):
-            kind = table[name].type
-            if pa.types.is_dictionary(kind):
-                table = table.set_column(place, name, table[name].cast(kind.value_type))
-            elif pa.types.is_binary(kind) and self.path.suffix.lower() in (".csv", ".tsv"):
+        for name in table.column_names:
+            if pa.types.is_binary(table[name].type) and self.path.suffix.lower() in (".csv", ".tsv"):
                 raise UserError(f"data {self.path}: column {name} holds text that is not UTF-8: save the file as UTF-8")
-        return table
+        return without_dictionaries(table)
+
+
+def without_dictionaries(table: pa.Table) -> pa.Table:
+    """Return a table whose columns hold their values, not places in a dictionary of them as pandas' categories do."""
+    for place, name in enumerate(table.column_names):
+        kind = table[name].type
+        if pa.types.is_dictionary(kind):
+            table = table.set_column(place, name, table[name].cast(kind.value_type))
+    return table
 
 
 def read_rows(path: Path) -> pa.Table:

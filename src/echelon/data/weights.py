@@ -47,8 +47,10 @@ def read_weights(spec: str, info: DataInfo, labels: Nest) -> Weights | None:
     if spec == UNWEIGHTED:
         return None
     if spec == INVERSE_CLASS:
-        if not info.classes or not isinstance(labels, np.ndarray):
-            raise UserError(f"--sample-weights inverse-class needs classes, and {info.name} has none: give a file")
+        if not info.classes or not (isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"):
+            raise UserError(
+                f"--sample-weights inverse-class needs one class for each sample, and {info.name} has none: give a file"
+            )
         weights: Weights = 1.0 / np.maximum(np.asarray(info.class_counts, np.float64), 1.0)[labels]
         return weights
     check_weights(spec)

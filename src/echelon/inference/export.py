@@ -165,7 +165,8 @@ def _evaluation(trained: TrainedModel) -> EvalLoader:
     """Return the evaluation data, on the CPU, as `echelon evaluate` reads it."""
     source = trained.source
     assert source is not None
-    settings = LoaderConfig.of(trained.config.data, trained.config.training.seed, torch.device("cpu"))
+    seed, cpu = trained.config.training.seed, torch.device("cpu")
+    settings = LoaderConfig.of(trained.config.data, seed, cpu, trained.transforms)
     return EvalLoader(source, settings, Shard(0, 1), source.test)
 
 

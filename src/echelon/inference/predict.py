@@ -25,6 +25,7 @@ from echelon.run.trained import TrainedModel
 from echelon.tasks import nest
 from echelon.tasks.base import Encoding, Prediction, Writing
 from echelon.tasks.nest import Nest
+from echelon.tasks.segmentation import shares_of
 
 _MOST_NAMED = 1000  # classes whose probabilities all stand in a row
 
@@ -153,7 +154,8 @@ def predict_samples(
     """
     samples = samples_of(trained, data)
     config = trained.config.data
-    settings = LoaderConfig.of(replace(config, on_bad_image="stop"), trained.config.training.seed, device)
+    described = replace(config, on_bad_image="stop")
+    settings = LoaderConfig.of(described, trained.config.training.seed, device, trained.transforms)
     loader = EvalLoader(samples.source, settings, Shard(0, 1), part=(part.number, part.count))
     mask_files = masks.files(samples.names) if masks is not None else None
     model = trained.model.to(device)
@@ -181,7 +183,7 @@ def _row(samples: Samples, place: int, prediction: Prediction, mask_files: Seque
         return PredictedRow(name, prediction)
     if samples.files:
         mask = mask_of_image(mask, open_picture(samples.files[place]))
-        prediction = replace(prediction, mask=mask)
+        prediction = replace(prediction, value=shares_of(mask, list(prediction.value)), mask=mask)  # without padding
     if mask_files is None:
         return PredictedRow(name, prediction)
     _write_mask(mask, mask_files[place])

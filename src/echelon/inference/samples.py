@@ -30,7 +30,7 @@ from echelon.data.sounds import measured
 from echelon.data.sources.text_file import SUFFIXES as TEXTS
 from echelon.data.sources.text_file import lines_of, read_lines, read_text
 from echelon.data.sources.texts import TEXT_FILES
-from echelon.data.table_files import read_rows
+from echelon.data.table_files import read_rows, without_dictionaries
 from echelon.data.tokenisers import Ids, Tokeniser
 from echelon.inference import Address, Lines, Text
 from echelon.inference.at_urls import BroughtFiles
@@ -39,7 +39,7 @@ from echelon.run.trained import TrainedModel
 from echelon.storage.url import is_url
 from echelon.tasks import nest
 from echelon.tasks.base import Encoding
-from echelon.tasks.nest import Nest
+from echelon.tasks.nest import Nest, TensorSpec
 
 MASK_TOKEN = "[MASK]"
 """What stands in a text where a masked language model is to say what belongs there."""
@@ -215,10 +215,10 @@ def _table(raw: Any, columns: Sequence[str]) -> pa.Table:
     """
     wanted = f"this run's samples are rows of a table with {', '.join(columns)}"
     if isinstance(raw, pa.Table):
-        return raw
+        return without_dictionaries(raw)
     if hasattr(raw, "columns") and hasattr(raw, "iloc"):
         try:
-            return pa.Table.from_pandas(raw, preserve_index=False)
+            return without_dictionaries(pa.Table.from_pandas(raw, preserve_index=False))
         except (pa.ArrowException, TypeError, ValueError, OverflowError):  # a column of several types
             return _table_of_mappings(raw.to_dict("records"), columns)
     if not isinstance(raw, Sequence):
@@ -406,6 +406,7 @@ def _arrays(trained: TrainedModel, raw: Any) -> Samples:
         images = ImageArray(pixels, _blank_targets(len(pixels)))
         return Samples(range(1, len(pixels) + 1), _sample_source(trained, images))
     _check_shapes(arrays, trained.info.inputs)
+    arrays = nest.map_leaves(_as_wanted, arrays, trained.info.inputs)
     count = nest.rows(arrays)
     return Samples(range(1, count + 1), _sample_source(trained, TensorArray(arrays, _blank_targets(count))))
 
@@ -414,6 +415,12 @@ def _array(leaf: Any) -> NDArray[Any] | None:
     if isinstance(leaf, torch.Tensor):
         return leaf.numpy()
     return leaf if isinstance(leaf, np.ndarray) and leaf.dtype != object else None
+
+
+def _as_wanted(leaf: NDArray[Any], spec: TensorSpec) -> NDArray[Any]:
+    """Return an array in the type of the run's, where both are floats: numpy's default is another than torch's."""
+    both = leaf.dtype.kind == "f" and spec.dtype in ("float16", "float32", "float64")
+    return leaf.astype(spec.dtype) if both else leaf
 
 
 def _check_shapes(arrays: Nest, specs: Nest) -> None:

@@ -627,7 +627,8 @@ class Rendezvous:
     def _expire(self, now: float) -> None:
         for m in self._others():
             silent_s = now - m.seen
-            if not m.present or silent_s < SUSPECT_S or self.over or isinstance(m.state, Finished):
+            done = isinstance(m.state, Finished) and m.name in self._rounds  # it has no more to say
+            if not m.present or silent_s < SUSPECT_S or self.over or done:
                 continue
             if silent_s > LOST_S or (m.name in self._rounds and self._does.complain()):
                 self._go(m, now)

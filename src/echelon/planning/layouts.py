@@ -56,6 +56,16 @@ class PlannedWay:
         return self.exact and isinstance(self.way, Replicated)
 
 
+def of_workers(candidate: PlannedWay, workers: int) -> PlannedWay:
+    """Return a way for any number of workers as it is of so many: where all share the parameters, they are so many."""
+    way = candidate.way
+    return (
+        replace(candidate, way=replace(way, size=workers))
+        if isinstance(way, Sharded) and way.for_any_workers
+        else candidate
+    )
+
+
 @dataclass
 class DescribedModel:
     """A model and its data, as a run describes them, with what was found of each layout so far.

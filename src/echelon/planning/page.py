@@ -13,6 +13,7 @@ from echelon.core.json_values import JsonObject, finite_object
 from echelon.core.ticks import time_axis
 from echelon.core.units import format_seconds
 from echelon.forecast.simulator import TaskSpan
+from echelon.planning.layouts import of_workers
 from echelon.planning.plan import PlannedMachines, PlanReport, RunEstimate, predict
 from echelon.planning.words import answer_words, columns_of, opening
 from echelon.reporting.report import render_page
@@ -122,7 +123,10 @@ def _scaling(plan: PlanReport, answer: PlannedMachines, shown: Sequence[RunEstim
     for place, prediction in enumerate(drawn):
         seconds = [
             predict(
-                plan.known, plan.length, replace(answer.machines, workers=count), prediction.candidate
+                plan.known,
+                plan.length,
+                replace(answer.machines, workers=count),
+                of_workers(prediction.candidate, count),
             ).step.seconds.value
             for count in counts
         ]

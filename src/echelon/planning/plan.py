@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from echelon.config import RunConfig
 from echelon.config.machines import FLAG, Machines
+from echelon.config.validate import CheckpointInterval
 from echelon.core.errors import UserError
 from echelon.core.link import Link
 from echelon.planning.calibration import Calibration
@@ -26,27 +27,43 @@ _USED_SHARE = 0.9  # of a device's memory: a forecast is no measurement
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is: samples of a global batch, passes over the data, evaluations, seconds between checkpoints."""
+    """How long a run is.
+
+    Attributes:
+        batch: samples of a global batch.
+        epochs: passes over the data.
+        checkpoint_every: in steps or in seconds; both None: there are none but the last.
+        max_steps: after which it ends, wherever that is; 0: with the last epoch.
+    """
 
     batch: int
     epochs: int
     train_size: int
     evaluations: int
-    checkpoint_every_s: float
+    checkpoint_every: CheckpointInterval
+    max_steps: int = 0
 
     @property
     def steps(self) -> int:
         """Optimizer steps."""
-        return self.epochs * max(1, -(-self.train_size // self.batch))  # the last batch of an epoch may be smaller
+        steps = self.epochs * max(1, -(-self.train_size // self.batch))  # the last batch of an epoch may be smaller
+        return min(steps, self.max_steps or steps)
+
+    def checkpoint_every_s(self, step_s: float) -> float:
+        """Return the seconds between checkpoints, of steps that take so long; infinite: there are none."""
+        every = self.checkpoint_every
+        return every.seconds or (every.steps * step_s if every.steps else math.inf)
 
     @staticmethod
     def of(config: RunConfig, known: Calibration, batch: int = 0, epochs: int = 0) -> Length:
-        """Return a run's length, with another batch or other epochs where they are given."""
+        """Return a run's length, with another batch or other epochs where they are given: then these end it alone."""
+        most = 0 if epochs else config.training.max_steps
         epochs = epochs or config.training.epochs
-        every = checkpoint_interval(config)
-        every_s = every.seconds if every.seconds else math.inf
-        evaluations = max(1, epochs // config.training.eval_every) if config.training.eval_every else 1
-        return Length(batch or config.data.batch_size, epochs, known.train_size, evaluations, every_s)
+        every, size = checkpoint_interval(config), batch or config.data.batch_size
+        whole = replace(Length(size, epochs, known.train_size, 1, every), max_steps=most)
+        begun = math.ceil(whole.steps / max(1, -(-known.train_size // size)))  # epochs
+        evaluations = max(1, begun // config.training.eval_every) if config.training.eval_every else 1
+        return replace(whole, evaluations=evaluations)
 
 
 @dataclass(frozen=True)
@@ -134,7 +151,7 @@ def make_plan(
             )
         found = candidates(known, each, described, length.batch)
         predictions = _sorted(predict(known, length, each, candidate) for candidate in found)
-        answers.append(PlannedMachines(each, predictions, _changes(known, length, each, predictions)))
+        answers.append(PlannedMachines(each, predictions, _changes(known, length, each, predictions, described)))
     return PlanReport(known, length, tuple(answers))
 
 
@@ -155,38 +172,49 @@ def predict(known: Calibration, length: Length, machines: Machines, candidate: P
     pauses_s = known.start_s + length.evaluations * known.evaluation_s * scale
     steps_s, paused = step.seconds.times(length.steps), interval(pauses_s, known.residual)
     run_s = Estimate(steps_s.value + paused.value, steps_s.low + paused.low, steps_s.high + paused.high)
-    run_s = run_s.times(1 + known.checkpoint_s / length.checkpoint_every_s).times(_failures(known, length, machines))
+    every_s = length.checkpoint_every_s(step.seconds.value)
+    run_s = run_s.times(1 + known.checkpoint_s / every_s).times(_failures(known, every_s, machines))
     memory = candidate.memory_bytes
     fits = memory is None or memory <= _USED_SHARE * machines.memory_bytes
     return RunEstimate(candidate, machines, step, run_s, run_s.times(machines.price_per_hour / 3600), fits)
 
 
-def _failures(known: Calibration, length: Length, machines: Machines) -> float:
-    """Return by how much failures lengthen a run."""
+def _failures(known: Calibration, every_s: float, machines: Machines) -> float:
+    """Return by how much failures lengthen a run with checkpoints every so many seconds."""
     if math.isinf(machines.mtbf_s):
         return 1.0
-    every_s = length.checkpoint_every_s if math.isfinite(length.checkpoint_every_s) else 0.0
-    lost = machines.count / machines.mtbf_s * (every_s / 2 + known.start_s)
+    lost = machines.count / machines.mtbf_s * ((every_s / 2 if math.isfinite(every_s) else 0.0) + known.start_s)
     return 1 / (1 - lost) if lost < 1 else math.inf
 
 
 def _changes(
-    known: Calibration, length: Length, machines: Machines, predictions: Sequence[RunEstimate]
+    known: Calibration,
+    length: Length,
+    machines: Machines,
+    predictions: Sequence[RunEstimate],
+    described: DescribedModel | None,
 ) -> tuple[Change, ...]:
-    """Ask again with a faster link, a larger batch, more workers: of the ways that fit."""
+    """Ask again with a faster link, a larger batch, more workers: of the ways that fit, with that batch too."""
     fitting = [p for p in predictions if p.fits]
     if not fitting:
         return ()
     asked: list[tuple[str, Machines, Length]] = []
+    larger, room = replace(length, batch=2 * length.batch), fitting
+    if math.isfinite(machines.memory_bytes) and described is not None:
+        ways = candidates(known, machines, described, larger.batch)
+        room = [each for way in ways if (each := predict(known, larger, machines, way)).fits]
     if machines.link is not None and machines.count > 1:
         twice = Link(2 * machines.link.rate_bits_per_s, machines.link.delay_s)
         asked.append(("a link twice as fast", replace(machines, link=twice), length))
-    asked.append(("twice the batch", machines, replace(length, batch=2 * length.batch)))
+    if room:
+        asked.append(("twice the batch", machines, larger))
     asked.append(("workers twice as fast", replace(machines, speed=2 * machines.speed), length))
     if machines.price_per_hour:
         half = replace(machines, price_per_hour=machines.price_per_hour / 2)
         asked.append(("half the price", half, length))
-    return tuple(Change(what, _best(known, of, at, fitting), fitting[0]) for what, at, of in asked)
+    return tuple(
+        Change(what, _best(known, of, at, room if of is larger else fitting), fitting[0]) for what, at, of in asked
+    )
 
 
 def _best(known: Calibration, length: Length, machines: Machines, ways: Sequence[RunEstimate]) -> RunEstimate:

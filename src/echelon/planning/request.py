@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from echelon.config import Resolved, RunConfig, build
 from echelon.config.build import DEFAULT
-from echelon.config.machines import Machines
+from echelon.config.machines import FLAG, Machines
 from echelon.core.errors import UserError
 from echelon.observe.phases import Phase
 from echelon.planning.calibration import RESIDUAL, Calibration, PhaseCost, calibrate
@@ -97,8 +97,15 @@ def plan(request: PlanRequest) -> PlanReport:
     config = replace(request.config, data=replace(request.config.data, batch_size=batch))
     described = None if request.objects else DescribedModel.of(config)
     rated = [machines for machines in request.machines if machines.tflops]
-    if rated and request.run is None and described is not None:
+    if rated and described is None:
+        raise UserError(f"{FLAG} {rated[0].name}: tflops needs a model that can be built here: say speed=... instead")
+    if rated and described is not None and len(rated) == len(request.machines):
         return _rated(request, config, described, batch)
+    if rated:
+        raise UserError(
+            f"{FLAG} {rated[0].name}: tflops stands for a measurement, which the other machines are planned from: give "
+            "all of them tflops, or this one speed=..."
+        )
     known = _calibrated(request)
     if described is not None:
         described.learn(known.memory)

@@ -1,4 +1,4 @@
-"""Short runs that calibrate a plan: the run as described, then with half of its batch."""
+"""Short runs that calibrate a plan: the run as described, then with half of its batch where workers can divide that."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ def calibrate_by_runs(config: RunConfig) -> Calibration:
     """
     batch = config.data.batch_size
     base = replace(config, strategy=replace(config.strategy, **DEFAULTS))
-    sizes = dict.fromkeys((batch, max(1, batch // 2)))
-    return calibrate([try_out(_with_batch(base, size), f"batches of {size}") for size in sizes])
+    records = [try_out(_with_batch(base, batch), f"batches of {batch}")]
+    start, half = records[0].last_start, batch // 2
+    if start is not None and half >= start.world_size:  # fewer samples than workers cannot be divided
+        records.append(try_out(_with_batch(base, half), f"batches of {half}"))
+    return calibrate(records)
 
 
 def _with_batch(config: RunConfig, batch: int) -> RunConfig:

@@ -170,18 +170,27 @@ class Mirror:
             why it could not be sent; empty: it was.
         """
         self._over.set()
-        self._thread.join()
-        if self.failure is not None:
-            return str(self.failure)
-        ends_s, signals = time.monotonic() + wait_s, stop.count
+        ends_s, signals, said = time.monotonic() + wait_s, stop.count, list[str]()
+        last = threading.Thread(target=lambda: said.append(self._pushed_last()), name="echelon-mirror-end", daemon=True)
+        for thread in (self._thread, last):  # one upload may take hours, and no signal ends it
+            if thread is last:
+                if self.failure is not None:
+                    return str(self.failure)
+                last.start()
+            while thread.is_alive():
+                if time.monotonic() > ends_s or stop.count > signals:
+                    return f"the store did not take it for {format_seconds(wait_s + time.monotonic() - ends_s)}"
+                thread.join(_LOOK_S)
+        return said[0] if said else "sending it failed"
+
+    def _pushed_last(self) -> str:
+        """Send what the run leaves, until the store takes it; returns why it cannot."""
         while True:
             try:
                 if self._attempt(lambda: self._push([], last=True)):
                     return ""
             except UserError as error:
                 return str(error)
-            if time.monotonic() > ends_s or stop.count > signals:
-                return f"the store did not take it for {format_seconds(wait_s + time.monotonic() - ends_s)}"
             time.sleep(_LOOK_S)
 
     def sent(self) -> str:

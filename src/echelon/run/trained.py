@@ -11,6 +11,7 @@ from echelon.config import RunConfig
 from echelon.core.errors import UserError
 from echelon.data import DataInfo, Source, open_data
 from echelon.data.kept_info import read_info
+from echelon.data.transforms import NO_TRANSFORMS, Transforms
 from echelon.models import build_model
 from echelon.models.keras_model import KerasModule
 from echelon.models.trial import own_copy
@@ -34,6 +35,7 @@ class TrainedModel:
         task: fitted to that data.
         folder: of the run, which keeps the tokeniser and what was measured of columns.
         source: the data itself; None: it was not opened.
+        transforms: of the caller's own, for inputs.
     """
 
     model: nn.Module
@@ -42,6 +44,7 @@ class TrainedModel:
     config: RunConfig
     folder: Path
     source: Source | None = None
+    transforms: Transforms = NO_TRANSFORMS
 
 
 def best_model(folder: Path, config: RunConfig, objects: UserObjects) -> nn.Module:
@@ -93,7 +96,7 @@ def load_trained(
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise UserError(f"{folder}: its weights do not fit the model {config.model.name} ({reason})") from error
-    return TrainedModel(model.eval(), info, task, config, folder, source)
+    return TrainedModel(model.eval(), info, task, config, folder, source, objects.transforms)
 
 
 def write_keras_file(path: Path, config: RunConfig, objects: UserObjects | None) -> None:

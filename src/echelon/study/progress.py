@@ -10,6 +10,7 @@ from statistics import fmean
 from echelon.core.task import BEFORE_TASKS, Metric
 from echelon.records.file import Detail, RecordReader
 from echelon.records.kinds import Evaluation, Record, Start, Steps
+from echelon.reporting.live.state import most_steps
 from echelon.reporting.report.records import load_run
 from echelon.reporting.report.timing import measure
 from echelon.study.base import COMPLETED, PlannedRun
@@ -55,7 +56,7 @@ class Tail:
 
     def __init__(self, folder: Path) -> None:
         self._reader = RecordReader(folder, (Start, Steps, Evaluation), Detail.SAMPLED)
-        self._progress = Progress()
+        self._folder, self._progress = folder, Progress()
 
     def read(self) -> Progress:
         """Return how far the run is now; an incomplete last line is left for the next call."""
@@ -63,7 +64,7 @@ class Tail:
         if replaced:
             self._progress = Progress()
         for record in records:
-            self._progress = _after(self._progress, record)
+            self._progress = _after(self._progress, record, self._folder)
         return self._progress
 
 
@@ -73,10 +74,12 @@ def progress_at_end(folder: Path) -> Progress:
     return replace(Tail(folder).read(), samples_per_s=timing.samples_per_s if timing else None)
 
 
-def _after(progress: Progress, record: Record) -> Progress:
+def _after(progress: Progress, record: Record, folder: Path) -> Progress:
     match record:
         case Start():
-            return replace(progress, total_steps=record.steps_per_epoch * record.epochs, primary=record.task.primary)
+            steps = record.steps_per_epoch * record.epochs
+            most = most_steps(folder)
+            return replace(progress, total_steps=min(steps, most or steps), primary=record.task.primary)
         case Steps():
             done = record.step / progress.total_steps if progress.total_steps else 0.0
             return replace(progress, done=min(1.0, done), samples_per_s=record.samples_per_s)
@@ -93,6 +96,11 @@ def seconds_left(states: Sequence[RunStatus]) -> float:
             done_s = state.seconds if state.status == "running" else 0.0  # what was cut short begins anew
             left += max(0.0, _expected_s(state, states) - done_s)
     return left
+
+
+def running_at_once(states: Sequence[RunStatus]) -> int:
+    """Return how many runs go on now, at least 1: the others are taken to go on as many at once."""
+    return max(1, sum(state.status == "running" for state in states))
 
 
 def _expected_s(state: RunStatus, states: Sequence[RunStatus]) -> float:

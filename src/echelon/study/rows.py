@@ -45,7 +45,9 @@ def rows_of(run: PlannedRun, folder: Path, status: str, message: str) -> tuple[R
     if whole is not None:
         pauses = {f"pause_{name}": whole.pauses.get(name, 0.0) for name in PAUSE_REASONS}
         row = replace(row, **pauses)  # type: ignore[arg-type]
+    evaluations = record.kept_evaluations()
     row = _with_outcome(row, summary, points, metric)
+    row = replace(row, eval_samples=(evaluations[-1].samples or None) if evaluations else None)
     return _with_placement(_with_staleness(_with_costs(row, summary, timing), record), record), points
 
 
@@ -71,7 +73,6 @@ def _with_outcome(row: RunRow, summary: Summary, points: Sequence[PointRow], met
         epochs=summary.epochs,
         workers=summary.workers or None,
         parameters=summary.parameters,
-        eval_samples=summary.eval_samples or None,
         metric=metric.name,
         direction=metric.direction,
         metric_label=metric.label,

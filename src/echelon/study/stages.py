@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from statistics import fmean
 
-from echelon.config.build import leaves
+from echelon.config import RunConfig, build
 from echelon.core.errors import UserError
 from echelon.core.units import format_seconds, seconds_for
+from echelon.run.defaults import with_task_defaults
 from echelon.study.base import BASELINE_TIME, COMPLETED, Choices, PlannedRun, Settings, Stage, Study
 from echelon.study.grid import RunPlace, planned_runs, run_places
 from echelon.study.tables import RunRow
@@ -134,13 +136,23 @@ def check_stages(study: Study) -> None:
 
 
 def epochs_of(settings: Settings) -> int:
-    """Return the epochs of a run."""
-    return int(settings.get(_EPOCHS) or _default(_EPOCHS))
+    """Return the epochs of a run: as given, or as its task suggests."""
+    return _described(settings).training.epochs
 
 
 def rate_of_settings(settings: Settings) -> float:
-    """Return the learning rate of a run."""
-    return float(settings.get(_RATE) or _default(_RATE))
+    """Return the learning rate of a run: as given, or as its task, or the weights that it starts from, suggest."""
+    return _described(settings).optimizer.lr
+
+
+def _described(settings: Settings) -> RunConfig:
+    return _with_defaults(tuple(sorted(settings.items())))
+
+
+@cache
+def _with_defaults(settings: tuple[tuple[str, str], ...]) -> RunConfig:
+    """Return a run's description as its command makes it, once: the defaults of some tasks are found in the data."""
+    return with_task_defaults(build(None, dict(settings))).config
 
 
 def _given_s(study: Study) -> float | None:
@@ -161,7 +173,3 @@ def _shortened(settings: Settings) -> dict[str, str]:
     steps = int(settings.get(_STEPS) or 0)
     fewer = {_STEPS: str(max(1, steps // SHORTER))} if steps else {}
     return {_EPOCHS: str(max(1, round(epochs_of(settings) / SHORTER))), **fewer, "training.eval_every": "0"}
-
-
-def _default(name: str) -> str:
-    return next(str(item.default) for known, item, _ in leaves() if known == name)

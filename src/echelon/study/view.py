@@ -17,6 +17,7 @@ from echelon.reporting.live import snapshot, state, terminal
 from echelon.study.clock import study_time
 from echelon.study.file import is_study
 from echelon.study.live import study_table
+from echelon.study.progress import running_at_once
 from echelon.study.watch import OVER, StudyWatch
 
 _EVERY_S = 0.5
@@ -90,7 +91,7 @@ class WatchedStudy:
         took = study_time(self._path) if self._now.over else None
         if took is not None:
             head.append(f"  in {format_seconds(took.seconds)}")
-        return Group(head, study_table(self._watch.states, height))
+        return Group(head, study_table(self._watch.states, height, running_at_once(self._watch.states)))
 
     def line(self) -> str:
         """Say how the study stands in one line."""

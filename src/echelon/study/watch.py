@@ -8,12 +8,12 @@ from pathlib import Path
 from echelon.launch.places.cluster import PlaceFiles
 from echelon.records.going import is_held
 from echelon.records.segments import RECORD_FILE
-from echelon.reporting.live.snapshot import RunView, look
+from echelon.reporting.live.snapshot import look
 from echelon.reporting.live.state import LiveRun
 from echelon.study.base import COMPLETED, PlannedRun
 from echelon.study.file import STUDY_FILE, load_study
 from echelon.study.folder import SETTLED, RunEnd, read_ends, run_folder
-from echelon.study.progress import CUT_SHORT, Progress, RunStatus, progress_at_end, seconds_left
+from echelon.study.progress import CUT_SHORT, Progress, RunStatus, progress_at_end, running_at_once, seconds_left
 from echelon.study.stages import all_runs
 
 OVER = (COMPLETED, *SETTLED, "stopped")
@@ -113,7 +113,7 @@ class StudyWatch:
             what=f"{len(states)} runs",
             done=sum(1.0 if s.status in OVER else s.progress.done for s in states) / max(1, len(states)),
             runs_over=sum(s.status in OVER for s in states),
-            eta_s=None if now.over else seconds_left(states),
+            eta_s=None if now.over else seconds_left(states) / running_at_once(states),
             runs=tuple(self._row(s) for s in states),
         )
 
@@ -141,12 +141,14 @@ class StudyWatch:
             return RunStatus(run)  # in the latter case a cluster's queue has it
         live = self._live.setdefault(run.name, LiveRun(folder))
         live.refresh()
-        return _unrecorded(run, look(live))
+        return _unrecorded(run, live)
 
 
-def _unrecorded(run: PlannedRun, snapshot: RunView) -> RunStatus:
+def _unrecorded(run: PlannedRun, live: LiveRun) -> RunStatus:
     """Return the state of a run whose end the study has not recorded: it goes on, or the study was stopped in it."""
-    progress = Progress(snapshot.done, snapshot.value, snapshot.samples_per_s, snapshot.total_steps)
+    snapshot = look(live)
+    shown = snapshot.done, snapshot.value, snapshot.samples_per_s, snapshot.total_steps
+    progress = Progress(*shown, live.state.task.primary)
     settled = snapshot.status in OVER and snapshot.status != "stopped"
     status = snapshot.status if settled else (CUT_SHORT if snapshot.over else "running")
     message = "it will be repeated from its start" if status == CUT_SHORT else snapshot.message

@@ -186,7 +186,7 @@ def regression_scores(
 
     R2 is the mean over targets; it is undefined where a target never varies.
     """
-    from torchmetrics.functional import mean_absolute_error, mean_squared_error, r2_score
+    from torchmetrics.functional import mean_absolute_error, mean_squared_error
 
     names, (n, count) = ("rmse", "mae", "r2"), outputs.shape
     if not n:
@@ -196,7 +196,7 @@ def regression_scores(
     by_target: dict[str, list[float | None]] = {
         "rmse": [float(mean_squared_error(*column, squared=False)) for column in columns],
         "mae": [float(mean_absolute_error(*column)) for column in columns],
-        "r2": [float(r2_score(*column)) if ok else None for column, ok in zip(columns, varies, strict=True)],
+        "r2": [_r2(*column) if ok else None for column, ok in zip(columns, varies, strict=True)],
     }
     r2 = [value for value in by_target["r2"] if value is not None]
     metrics: dict[str, float | None] = {
@@ -205,6 +205,14 @@ def regression_scores(
         "r2": sum(r2) / len(r2) if r2 else None,
     }
     return metrics, by_target
+
+
+def _r2(outputs: Tensor, targets: Tensor) -> float:
+    """Return R2 of targets `(n,)` that vary, without their unit: torchmetrics takes sums of squares below 1e-4 for zero."""
+    from torchmetrics.functional import r2_score
+
+    mean, std = targets.double().mean(), targets.double().std()
+    return float(r2_score((outputs.double() - mean) / std, (targets.double() - mean) / std))
 
 
 def _histogram(values: Tensor) -> dict[str, list[float]]:

@@ -154,11 +154,7 @@ class Segmentation(Task):
     def predictions(self, outputs: Any) -> list[Prediction]:
         """Return the likeliest class of each pixel, and the share of pixels of each class."""
         masks = _logits(outputs).argmax(1).to(torch.uint8).cpu().numpy()
-        return [Prediction(self._shares(mask), mask=mask) for mask in masks]
-
-    def _shares(self, mask: NDArray[np.uint8]) -> dict[str, float]:
-        counts = np.bincount(mask.ravel(), minlength=len(self.classes)) / mask.size
-        return dict(zip(self.classes, counts.tolist(), strict=True))
+        return [Prediction(shares_of(mask, self.classes), mask=mask) for mask in masks]
 
     def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
         """Return the table of the classes."""
@@ -314,6 +310,12 @@ class WorstMasks:
         named = list(zip(_COLOURS, self._task.classes, strict=False))
         rest = "; other classes have colours of their own" if len(self._task.classes) > len(named) else ""
         return "Colours: " + ", ".join(f"{colour} is {name}" for colour, name in named) + rest
+
+
+def shares_of(mask: NDArray[np.uint8], classes: Sequence[str]) -> dict[str, float]:
+    """Return the share of each class of the pixels of a mask `(H, W)`."""
+    counts = np.bincount(mask.ravel(), minlength=len(classes)) / max(1, mask.size)
+    return dict(zip(classes, counts.tolist(), strict=True))
 
 
 def class_colours(count: int) -> dict[int, tuple[int, int, int]]:

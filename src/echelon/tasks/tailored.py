@@ -48,6 +48,7 @@ class TailoredTask(Task):
         before = [metric for metric in (task.primary, *task.headlines) if metric.name != primary.name]
         known = [facts for name, metric in metrics.items() if (facts := facts_of(name, metric)) is not None]
         self.name, self.score_label = task.name, task.score_label  # type: ignore[misc]
+        self.encoding = task.encoding  # type: ignore[misc]
         self.unit = task.unit if units_of(loss) is None else str(getattr(loss, "unit", "unit"))  # type: ignore[misc]
         self._loss = task.loss_sum if loss is None else OwnLoss(loss, self)
         self.headlines = tuple(m for m in (*known, *before) if m.name != primary.name)  # type: ignore[misc]

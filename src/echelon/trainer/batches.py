@@ -89,7 +89,7 @@ class EpochOrder:
         run, cursor = self._run, self._cursor
         with GarbageClock() as garbage:
             self.window = Window(run.world, run.clock, garbage)
-            owes = self._resume()
+            owes = self._resume() or self._stands_in_last_epoch
             if self.status == "stopped":
                 self._save("stop", last=True)
                 return
@@ -269,6 +269,11 @@ class EpochOrder:
     def _is_whole(self) -> bool:
         settings, cursor = self._run.settings, self._cursor
         return cursor.epoch >= settings.epochs or 0 < settings.max_steps <= cursor.step
+
+    @property
+    def _stands_in_last_epoch(self) -> bool:
+        """Whether all steps are made, and the evaluation that ends the run is not: it was stopped just before."""
+        return self._is_whole and self._cursor.epoch < self._run.settings.epochs
 
     @property
     def _is_stagnant(self) -> bool:

@@ -24,6 +24,7 @@ from echelon.core.stop import StopFlag
 from echelon.core.task import BestResult
 from echelon.data.base import Batch
 from echelon.records.decode import decode
+from echelon.records.kinds import Number
 from echelon.trainer.assemble import Rebuilder, rank_seed
 from echelon.trainer.batches import EpochOrder, Resumption
 from echelon.trainer.commit import Commit, Draws, replica_state, take_replica_state
@@ -46,6 +47,7 @@ class _Member:
         part: samples that it had of a full batch, where parts follow speed; 0: it had none.
         spent_s: seconds of the steps since the record, as far as it was there.
         paths: of each size, where they were tried at the start: the text of `PathsFile`.
+        tells_best: it is the first of those that are left: `best` and `best_loss` are of a checkpoint that is kept.
     """
 
     recorded: int
@@ -54,6 +56,9 @@ class _Member:
     part: int = 0
     spent_s: float = 0.0
     paths: str = ""
+    tells_best: bool = False
+    best: Number | None = None
+    best_loss: Number | None = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,7 @@ class ElasticLoop:
     def _agree(self, run: TrainingRun, batches: EpochOrder, world: World) -> EpochOrder:
         """Agree with the others of a term where the run is, get there, and build what depends on the ranks."""
         began = time.monotonic()
-        members = _exchange(self._told(run, batches), world)
+        members = _exchange(self._told(run, batches, world), world)
         agreed, survivors = _agreement(members), sum(member.commit is not None for member in members)
         own, sent, sync = batches.commit, 0, regroupable(run)
         if own is not None and own.step == agreed.commit.step and own.draws is not None:
@@ -205,7 +210,9 @@ class ElasticLoop:
         if own is None:
             self._rebuilder.take_paths(members[agreed.source].paths)
             seed_everything(rank_seed(self._rebuilder.seed, world.size * (self._membership.term + 1) + world.rank))
-        commit = agreed.commit
+        commit, first = agreed.commit, members[0]
+        if first.tells_best:
+            commit = replace(commit, best=first.best, best_loss=first.best_loss)
         commit = replace(commit, draws=Draws.of(run) if commit.between else None)
         batches.commit = commit  # from here on this rank is where the others are, whatever follows
         run.saver.best, run.saver.stagnation = BestResult.of(commit.best, commit.best_loss), commit.stagnation
@@ -222,12 +229,16 @@ class ElasticLoop:
         resumption = Resumption(commit, recorded, results, batches.saved_s, max(m.spent_s for m in members))
         return EpochOrder(run, cursor, self._stop, resumption)
 
-    def _told(self, run: TrainingRun, batches: EpochOrder) -> _Member:
+    def _told(self, run: TrainingRun, batches: EpochOrder, world: World) -> _Member:
         leads = run.world.leads
         commit = replace(batches.commit, draws=None) if batches.commit is not None else None  # draws are of one rank
         part = run.balance.sizes[run.world.rank] if run.balance is not None else 0
         recorded, paths = batches.recorded if leads else self._rebuilder.recorded(), self._rebuilder.paths
-        return _Member(recorded, leads, commit, part, batches.spent_s, paths)
+        told = _Member(recorded, leads, commit, part, batches.spent_s, paths)
+        if world.rank or commit is None:
+            return told
+        best, best_loss = BestResult.numbers(run.saver.kept_best())
+        return replace(told, tells_best=True, best=best, best_loss=best_loss)
 
     def _bring_up(self, run: TrainingRun, commit: Commit | None, agreed: _Agreed, world: World) -> int:
         """Give what all replicas share to those that lack it; returns the bytes that this rank sent."""

@@ -36,6 +36,8 @@ _NOTICE_S = 0.5  # in which a collective notices that others are gone, whose con
 _STUCK_S = 3.0  # in which a collective notices that its connections are broken
 _WAIT_LOOK_S = 0.02  # between looks whether the term is over, of who waits in its store
 _OWN = Path(__file__).parents[1].as_posix() + "/"
+_ALONE = tuple(_OWN + part for part in ("data/", "checkpoint/", "records/", "core/files.py", "core/patience.py"))
+"""Code that waits for disks, not for others."""
 _STDLIB = Path(threading.__file__).parent.as_posix() + "/"
 _ENTER_S = 10.0  # in which all members of a term enter it, or one of them is found dead
 
@@ -292,7 +294,7 @@ def _waits_for_others(frame: FrameType | None) -> bool:
         if "/torch/distributed/" in file or "/torch/autograd/" in file:
             return True
         if file.startswith(_OWN):
-            return not file.startswith(f"{_OWN}data/")
+            return not file.startswith(_ALONE)
         if not file.startswith(_STDLIB) or "/site-packages/" in file:
             return False
         frame = frame.f_back

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -117,8 +117,8 @@ class _Known:
 class _Table:
     """What the survivors tell each other, by the store of their term."""
 
-    def __init__(self, store: dist.Store, place: int, size: int) -> None:
-        self._store, self.place, self.size = store, place, size
+    def __init__(self, store: dist.Store, check_term: Callable[[], None], place: int, size: int) -> None:
+        self._store, self.check_term, self.place, self.size = store, check_term, place, size
 
     @property
     def leads(self) -> bool:
@@ -178,7 +178,8 @@ class RescueLoop:
                 self._membership.check_term,
                 timedelta(seconds=self._stop_s),
             )
-            table = _Table(store, term.members.index(self._membership.member), len(term.members))
+            place, size = term.members.index(self._membership.member), len(term.members)
+            table = _Table(store, self._membership.check_term, place, size)
             try:
                 _Rescue(run, batches, table, self._path).save()
             except CannotSave as error:
@@ -214,11 +215,15 @@ class _Rescue:
         agreed = max((member.commit for member in known), key=lambda commit: commit.place)
         run.saver.best, run.saver.stagnation = BestResult.of(agreed.best, agreed.best_loss), agreed.stagnation
         run.saver.owes_evaluation = agreed.owes_evaluation
+        if table.leads:  # who writes what the checkpoint says of it
+            run.saver.best = run.saver.kept_best()
         record = run.progress.record
         if table.leads and not run.world.leads:
             record = Recorder(self._path, patience_s=record.patience.limit_s)
         if table.leads:
             self._write_steps(record, agreed, known)
+            record.flush()
+            self._batches.recorded = agreed.step  # where another dies and all begin again
         run.saver.go_on(_SurvivorsState(run, table, written, record.patience), record, 0)
         run.saver.save(replace(agreed.cursor(), shares=self._batches.shares), REASON, last=True)
         run.saver.settle()
@@ -381,6 +386,11 @@ class _SurvivorsState:
 
     bytes_sent = 0
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether this survivor writes what it has."""
+        return self._writer.is_writing
+
     def __init__(self, run: TrainingRun, table: _Table, written: _Written, patience: Patience) -> None:
         """Take what this survivor writes."""
         self._run, self._table, self._written, self._patience = run, table, written, patience
@@ -396,6 +406,7 @@ class _SurvivorsState:
 
     def prepare(self, store: CheckpointStore, begins: bool) -> WriterState:
         """Return how this rank's writers stand; the first survivor makes room where the ranks' parts are to be."""
+        self._table.check_term()  # who is lost writes no part
         if not self._writer.is_writing:
             self._writer.wait()
         own = writer_state(self._writer.is_writing, self._patience, _PART)

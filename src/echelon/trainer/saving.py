@@ -140,6 +140,10 @@ class RunState(Protocol):
     def finish(self) -> None:
         """Wait until what ranks write by themselves is on disk."""
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank writes such."""
+
 
 class RanksState:
     """State that ranks hold: each writes its own in a part of the checkpoint, and nothing of it goes over a link.
@@ -155,6 +159,11 @@ class RanksState:
         self._token: int | None = None  # of the room made for the ranks' next parts
         self._is_common: bool | None = None  # the disk; not known before the first checkpoint
         self.bytes_sent = 0
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank writes its part of a checkpoint."""
+        return self._writer.is_writing
 
     def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
         """Return the newest whole checkpoint, with what this rank alone had, or all ranks' where the layout is another.
@@ -416,6 +425,8 @@ class Saver:
         self._shown: _ShownEvaluation | None = None
         self.passed_over: list[str] = []
         self.best: BestResult | None = None
+        self._best_before: BestResult | None = None  # that of the newest best checkpoint
+        self._best_metric: float | None = None  # that it was saved with
         self.on_saved: Callable[[Checkpoint], None] | None = None
         self.stagnation = Stagnation()
         self.owes_evaluation = False
@@ -441,8 +452,14 @@ class Saver:
         return self._bytes_before + self._state.bytes_sent
 
     def is_writing(self) -> bool:
-        """Whether a checkpoint is on its way to the disk."""
-        return self._store.is_writing
+        """Whether this rank writes a checkpoint, or its part of one."""
+        return self._store.is_writing or self._state.is_writing
+
+    def kept_best(self) -> BestResult | None:
+        """Return the best result whose checkpoint is on the disk, or will be: what waits for lost ranks is given up."""
+        metric = self._best_metric
+        lost = metric is not None and not self._store.keeps(metric)
+        return self._best_before if lost else self.best
 
     def save(self, cursor: Cursor, reason: str, metric: float | None = None, last: bool = False) -> bool:
         """Write a checkpoint in the background; all ranks call it after the same step.
@@ -520,9 +537,11 @@ class Saver:
         if result is None or not self.is_best(report, task):
             return False
         best_before, self.best = self.best, result
-        if not self.save(cursor, "best", metric=task.primary.score(result.value), last=last):
+        score = task.primary.score(result.value)
+        if not self.save(cursor, "best", metric=score, last=last):
             self.best = best_before
             return False
+        self._best_before, self._best_metric = best_before, score
         if self._shown is not None:
             self._shown.pending.result()  # replaced by this one
             self._shown = None

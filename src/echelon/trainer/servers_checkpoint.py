@@ -49,6 +49,7 @@ class ServersState:
 
     leads = True
     bytes_sent = 0
+    is_writing = False
 
     def __init__(
         self,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from echelon.core.errors import UserError
+from echelon.data.columns import MOST_TOKENS
 from echelon.data.sound_features import read_features
 from echelon.data.tokenisers import LibraryTokeniser
 from echelon.inference.exports.base import ExportFormat, Predictor
@@ -16,6 +18,11 @@ from echelon.models import fill_padding, hear_no_padding
 from echelon.run.trained import TrainedModel
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
+
+_SPECIAL = {
+    "pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
+    "bos_token": "[BOS]", "eos_token": "[EOS]",
+}  # fmt: skip
 
 
 class TransformersFolder(ExportFormat):
@@ -33,9 +40,7 @@ class TransformersFolder(ExportFormat):
         if (rate := trained.info.rate) and (extractor := read_features(trained.config.data.features).extractor(rate)):
             extractor.save_pretrained(path)
         if isinstance(tokeniser := trained.info.tokeniser, LibraryTokeniser):  # others are our own
-            from transformers import PreTrainedTokenizerFast
-
-            PreTrainedTokenizerFast(tokenizer_object=tokeniser.library).save_pretrained(path)
+            _of_transformers_too(tokeniser, trained.task.encoding.judges_text).save_pretrained(path)
 
     def read(self, trained: TrainedModel, path: Path) -> Predictor:
         """Return the model that `from_pretrained` makes of the folder."""
@@ -51,6 +56,23 @@ class TransformersFolder(ExportFormat):
             return given[..., : trained.task.outputs or None]
 
         return outputs
+
+
+def _of_transformers_too(tokeniser: LibraryTokeniser, cuts: bool) -> Any:
+    """Return a tokeniser as transformers has it, which makes of a text what it was trained as.
+
+    Args:
+        cuts: texts were cut where they are long.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    written = json.loads(tokeniser.library.to_str())
+    if not tokeniser.adds_marks:
+        written["post_processor"] = None
+    known = {name: text for name, text in _SPECIAL.items() if tokeniser.special(text) is not None}
+    longest = {"model_max_length": MOST_TOKENS} if cuts else {}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(written)), **known, **longest)
 
 
 def _of_transformers(trained: TrainedModel, path: Path) -> Any:

@@ -340,7 +340,12 @@ class Ssh(Cluster):
         elif any(part.state == "runs" for part in parts) and not files.stop.exists() and files.ended() is None:
             for number, part in enumerate(parts):
                 if part.died:
-                    self._start_again(submission, job, number)
+                    try:
+                        self._start_again(submission, job, number)
+                    except (
+                        UserError
+                    ) as error:  # a host that has just booted may not have its disks yet: it is asked again
+                        print(f"echelon: {self.hosts[number]} does not start its part again yet: {error}", flush=True)
         return _state_of(parts)
 
     def _start_again(self, submission: Submission, job: str, number: int) -> None:

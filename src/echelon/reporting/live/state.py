@@ -187,7 +187,7 @@ class LiveRun:
 
     def _start(self, start: Start) -> None:
         """A group of ranks began, or began again: what lies beyond its first step is undone."""
-        state, step, most = self.state, start.start_step, _max_steps(self.folder)
+        state, step, most = self.state, start.start_step, most_steps(self.folder)
         steps, ranks = start.steps_per_epoch * start.epochs, start.world_size
         state.start, state.end, state.attempts = start, None, state.attempts + 1
         state.total_steps = min(steps, most) if most else steps
@@ -237,7 +237,7 @@ def _add_known(curve: Curve, step: int, values: Sequence[float]) -> None:
         curve.add(step, values)
 
 
-def _max_steps(folder: Path) -> int:
+def most_steps(folder: Path) -> int:
     """Return the run's `max_steps`; 0: none, or its description cannot be read (then the epochs count)."""
     try:
         return load_run_config(folder / "config.yaml").training.max_steps

@@ -148,8 +148,8 @@ class Fragment:
             value.write(torch.lerp(agreed, own, plan.alpha) if plan.alpha else agreed)
         if plan.optimizer_state == "reset":
             for value in self.values:
-                if value.tensor in optimizer.state:
-                    optimizer.state[value.tensor].clear()
+                if value.owner in optimizer.state:
+                    optimizer.state[value.owner].clear()
 
     def _averaged(self, optimizer: torch.optim.Optimizer, plan: AveragingPlan) -> list[Value]:
         extra = moments(optimizer, self.values) if plan.optimizer_state == "average" else []

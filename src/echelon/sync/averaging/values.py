@@ -24,12 +24,14 @@ class Value:
 
     Attributes:
         name: the same on all ranks.
-        tensor: the live tensor, any shape.
+        tensor: the live tensor, any shape; of complex numbers, their parts.
+        owner: what the optimizer's state is kept under: the parameter.
     """
 
     name: str
     tensor: Tensor
     kind: Kind
+    owner: Tensor
 
     @property
     def encoded(self) -> bool:
@@ -74,7 +76,7 @@ def model_values(model: nn.Module) -> list[Value]:
         for name, tensor, kind in own:
             if id(tensor) not in seen and tensor.numel():
                 seen.add(id(tensor))
-                values.append(Value(start + name, as_real(tensor), kind))
+                values.append(Value(start + name, as_real(tensor), kind, tensor))
     return values
 
 
@@ -87,12 +89,12 @@ def moments(optimizer: torch.optim.Optimizer, parameters: Sequence[Value]) -> li
     """Return the optimizer's tensors that have one element per element of a parameter, for these parameters."""
     found: list[Value] = []
     for value in parameters:
-        state = optimizer.state.get(value.tensor, {}) if value.kind == "parameter" else {}
+        state = optimizer.state.get(value.owner, {}) if value.kind == "parameter" else {}
         for key in sorted(state):
-            tensor = state[key]
-            fits = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.shape == value.tensor.shape
-            if fits and key != "step":
-                found.append(Value(f"{value.name}:{key}", tensor, "moment"))
+            tensor = as_real(state[key]) if isinstance(state[key], Tensor) else None
+            fits = tensor is not None and tensor.is_floating_point() and tensor.shape == value.tensor.shape
+            if tensor is not None and fits and key != "step":
+                found.append(Value(f"{value.name}:{key}", tensor, "moment", tensor))
     return found
 
 
