@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
 import echelon
+from echelon.models.base import ModelInput
 from echelon.observe.callbacks import Callback, CheckpointInfo
 from tests.attack.faulty_disk import SmallDisk, small_disk
 from tests.attack.scenario import CannotRunHere
+from tests.ranks.run_many import python_path
 from tests.ranks.runs import SMALL, Run, Runs
 
 MODEL = ("train", "digits", "--model", "mlp", "--eval-every", "1", *SMALL)
@@ -38,6 +43,35 @@ def test_a_run_whose_metric_does_not_improve_stops_and_a_resume_says_so(
     before = (run / "record.jsonl").read_bytes()
     assert echelon.resume(run).status == "completed"
     assert "nothing to do" in capsys.readouterr().err and (run / "record.jsonl").read_bytes() == before
+
+
+class StopsInStep4(nn.Module):
+    """A model in whose fourth step of training the process is asked to stop."""
+
+    def __init__(self, data: ModelInput) -> None:
+        super().__init__()
+        self.layer, self.steps = nn.Linear(64, data.classes), 0  # digits have 8x8
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute, and ask."""
+        if self.training and len(x) == 128:  # who tries it has fewer
+            self.steps += 1
+            if self.steps == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+        logits: Tensor = self.layer(x.flatten(1))
+        return logits
+
+
+def test_a_run_that_is_stopped_in_its_last_step_is_evaluated_when_it_is_resumed(tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        command = ("train", "digits", "--model", "tests.ranks.test_ends:StopsInStep4", "--workers", "1", *SMALL)
+        environment = {"PYTHONPATH": python_path()}
+        run = runs.start(*command, "--max-steps", "4", folder="run", environment=environment)
+        assert run.end() == 143, run.text()
+        assert run.records("end")[-1]["status"] == "stopped" and not run.records("evaluation")
+        again = runs.start("resume", str(run.folder), folder="run", environment=environment)
+        assert again.end() == 0, again.text()
+        assert [each["step"] for each in again.records("evaluation")] == [4] and max(again.losses()) == 4
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from echelon.study.compare import set_targets
 from echelon.study.folder import RunEnd, command_of, completed, read_ends, run_folder
 from echelon.study.predictions import set_predictions
 from echelon.study.rows import rows_of
-from echelon.study.stages import all_runs, rate_of_settings
+from echelon.study.stages import all_runs
 from echelon.study.tables import PointRow, RunRow, read_tables
 
 MISSING = "missing"
@@ -36,8 +36,7 @@ def collect(path: Path, study: Study) -> tuple[list[RunRow], list[PointRow]]:
             runs.append(old[run.name])
             continue
         row, run_points = _row(path, run, ends)
-        command, lr = command_of(run, run_folder(path, run.name)), rate_of_settings(run.settings)
-        runs.append(replace(row, command=command, stage=run.stage, lr=lr))
+        runs.append(replace(row, command=command_of(run, run_folder(path, run.name)), stage=run.stage))
         points += run_points
     compared = {row.run: row for row in set_predictions(path, study, set_targets(study, main_rows(runs), points))}
     return [compared.get(row.run, row) for row in runs], points

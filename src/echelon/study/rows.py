@@ -40,7 +40,7 @@ def rows_of(run: PlannedRun, folder: Path, status: str, message: str) -> tuple[R
     row = RunRow(
         run.name, run.candidate, run.terms, run.seed, status, " ".join(text for text in (message, torn) if text),
         train_s=whole.steps_s if whole else 0.0, run_s=whole.seconds if whole else None, wire_bytes=wire_bytes,
-        density=_density(record.windows), link=run.settings.get("launch.link"),
+        density=_density(record.windows), link=run.settings.get("launch.link"), lr=_rate(run, record),
     )  # fmt: skip
     if whole is not None:
         pauses = {f"pause_{name}": whole.pauses.get(name, 0.0) for name in PAUSE_REASONS}
@@ -49,6 +49,12 @@ def rows_of(run: PlannedRun, folder: Path, status: str, message: str) -> tuple[R
     row = _with_outcome(row, summary, points, metric)
     row = replace(row, eval_samples=(evaluations[-1].samples or None) if evaluations else None)
     return _with_placement(_with_staleness(_with_costs(row, summary, timing), record), record), points
+
+
+def _rate(run: PlannedRun, record: RunRecord) -> float | None:
+    """Return the learning rate that a run has, by its own description."""
+    described = record.setting("optimizer", "lr") or run.settings.get("optimizer.lr")
+    return None if described is None else float(described)
 
 
 def _primary(record: RunRecord) -> PrimaryMetric:

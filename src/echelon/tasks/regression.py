@@ -208,7 +208,7 @@ def regression_scores(
 
 
 def _r2(outputs: Tensor, targets: Tensor) -> float:
-    """Return R2 of targets `(n,)` that vary, without their unit: torchmetrics takes sums of squares below 1e-4 for zero."""
+    """Return R2 of targets `(n,)` that vary, whatever their unit: for torchmetrics, squares below 1e-4 are 0."""
     from torchmetrics.functional import r2_score
 
     mean, std = targets.double().mean(), targets.double().std()

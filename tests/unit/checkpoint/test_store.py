@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from echelon.checkpoint import BaseState, CheckpointStore, Saved, export_weights
+from echelon.checkpoint import Arriving, BaseState, CheckpointStore, Saved, export_weights
 from echelon.core.errors import UserError
 from tests.unit.checkpoint.states import assert_same, small_state
 
@@ -48,6 +48,24 @@ def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
     assert (step_of(store.best()), step_of(store.newest())) == (1, 4)
     store.save(5, small_state(), metric=0.95, background=False)
     assert names(store.folder) == ["step-00000004", "step-00000005"]
+
+
+def test_the_best_stays_where_its_step_is_saved_again(store: CheckpointStore) -> None:
+    store.save(1, small_state(), metric=0.5, background=False)
+    store.save(2, small_state(), metric=0.9, background=False)
+    store.save(2, small_state(), background=False)  # by those who survived another
+    assert step_of(store.best()) == 2 and store.keeps(0.9) and not store.keeps(0.7)
+    store.save(2, small_state(), metric=0.8, background=False)
+    assert not store.keeps(0.9), "its metric was taken anew"
+
+
+def test_what_waits_for_lost_ranks_is_given_up_and_not_kept(store: CheckpointStore) -> None:
+    folder = store.room_for_parts(1)
+    arriving = Arriving(folder, ["rank1"], lambda state, parts: state)
+    store.save(3, small_state(), metric=0.9, arriving=arriving)
+    assert not store.keeps(0.9)
+    store.wait()
+    assert store.newest() is None
 
 
 def test_each_checkpoint_is_told_with_its_own_reason(tmp_path: Path) -> None:

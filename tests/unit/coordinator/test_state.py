@@ -474,8 +474,12 @@ def test_a_server_that_comes_back_says_what_it_holds() -> None:
 def test_a_stop_saves_before_it_ends() -> None:
     run = Run(SHARED)
     run.begin("a", "b")
-    run.ask("a")
+    own = run.ask("a").task
     run.say("launcher", Stop("stop"))
+    run.tick()
+    assert not run.sent("server0", KeepCopy), "a step is under way"
+    run.done("b", run.ask("b").task)
+    run.done("a", own)
     run.tick()
     (copy,) = run.sent("server0", KeepCopy)
     assert isinstance(copy, KeepCopy)
@@ -485,6 +489,20 @@ def test_a_stop_saves_before_it_ends() -> None:
     assert isinstance(task, EvaluateTask) and task.reason == "stop" and not task.evaluate
     run.say("a", EvaluationDone(task.task))
     assert run.state.status == "stopped"
+
+
+def test_a_stop_waits_for_no_share_that_does_not_come() -> None:
+    run = Run(SHARED)
+    run.begin("a", "b")
+    run.done("a", run.ask("a").task)
+    run.say("launcher", Stop("stop"))
+    run.tick()
+    assert not run.sent("server0", KeepCopy)
+    run.now_s += 5.1
+    for name in ("a", "b", "server0"):  # all live
+        run.say(name, READY if name == "server0" else WorkerBeat({}, 0, 0))
+    run.tick()
+    assert len(run.sent("server0", KeepCopy)) == 1
 
 
 def test_a_stop_waits_for_steps_under_way_but_not_for_one_that_takes_too_long() -> None:

@@ -17,6 +17,7 @@ from echelon.config import DataConfig, build
 from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, Shard, TrainLoader, open_data
 from echelon.data.base import Source
+from echelon.data.columns import ColumnFacts, numbered
 from echelon.data.file_names import TABLES
 from echelon.data.sources.table import TableFile
 from echelon.models import build_model
@@ -410,6 +411,31 @@ def test_what_pandas_writes_is_read_as_it_was_meant(tmp_path: Path) -> None:
     assert source.info.columns == ("size", "town") and source.info.several["categories"].count == 3  # type: ignore[index]
     source = opened(str(tmp_path / "homes.parquet"), "town")
     assert source.info.classes == ("Bonn", "Ulm")
+
+
+@pytest.mark.parametrize("head", [",", "Unnamed: 0,"])
+def test_the_index_that_pandas_writes_to_a_file_is_no_input(tmp_path: Path, head: str) -> None:
+    rows = "".join(f"{i},{i}.5,{i % 3}.25\n" for i in range(ROWS))
+    (tmp_path / "rows.csv").write_text(f"{head}a,price\n{rows}")
+    assert opened(str(tmp_path / "rows.csv"), "price").info.columns == ("a",)
+
+
+def test_columns_of_very_small_numbers_are_standardised(tmp_path: Path) -> None:
+    table = {"farad": [1e-12 * (1 + i) for i in range(ROWS)], "price": [1e-11 * i for i in range(ROWS)]}
+    source = opened(write(tmp_path / "small.parquet", table), "price")
+    assert 0.8 < np.std(source.train.values) < 1.2
+    assert source.info.target_std[0] == pytest.approx(1e-11 * np.std(range(ROWS)), rel=0.3)
+
+
+def test_labels_that_are_asked_for_are_taken_apart_however_few_rows_have_several(tmp_path: Path) -> None:
+    tags = ["red", "blue"] * (ROWS // 2)
+    table = {"size": [1.0 + i for i in range(ROWS)], "tags": [*tags[1:], "red|blue"]}
+    assert opened(write(tmp_path / "tags.csv", table), "tags", task="multi-label").info.classes == ("blue", "red")
+
+
+def test_a_category_that_no_row_has_is_missing_in_each() -> None:
+    found = numbered("town", pa.chunked_array([pa.nulls(3)]), ColumnFacts(known=("Bonn", "Ulm")))
+    assert found.ids.tolist() == [0, 0, 0] and found.count == 3
 
 
 def test_a_file_that_is_not_there_is_refused_before_anything_is_read(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echelon.config import build
 from echelon.config.machines import Machines, read_at
+from echelon.config.validate import CheckpointInterval
 from echelon.core.errors import UserError
 from echelon.forecast.simulator import SimulatedTask, makespan, simulate
 from echelon.observe.phases import Phase
-from echelon.planning.calibration import Calibration, PhaseCost
-from echelon.planning.layouts import PlannedWay
+from echelon.planning.calibration import Calibration, MeasuredMemory, PhaseCost
+from echelon.planning.layouts import DescribedModel, PlannedWay, of_workers
 from echelon.planning.plan import Length, over_steps, predict
 from echelon.planning.steps import (
     GATHER_STRETCH,
@@ -29,6 +31,7 @@ from echelon.planning.steps import (
 )
 from echelon.records.kinds import Alternative
 
+MINUTE = CheckpointInterval(None, 60.0)
 NONE = Alternative({"strategy.compression": "none"}, 1, 4e6, 4.0, 0.0, 0.1)
 KNOWN = Calibration(
     source="a run", workers=2, batch=64, samples=(32.0, 32.0),
@@ -152,7 +155,7 @@ def test_on_a_slow_link_the_wire_alone_counts() -> None:
 
 
 def test_failures_and_prices_count() -> None:
-    length = Length(64, 2, 6400, 2, 60.0)
+    length = Length(64, 2, 6400, 2, MINUTE)
     candidate = PlannedWay(Replicated(NONE), {"strategy.parallel": "dp=8"}, exact=True)
     sure, dear = slow("1gbit"), slow("1gbit", price_per_hour=80.0)
     failing = slow("1gbit", mtbf_s=3600.0)
@@ -164,10 +167,43 @@ def test_failures_and_prices_count() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    length = Length(64, 2, 6400, 2, 60.0)
+    length = Length(64, 2, 6400, 2, MINUTE)
     candidate = PlannedWay(Replicated(NONE), {}, exact=True, memory_bytes=10**9)
     fits = [predict(KNOWN, length, slow("1gbit", memory_bytes=m), candidate).fits for m in (math.inf, 2e9, 1.05e9, 1e9)]
     assert fits == [True, True, False, False]
+
+
+def test_a_run_is_as_long_as_its_steps_allow() -> None:
+    config = build(
+        None, {"data.batch_size": "64", "training.epochs": "100", "training.max_steps": "250", "checkpoint.every": "50"}
+    ).config
+    length = Length.of(config, KNOWN)
+    assert (length.steps, length.evaluations) == (250, 3)  # 100 steps an epoch
+    assert Length.of(config, KNOWN, epochs=4).steps == 400, "as was asked for"
+    assert length.checkpoint_every_s(2.0) == 100.0 and Length(64, 2, 6400, 2, MINUTE).checkpoint_every_s(2.0) == 60.0
+
+
+def test_checkpoints_by_steps_lose_work_too() -> None:
+    candidate, machines = PlannedWay(Replicated(NONE), {}, exact=True), slow("1gbit", mtbf_s=1e5)
+    often, rarely = (Length(64, 2, 6400, 2, CheckpointInterval(steps, None)) for steps in (10, 10_000))
+    assert (
+        predict(KNOWN, often, machines, candidate).run_s.value < predict(KNOWN, rarely, machines, candidate).run_s.value
+    )
+
+
+def test_a_way_for_any_workers_is_cut_over_as_many() -> None:
+    way, layout = PlannedWay(Sharded(64, 1, 4), {}, exact=True), PlannedWay(Sharded(8, 2, 4), {}, exact=True)
+    assert of_workers(way, 2).way == Sharded(2, 1, 4) and of_workers(layout, 2) == layout
+
+
+def test_memory_is_forecast_with_what_runs_took_beyond_it() -> None:
+    config = build(None, {"model.name": "small_cnn", "data.source": "digits", "optimizer.name": "adamw"}).config
+    described, told = DescribedModel.of(config), {"strategy.parallel": "dp=2"}
+    alone = {batch: described.memory(told, 2, batch) for batch in (64, 32, 256)}
+    described.learn([MeasuredMemory(told, 2, 64, alone[64] + 20e6), MeasuredMemory(told, 2, 32, alone[32] + 16e6)])
+    assert [described.memory(told, 2, b) - alone[b] for b in (64, 32, 256)] == [20e6, 16e6, 28e6]  # up to twice as far
+    of_four = {"strategy.parallel": "dp=4"}
+    assert described.memory(of_four, 4, 128) == pytest.approx(alone[64] + 20e6, rel=0.01)
 
 
 def test_at_reads_machines() -> None:

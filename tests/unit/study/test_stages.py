@@ -15,7 +15,16 @@ from echelon.study.base import COMPLETED, Choices, PlannedRun, Study
 from echelon.study.collect import collect
 from echelon.study.file import write_choices
 from echelon.study.folder import run_folder
-from echelon.study.stages import all_runs, best_rates, check_stages, epochs_in_time, rate_runs, time_runs
+from echelon.study.stages import (
+    all_runs,
+    best_rates,
+    check_stages,
+    epochs_in_time,
+    epochs_of,
+    rate_of_settings,
+    rate_runs,
+    time_runs,
+)
 from tests.unit.study.fixtures import EPOCHS, Planted, write_run
 
 BASE, INT8 = "sync=allreduce", "compression=int8"
@@ -60,6 +69,17 @@ def test_each_candidate_takes_the_rate_that_was_best_for_it(tmp_path: Path) -> N
     assert load_study(tmp_path / "study.yaml") == study
     assert open_study(tmp_path, STUDY) == study  # going on with it chooses nothing anew
     assert best_rates(study, []) == study.choices.rates
+
+
+def test_rates_and_epochs_are_those_that_the_task_suggests(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("a,y\n" + "\n".join(f"{i},{0.5 * i}" for i in range(40)))
+    settings = {"data.source": str(table), "task": "regression", "data.target": "y"}
+    assert (rate_of_settings(settings), epochs_of(settings)) == (0.002, 30)
+    study = replace(from_tries(settings, [BASE, INT8], "1"), tune_lr=True)
+    tried = rate_runs(study)
+    assert {run.settings["training.epochs"] for run in tried} == {"8"}
+    assert [run.settings["optimizer.lr"] for run in tried[:5]] == ["0.0005", "0.001", "0.002", "0.004", "0.008"]
 
 
 def test_the_same_candidate_twice_is_tuned_once() -> None:

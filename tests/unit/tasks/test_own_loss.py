@@ -132,6 +132,12 @@ def test_samples_of_one_class_do_not_end_the_looking() -> None:
         own(torch.randn(8, 2, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2)
 
 
+@pytest.mark.parametrize("name", ["segmentation", "translation", "text-classification", "masked-language-modelling"])
+def test_samples_are_read_as_the_task_reads_them(name: str) -> None:
+    task = build_task(name)
+    assert TailoredTask(task, None, {}, task.primary).encoding is task.encoding
+
+
 def test_a_loss_with_parameters_is_refused() -> None:
     with pytest.raises(UserError, match="Trained has parameters of its own, which nothing would train"):
         OwnLoss(Trained(), ImageClassification())

@@ -19,6 +19,7 @@ from echelon.tasks.base import NO_TARGET, EvaluationResult, Task, TaskSettings
 from echelon.tasks.nest import TensorSpec
 from echelon.tasks.recommendation import ranks_of
 from echelon.tasks.registry import build_task
+from echelon.tasks.regression import regression_scores
 
 CPU = torch.device("cpu")
 N = 57
@@ -57,6 +58,13 @@ def test_regression_metrics_are_in_the_units_of_the_data(count: int) -> None:
     assert result.metrics["r2"] == pytest.approx(reference.r2_score(wanted, predicted), rel=1e-5)
     sections = task.report_sections(result)
     assert len(sections[0].charts) == 2 * count and len(sections[0].tables) == (count > 1)
+
+
+def test_a_target_of_small_numbers_is_judged_as_one_of_large_ones() -> None:
+    targets = torch.arange(40, dtype=torch.float64)[:, None]
+    outputs = targets + 5 * torch.randn(40, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    large, small = (regression_scores(scale * outputs, scale * targets)[0]["r2"] for scale in (1.0, 1e-6))
+    assert small == pytest.approx(large) and 0 < small < 1
 
 
 def test_the_loss_is_learnt_in_deviations_and_has_no_samples_of_nothing() -> None:
