@@ -77,9 +77,22 @@ def test_each_fragment_is_due_once_in_any_period(period: int, fragments: int) ->
         assert fragments == 1 or max(sum(plan.is_due(p, t) for p in range(fragments)) for t in window) == 1
 
 
+def test_moments_of_complex_parameters_are_found() -> None:
+    model = nn.ParameterDict(
+        {"w": nn.Parameter(torch.ones(3, dtype=torch.complex64)), "b": nn.Parameter(torch.ones(2))}
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    found = {value.name: tuple(value.tensor.shape) for value in moments(optimizer, model_values(model))}
+    assert found == {"w:exp_avg": (3, 2), "w:exp_avg_sq": (3, 2), "b:exp_avg": (2,), "b:exp_avg_sq": (2,)}
+
+
 def test_bytes_of_every_kind_of_value_are_in_the_sum_over_ranks() -> None:
     kinds = ("parameter", "buffer", "moment")
-    groups = [Value("", torch.zeros(n, 64), kind).group for kind in kinds for n in (1, 64)]
+    tensors = torch.zeros(1, 64), torch.zeros(64, 64)
+    groups = [Value("", each, kind, each).group for kind in kinds for each in tensors]
     wire = WireCount()
     for group in groups:
         wire.add(group, 10)

@@ -80,7 +80,7 @@ def test_what_is_asked_for_is_refused_where_it_cannot_be(settings: dict[str, obj
         ({}, False),
         ({"strategy.parallel": "tp=-1"}, False),
         ({"strategy.parallel": "dp=2,tp=2", "strategy.compression": "int8"}, True),
-        ({"strategy.parallel": "zero1", "strategy.compression": "int8"}, False),
+        ({"strategy.parallel": "zero1", "strategy.compression": "int8"}, True),
         ({"strategy.parallel": "dp=2,tp=2", "strategy.sync": "local(8)"}, False),
         ({"strategy.parallel": "fsdp=-1", "launch.elastic": "off"}, False),
         ({"strategy.parallel": "fsdp=-1", "model.tune": "head"}, False),
