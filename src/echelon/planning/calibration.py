@@ -43,17 +43,19 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """By how many bytes the fullest rank of a run grew in training: its process, or torch's allocator on a GPU.
+    """The most bytes that the fullest rank of a run had: its process, or torch's allocator on a GPU.
 
     Attributes:
         settings: that decide it, by dotted name.
         workers, batch: of the run.
+        before_bytes: of these, what it had before it had a model.
     """
 
     settings: Mapping[str, str]
     workers: int
     batch: int
     n_bytes: float
+    before_bytes: float = 0.0
 
     @property
     def samples(self) -> float:
@@ -183,19 +185,16 @@ def _timing(record: RunRecord) -> Timing:
 
 
 def measured_memory(record: RunRecord) -> MeasuredMemory | None:
-    """Return what a run's fullest rank took; None where ranks are on processors, and it is not known from where on."""
+    """Return what a run's fullest rank took; None: it was not recorded."""
     start, timing = record.last_start, measure(record)
     most = timing.memory_bytes if timing is not None else ()
     if start is None or not most:
         return None
-    before = start.resident_bytes or [0] * len(most)
-    if len(before) != len(most) or (start.device.startswith("cpu") and not any(before)):
-        return None
+    before = start.resident_bytes if len(start.resident_bytes) == len(most) else [0] * len(most)
     named = {name: record.setting("strategy", name) for name in ("sync", "compression")}
     settings = {f"strategy.{name}": text for name, text in named.items() if isinstance(text, str)}
     settings["strategy.parallel"] = f"dp={start.world_size}"
-    grown = max(peak - base for peak, base in zip(most, before, strict=True))
-    return MeasuredMemory(settings, start.world_size, start.batch_size or 1, grown)
+    return MeasuredMemory(settings, start.world_size, start.batch_size or 1, *max(zip(most, before, strict=True)))
 
 
 def _samples(records: Sequence[RunRecord]) -> tuple[float, float]:

@@ -71,7 +71,7 @@ class DescribedModel:
     """A model and its data, as a run describes them, with what was found of each layout so far.
 
     Attributes:
-        beyond: by the samples of a rank, the bytes that its process took beside what was forecast.
+        beyond: by the samples of a rank, the bytes that its process had beside what was forecast.
     """
 
     config: RunConfig
@@ -89,13 +89,13 @@ class DescribedModel:
             return DescribedModel(config, info, build_untried(config.model, model_input(info, run.task.fitted(info))))
 
     def learn(self, measured: Sequence[MeasuredMemory]) -> None:
-        """Compare what runs took with what is forecast of them: libraries' own code and caches are in no forecast."""
+        """Compare what runs took with what is forecast of them: no forecast has processes and libraries' caches."""
         with suppress(UserError):  # values matter to the model: nothing is forecast of it
             forecasts = [self._forecast(dict(each.settings), each.workers, each.batch) for each in measured]
             self.beyond = {each.samples: each.n_bytes - told for each, told in zip(measured, forecasts, strict=True)}
 
     def memory(self, settings: dict[str, str], ranks: int, batch: int) -> int:
-        """Return the bytes of the fullest rank, a checkpoint's copy not counted.
+        """Return the bytes of the fullest rank, a checkpoint's copy not counted; with what was learnt, of its process.
 
         Raises:
             UserError: the model cannot be laid out so.
