@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint import files
-from echelon.checkpoint.tensors import StreamedTensor, map_tensor, read_tensors, stage, to_stored, write_file
+from echelon.checkpoint.tensors import (
+    StreamedTensor,
+    bytes_in_place,
+    is_stored_plainly,
+    map_tensor,
+    read_tensors,
+    stage,
+    to_stored,
+    write_file,
+)
 from echelon.checkpoint.tree import flatten, moved, slots, unflatten
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience
@@ -60,11 +69,16 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint that lies in shards, as the checkpoint's tree describes them; nothing is read yet."""
+    """A tensor of a checkpoint that lies in shards, as the checkpoint's tree describes them; nothing is read yet.
+
+    Attributes:
+        dtype: where files hold the bytes of each element in its place; None: they hold the elements.
+    """
 
     folder: Path
     shape: tuple[int, ...]
     shards: tuple[StoredShard, ...]
+    dtype: torch.dtype | None = None
 
     def read(self, region: Region | None = None) -> Tensor:
         """Return what lies in a region, or the whole tensor, on the CPU.
@@ -81,9 +95,9 @@ class StoredTensor:
             with safe_open(self.folder / shard.file, "pt") as file:
                 stored = file.get_slice(shard.name)
                 if 0 in wanted.local_shape:
-                    return file.get_tensor(shard.name).new_empty(wanted.local_shape)
+                    return self._elements(file.get_tensor(shard.name)).new_empty(wanted.local_shape)
                 for source, target in shard.region.blocks(wanted):
-                    block = stored[source] if source else file.get_tensor(shard.name)
+                    block = self._elements(stored[source] if source else file.get_tensor(shard.name))
                     if result is None:
                         result = torch.empty(wanted.local_shape, dtype=block.dtype)
                     result[target] = block
@@ -91,6 +105,9 @@ class StoredTensor:
         if result is None or filled < result.numel():
             raise ValueError(f"parts of a tensor of shape {self.shape} are missing")
         return result
+
+    def _elements(self, block: Tensor) -> Tensor:
+        return block if self.dtype is None else block.contiguous().view(self.dtype).squeeze(-1)
 
 
 def take_parts(state: Any, file: str) -> tuple[Any, dict[str, Tensor]]:
@@ -100,9 +117,12 @@ def take_parts(state: Any, file: str) -> tuple[Any, dict[str, Tensor]]:
     def replaced(value: Any, where: str) -> Any:
         """Return a part of the state, which lies at `where`, without its tensors' data."""
         if isinstance(value, ShardTensor):
-            tensors[where] = value.tensor
+            plain = is_stored_plainly(value.tensor.dtype)
+            tensors[where] = value.tensor if plain else bytes_in_place(value.tensor)
             runs = [[list(span) for span in dim] for dim in value.region.spans]
-            return {_KEY: {"shape": list(value.region.shape), "parts": [{"file": file, "name": where, "runs": runs}]}}
+            kind = {} if plain else {"dtype": str(value.tensor.dtype).removeprefix("torch.")}
+            part = {"file": file, "name": where, "runs": runs}
+            return {_KEY: {"shape": list(value.region.shape), **kind, "parts": [part]}}
         if isinstance(value, Mapping):
             return {key: replaced(item, f"{where}.{key}") for key, item in value.items()}
         return value
@@ -145,7 +165,9 @@ def join_parts(state: Any, folder: Path) -> Any:
     if isinstance(state, Mapping):
         if _KEY in state:
             shape = tuple(state[_KEY]["shape"])
-            return StoredTensor(folder, shape, tuple(_shard(part, shape) for part in state[_KEY]["parts"]))
+            kind = state[_KEY].get("dtype")
+            dtype = None if kind is None else getattr(torch, kind)
+            return StoredTensor(folder, shape, tuple(_shard(part, shape) for part in state[_KEY]["parts"]), dtype)
         return {key: join_parts(value, folder) for key, value in state.items()}
     return state
 

@@ -150,6 +150,17 @@ def _from_stored(stored: Tensor, slot: Slot) -> Tensor:
     return slot.empty().copy_(stored.reshape(slot.shape))  # what was read is the file itself, mapped
 
 
+def is_stored_plainly(dtype: torch.dtype) -> bool:
+    """Whether files hold elements of a type as such."""
+    return dtype in _NAMES
+
+
+def bytes_in_place(tensor: Tensor) -> Tensor:
+    """Return the bytes of each element of a tensor, any shape, along a dim more, as uint8."""
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.unsqueeze(-1)
+    return plain.contiguous().view(torch.uint8)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the tensor's elements in the default order as a uint8 tensor of shape [n_bytes]."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -63,14 +63,13 @@ class MemberList:
 
     @property
     def workers(self) -> list[RunMember]:
-        """The workers by name."""
-        return sorted((m for m in self._by_name.values() if m.is_worker), key=lambda m: m.name)
+        """The workers in order of their numbers."""
+        return sorted((m for m in self._by_name.values() if m.is_worker), key=lambda m: (len(m.name), m.name))
 
     @property
     def worker_joins(self) -> list[JoinWorker]:
         """What the workers said when they joined, in order of their numbers."""
-        ordered = sorted(self.workers, key=lambda m: (len(m.name), m.name))
-        return [member.join for member in ordered if isinstance(member.join, JoinWorker)]
+        return [member.join for member in self.workers if isinstance(member.join, JoinWorker)]
 
     @property
     def servers(self) -> list[RunMember]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from echelon.data.images import (
     ImageArray,
     ImageItems,
     Images,
+    RandomState,
     TensorArray,
     TensorItems,
     random_state_kept,
@@ -115,7 +115,8 @@ class ImageRows(RowsOfOneShape):
         self._mean = torch.tensor(recipe.mean).view(-1, 1, 1) * 255
         self._std = torch.tensor(recipe.std).view(-1, 1, 1) * 255
         self._kept, self._known = self._make_cache()
-        self.kept = self._kept is not None  # in memory, at least from the second epoch on
+        # In memory, at least from the second epoch on; or no other process is to make what a user's data set draws.
+        self.kept = self._kept is not None or (self._draws_itself and self._n_bytes <= CACHE_BYTES)
         self.in_memory = self.kept and isinstance(images, ImageArray)
 
     def fill(self, epoch: int, draws: Indices, inputs: NDArray[Any], targets: NDArray[np.int64]) -> list[BadSample]:
@@ -131,7 +132,10 @@ class ImageRows(RowsOfOneShape):
         targets[:] = self.labels[indices]
         pixels = np.empty(inputs.shape, dtype=np.uint8) if self._recipe.mean else inputs
         bad: list[BadSample] = []
-        if (numbers := self.crop_draws(epoch, draws)) is not None:
+        if self._draws_itself:
+            with random_state_kept():
+                self._decode(indices, pixels, bad, self.crop_draws(epoch, draws), self._seeds(epoch, draws))
+        elif (numbers := self.crop_draws(epoch, draws)) is not None:
             self._decode(indices, pixels, bad, numbers)
         else:
             self._plain(indices, pixels, bad)
@@ -184,9 +188,12 @@ class ImageRows(RowsOfOneShape):
         pixels: NDArray[np.uint8],
         bad: list[BadSample],
         draws: NDArray[np.float64] | None,
+        seeds: Sequence[int] = (),
     ) -> None:
         rows = torch.from_numpy(pixels)
         for row, i in enumerate(indices.tolist()):
+            if seeds:
+                RandomState.seed(seeds[row])
             try:
                 rows[row] = self.fitted(self._images.picture(i), None if draws is None else draws[row])
             except CannotDecode as error:
@@ -230,12 +237,24 @@ class ImageRows(RowsOfOneShape):
             ) from error
         return BadSample(row, path, str(error))
 
+    @property
+    def _draws_itself(self) -> bool:
+        """Whether the images may be others each time, as a user's own data set draws them."""
+        return isinstance(self._images, ImageItems) and not self._images.are_fixed
+
+    @property
+    def _n_bytes(self) -> int:
+        return len(self.labels) * int(np.prod(self._shape))
+
+    def _seeds(self, epoch: int, draws: Indices) -> list[int]:
+        return item_seeds(self._recipe.seed, epoch, draws)
+
     def _make_cache(self) -> tuple[NDArray[np.uint8] | None, NDArray[np.uint8] | None]:
-        if self._recipe.augment == "imagenet":
+        if self._recipe.augment == "imagenet" or self._draws_itself:
             return None, None
         if isinstance(self._images, ImageArray) and self._images.pixels.shape[1:] == self._shape:
             return self._images.pixels, np.ones(len(self.labels), dtype=np.uint8)
-        n_bytes = len(self.labels) * int(np.prod(self._shape))
+        n_bytes = self._n_bytes
         if n_bytes > CACHE_BYTES or not n_bytes:
             return None, None
         # anonymous shared memory: no name to leave behind, no limit of /dev/shm, pages taken as images come
@@ -345,9 +364,7 @@ class ItemRows:
         numbers, seeds = numbers_in(self.origin, indices), item_seeds(self._seed, epoch, draws)
         with random_state_kept():
             for row, (i, seed) in enumerate(zip(indices.tolist(), seeds, strict=True)):
-                torch.default_generator.manual_seed(seed)
-                random.seed(seed)
-                np.random.seed(seed % 2**32)
+                RandomState.seed(seed)
                 number, leaves = int(numbers[row]), self._leaves(int(numbers[row]), self._item(i))
                 if self._ragged is not None:
                     self._ragged.check(number, i, leaves)

@@ -162,11 +162,13 @@ class ImageItems(LabelledImages):
 
     Attributes:
         origin: numbers of the samples in the data that they are a part of, `(N,)`; None: they are all of it.
+        are_fixed: whether an item is the same each time; else it may draw random numbers.
     """
 
     items: Any
     labels: Labels
     origin: NDArray[np.int64] | None = None
+    are_fixed: bool = False
 
     def picture(self, i: int) -> Picture:
         """Return image `i`."""
@@ -183,7 +185,7 @@ class ImageItems(LabelledImages):
 
     def subset(self, chosen: NDArray[np.int64]) -> ImageItems:
         """Return some of the images, by their numbers `(n,)`."""
-        return ImageItems(Subset(self.items, chosen.tolist()), self.labels[chosen], chosen)
+        return ImageItems(Subset(self.items, chosen.tolist()), self.labels[chosen], chosen, self.are_fixed)
 
 
 @dataclass(frozen=True)
@@ -327,10 +329,15 @@ class RandomState(NamedTuple):
     def of(cls, seed: int) -> RandomState:
         """Return the state that a seed gives; that of the process stays."""
         with random_state_kept():
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
+            cls.seed(seed)
             return cls.now()
+
+    @staticmethod
+    def seed(seed: int) -> None:
+        """Seed the process, within `random_state_kept`."""
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
 
     def put_back(self) -> None:
         """Give the process this state."""

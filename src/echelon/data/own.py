@@ -329,12 +329,20 @@ def _samples(data: Any, labels: Labels | None, is_image: bool, read: Measured) -
         return TensorItems(data, lengths=read.lengths)
     if tensors is None:
         if is_image and labels is not None:
-            return ImageItems(data, labels)
+            return ImageItems(data, labels, are_fixed=_are_fixed(data))
         return TensorItems(data, labels, lengths=read.lengths)
     *values, wanted = (tensor.detach().cpu().contiguous().numpy() for tensor in tensors)
     if is_image and labels is not None:
         return ImageArray(values[0], labels)
     return TensorArray(tuple(values) if len(values) > 1 else values[0], wanted if labels is None else labels)
+
+
+def _are_fixed(data: Any) -> bool:
+    """Whether items are the same each time: those of torchvision's own data sets without a transform are."""
+    while type(data) is Subset:
+        data = data.dataset
+    of_torchvision = type(data).__module__.startswith("torchvision.datasets.")
+    return of_torchvision and getattr(data, "transforms", None) is None
 
 
 def _class_names(name: str, both: tuple[Labels, Labels] | None, classes: Sequence[str] | None) -> tuple[str, ...]:

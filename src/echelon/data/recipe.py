@@ -23,6 +23,7 @@ from echelon.data.transforms import NO_TRANSFORMS, InputTransform, Transforms, o
 
 Rows = ImageRows | ArrayRows | ItemRows | SoundRows | DrawnRows | MaskRows
 _MOST_LOADERS = 32  # each has a pipe and a part of every batch
+_NOT_MIRRORED = ("gtsrb", "kmnist", "mnist", "svhn", "usps")  # in which left and right are classes, or no letters
 _LEAST_CROPPED = 32  # pixels of side; in smaller images four pixels to a side are too many
 
 
@@ -108,7 +109,7 @@ def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool
     recipe = Recipe(
         side=side,
         shorter=shorter_side(side),
-        augment=_augment(data.augment, side) if training else "none",
+        augment=_augment(data.augment, side, info.name) if training else "none",
         seed=config.seed,
         channels=info.channels,
         mean=() if on_device else info.mean,
@@ -144,6 +145,8 @@ def _mask_rows(pairs: MaskedImages, info: DataInfo, config: LoaderConfig, traini
         raise UserError(f"--augment {data.augment} moves images alone, and {info.name} has masks: use auto or none")
     if config.transform(training) is not None:
         raise UserError(f"a transform of your own sees images alone, and {info.name} has masks: use --augment auto")
+    if training and data.decode == "gpu":
+        raise UserError(f"--decode gpu is for images with classes, and {info.name} has masks: use --decode cpu")
     recipe = MaskRecipe(
         side=info.image_size,
         classes=len(info.classes),
@@ -175,9 +178,11 @@ def loader_count(rows: Rows, config: LoaderConfig) -> int:
     return max(1, min(_MOST_LOADERS, cores - 1 if on_gpu else cores // 4))
 
 
-def _augment(wanted: str, side: int) -> str:
+def _augment(wanted: str, side: int, name: str) -> str:
     if wanted != "auto":
         return wanted
+    if name in _NOT_MIRRORED:
+        return "none"
     if side > SMALL_IMAGE:
         return "imagenet"
     return "flip_crop" if side >= _LEAST_CROPPED else "none"

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
@@ -149,7 +150,7 @@ def _command(command: list[str], base: Path, where: Path, step: FlowStep, stdout
         try:
             process = subprocess.Popen(
                 command, cwd=base, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=environment,
-                preexec_fn=die_with_parent,
+                preexec_fn=die_with_parent, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             return 1, f"{command[0]}: {error.strerror}"
@@ -172,6 +173,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(STOP_S)
+    with suppress(ProcessLookupError):  # what a shell has started goes with it
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _last_line(log: Path, begins: int) -> str:

@@ -111,8 +111,9 @@ def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
     if root.is_file():
         yield str(root), root.stat()
         return
-    for folder, inner, names in os.walk(root):
-        inner.sort()
+    seen = {os.path.realpath(root)}
+    for folder, inner, names in os.walk(root, followlinks=True):
+        inner[:] = [name for name in sorted(inner) if _is_new(f"{folder}{os.sep}{name}", seen)]
         for name in sorted(names):
             file = f"{folder}{os.sep}{name}"
             try:
@@ -123,6 +124,16 @@ def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
                 continue  # a link that leads to none, or it was removed meanwhile
             if stat.S_ISREG(status.st_mode):
                 yield file, status
+
+
+def _is_new(folder: str, seen: set[str]) -> bool:
+    """Whether a folder was not met before, where links may lead in a circle; notes that it was."""
+    if not os.path.islink(folder):  # noqa: PTH114  text, as `_listed` says
+        return True
+    real = os.path.realpath(folder)
+    is_new = real not in seen and not any(each.startswith(f"{real}{os.sep}") for each in seen)
+    seen.add(real)
+    return is_new
 
 
 def _words(step: FlowStep) -> Iterator[str]:

@@ -34,6 +34,7 @@ from echelon.compression.base import Codec
 from echelon.core.errors import UserError
 from echelon.core.shards import FlatTensor
 from echelon.forecast.link_rates import LinkProbe, LinkRates
+from echelon.models.tables import sparse_tables
 from echelon.records.kinds import Alternative, Alternatives
 from echelon.sync.registry import read as read_sync
 from echelon.trainer.loop import TrainingRun
@@ -98,10 +99,13 @@ class Cost:
 def record_alternatives(run: TrainingRun, resolved: ResolvedRun) -> int:
     """Record what other codecs and periods would cost; all ranks call it together. Returns the bytes that it sent.
 
-    Only for replicas that are whole models and reduce gradients in each step; for others nothing is written.
+    Only for replicas that are whole models and reduce gradients in each step; for others nothing is written. Nor where
+    only touched rows of tables travel: other ways send whole tables, or as many rows as the data has it.
     """
     world, described = run.world, resolved.described.strategy.compression
     if world.group is None or run.parts.split is not None or not resolved.sync.sums_in_backward:
+        return 0
+    if sparse_tables(run.parts.local_model):
         return 0
     probe = LinkProbe(world)
     parameters = {n: p for n, p in run.parts.local_model.named_parameters() if p.requires_grad}
@@ -110,7 +114,7 @@ def record_alternatives(run: TrainingRun, resolved: ResolvedRun) -> int:
     settled = _settled(resolved)
     costs = _measure_codecs(parameters, probe, settled, rates)
     if world.leads:
-        rows = _rows(costs, settled, described, max(1, run.world.notes.finished))
+        rows = _rows(costs, settled, described, max(1, run.world.notes.step))
         run.progress.record.write(Alternatives({"strategy.compression": described}, rates.latency_s, rows))
     return probe.sent_bytes
 

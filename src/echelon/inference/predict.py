@@ -28,6 +28,7 @@ from echelon.tasks.nest import Nest
 from echelon.tasks.segmentation import shares_of
 
 _MOST_NAMED = 1000  # classes whose probabilities all stand in a row
+_FEW = 64  # samples, which this process loads itself: starting others takes longer
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,9 @@ def predict_samples(
     """
     samples = samples_of(trained, data)
     config = trained.config.data
-    described = replace(config, on_bad_image="stop")
+    described = replace(config, on_bad_image="stop", on_nan="stop")  # each sample has its row
+    if len(samples.names) <= _FEW:
+        described = replace(described, loaders=0)
     settings = LoaderConfig.of(described, trained.config.training.seed, device, trained.transforms)
     loader = EvalLoader(samples.source, settings, Shard(0, 1), part=(part.number, part.count))
     mask_files = masks.files(samples.names) if masks is not None else None

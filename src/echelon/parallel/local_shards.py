@@ -227,7 +227,7 @@ def gradient_norm(parameters: Mapping[str, nn.Parameter], pieces: LocalShards) -
     for name, parameter in parameters.items():
         if parameter.grad is not None and not parameter.grad.is_sparse:
             by_copies.setdefault(pieces.regions[name].copies, []).append(parameter.grad)
-    device = next(iter(pieces.parameters())).device
+    device = _device_of(pieces)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, gradients in by_copies.items():
         norms = torch.stack([norm.double() for norm in foreach_norm(gradients)])
@@ -250,7 +250,15 @@ def clip_by_norm(pieces: LocalShards, clip_norm: float) -> None:
     kept = [p.grad for p in parameters.values() if p.grad is not None]
     gradients = [gradient.values() if gradient.is_sparse else gradient for gradient in kept]
     if gradients:
-        foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        for same in {gradient.dtype: None for gradient in gradients}:
+            foreach_mul_([each for each in gradients if each.dtype == same], scale.to(same))
+
+
+def _device_of(pieces: LocalShards) -> torch.device:
+    """Return where a rank's pieces are, of which it may have none."""
+    held = next(iter(pieces.parameters()), None)
+    mesh = pieces.placement.mesh
+    return held.device if held is not None else torch.device(mesh.device_type if mesh is not None else "cpu")
 
 
 def cut_out(tensor: Tensor, region: Region) -> Tensor:

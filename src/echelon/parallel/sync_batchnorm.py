@@ -132,10 +132,14 @@ def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 def _convert(module: nn.Module, group: dist.ProcessGroup | None, still: Set[str], path: str) -> nn.Module:
     if isinstance(module, BatchNormBase):
         return module if path in still else _replacement(module, group)
-    for name, child in module.named_children():
-        converted = _convert(child, group, still, f"{path}.{name}" if path else name)
-        if converted is not child:
-            setattr(module, name, converted)
+    made: dict[int, nn.Module] = {}
+    for name, child in module._modules.items():  # `named_children` tells of one that stands twice once
+        if child is None:
+            continue
+        if id(child) not in made:
+            made[id(child)] = _convert(child, group, still, f"{path}.{name}" if path else name)
+        if made[id(child)] is not child:
+            setattr(module, name, made[id(child)])
     return module
 
 

@@ -49,11 +49,13 @@ class DividedUpdate:
         return self._owners.get(id(parameter)) == (self._rank if rank is None else rank)
 
     def keep_own(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the others' parameters out of an optimizer that has no state yet; one group stays at least."""
+        """Take the others' parameters out of an optimizer that has not stepped; one group stays at least."""
         self.keep(optimizer, self._rank)
 
     def keep(self, optimizer: torch.optim.Optimizer, rank: int) -> None:
-        """Leave a rank's parameters alone in an optimizer that has no state yet; one group stays at least."""
+        """Leave a rank's parameters alone in an optimizer that has not stepped; one group stays at least."""
+        for parameter in [each for each in optimizer.state if not self.owns(each, rank)]:
+            del optimizer.state[parameter]  # some have it from the start
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if self.owns(parameter, rank)]
         kept = [group for group in optimizer.param_groups if group["params"]]

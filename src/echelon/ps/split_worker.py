@@ -87,6 +87,7 @@ class SplitWorker(PsStrategy):
         """
         self._units = units, global_units
         if self.servers is not None:
+            self.servers.of_units(units, global_units)  # values are predicted with the rate of this task's update
             self.servers.load_all()
             self._clock.enter(Phase.COMMUNICATE)
             command = Command("values", buffers=not self._buffers_shared)

@@ -155,6 +155,7 @@ class ParameterServer(PsStrategy):
         fetch_rows(model, of_servers, self.server_tables)
         self._last = False
         self._round: _Round | None = None
+        self._batch_lr = 0.0  # learning rate of a whole batch, in the present task
         self._fired: set[int] | None = None
         self._lazy: set[int] = set()
         self._attach()
@@ -162,7 +163,7 @@ class ParameterServer(PsStrategy):
     def begin(self, info: PushInfo) -> None:
         """Begin a task; `begin_step` fills in its units."""
         missing = {k: len({s.parameter for s in spans}) for k, spans in self._by_key.items()}
-        self._round = _Round(info, missing=missing)
+        self._round, self._batch_lr = _Round(info, missing=missing), info.lr
         self.server_tables.begin(info.task, info.step)
         self._client.open_task(info.task, len(self._table.keys))
 
@@ -171,13 +172,19 @@ class ParameterServer(PsStrategy):
 
         Else each is an update of its own: the mean over its units, at a rate that is this share of the batch's.
         """
-        assert self._round is not None
-        info = replace(self._round.info, units=units, batch=global_units)
-        alone = not self._settings.aggregates and units < global_units
-        self._round.info = replace(info, lr=info.lr * units / global_units) if alone else info
+        alone = self.of_units(units, global_units)
         if not self._waits_inside:
             self.load_all()
         return max(1, units) if alone else global_units
+
+    def of_units(self, units: int, global_units: int) -> bool:
+        """Say how many units of a batch the task has, by which its rate goes; returns whether it is an update alone."""
+        assert self._round is not None
+        info = replace(self._round.info, units=units, batch=global_units)
+        alone = not self._settings.aggregates and units < global_units
+        rate = self._batch_lr * units / global_units if alone else self._batch_lr
+        self._round.info = replace(info, lr=rate)
+        return alone
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Push during the last micro-batch's backward only."""

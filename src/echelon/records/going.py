@@ -51,7 +51,7 @@ def is_held(folder: Path) -> bool | None:
         number = str((folder / LOCK_FILE).stat().st_ino)
     except FileNotFoundError:
         return None
-    return any(f[1] == "FLOCK" and f[5].rpartition(":")[2] == number for f in _locks())
+    return any(f[1] == "FLOCK" and f[5].rpartition(":")[2] == number and _may_hold(f, folder) for f in _locks())
 
 
 def holder(folder: Path) -> int | None:
@@ -62,7 +62,23 @@ def holder(folder: Path) -> int | None:
         number = str((folder / LOCK_FILE).stat().st_ino)
     except FileNotFoundError:
         return None
-    return next((int(f[4]) for f in _locks() if f[1] == "FLOCK" and f[5].rpartition(":")[2] == number), None)
+    held = (f for f in _locks() if f[1] == "FLOCK" and f[5].rpartition(":")[2] == number and _may_hold(f, folder))
+    return next((int(f[4]) for f in held), None)
+
+
+def _may_hold(fields: list[str], folder: Path) -> bool:
+    """Whether a lock can be a folder's: files of other disks may have its file's number.
+
+    The kernel names disks otherwise than `stat` does on some file systems. What the process that took the lock has open
+    tells, where that lives and may be looked at; another one may hold it in its place.
+    """
+    try:
+        there = (folder / LOCK_FILE).stat()
+        opened = [entry.stat() for entry in Path(f"/proc/{fields[4]}/fd").iterdir() if entry.exists()]
+    except OSError:
+        return True
+    same = [each for each in opened if each.st_ino == there.st_ino]
+    return not same or any(each.st_dev == there.st_dev for each in same)
 
 
 def _locks() -> list[list[str]]:

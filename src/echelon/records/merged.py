@@ -245,15 +245,16 @@ def _middle(bucket: int) -> float:
 
 def _loss_means(windows: Sequence[Steps], steps: int) -> list[float]:
     """Return the means of a few runs of neighbouring steps of about the same length, NaN where none is finite."""
+    runs = max(1, min(steps, MOST_LOSSES))
     points = [_points(w) for w in windows]
     losses, counts = (np.concatenate(column) for column in zip(*points, strict=True))
-    places = np.minimum((np.cumsum(counts) - counts) * MOST_LOSSES // steps, MOST_LOSSES - 1).astype(np.intp)
+    places = np.minimum((np.cumsum(counts) - counts) * runs // steps, runs - 1).astype(np.intp)
     finite = np.isfinite(losses)
     places, losses, counts = places[finite], losses[finite], counts[finite]
-    sums = np.bincount(places, losses * counts, MOST_LOSSES)
-    weights = np.bincount(places, counts, MOST_LOSSES)
-    means = np.divide(sums, weights, out=np.full(MOST_LOSSES, math.nan), where=weights > 0)
-    return means[: max(1, min(steps, MOST_LOSSES))].tolist()
+    sums = np.bincount(places, losses * counts, runs)
+    weights = np.bincount(places, counts, runs)
+    means: list[float] = np.divide(sums, weights, out=np.full(runs, math.nan), where=weights > 0).tolist()
+    return means
 
 
 def _points(w: Steps) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

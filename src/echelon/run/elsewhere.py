@@ -20,7 +20,7 @@ from echelon.config.validate import check_world, splits_model
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
 from echelon.core.layout import AUTO
-from echelon.core.stop import Stopped, stop_on_signals
+from echelon.core.stop import Stopped, stop_on_signals, stopped_exit_code
 from echelon.launch.places import expanded
 from echelon.launch.places.cluster import (
     ArrayCluster,
@@ -272,7 +272,9 @@ def followed(submitted: Submitted, around: Around = lambda _: nullcontext()) -> 
                 signum = stopped.signum
                 say("stopping the run after a checkpoint")
                 stop(submitted.run, submitted.cluster)
-    code, reason = PlaceFiles(submitted.run).ended() or (1, follower.state.text)
+    files = PlaceFiles(submitted.run)
+    waited = files.stop.exists()  # and was stopped before any of its machines began
+    code, reason = files.ended() or ((stopped_exit_code(signum), "") if waited else (1, follower.state.text))
     if code == USER_ERROR_EXIT_CODE:
         raise UserError(reason)
     if code == 1 and reason:

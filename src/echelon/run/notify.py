@@ -74,6 +74,7 @@ class Notifier:
 
     def _post(self, body: str) -> str:
         """Send to the webhook; returns why that failed, without the URL, which may hold a secret."""
+        import http.client
         import urllib.error
         import urllib.request
 
@@ -86,7 +87,7 @@ class Notifier:
             return f"{missing} is not set on this machine"
         except urllib.error.HTTPError as error:
             return f"the server answers {error.code}"
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             return str(getattr(error, "reason", "")) or type(error).__name__
 
     def _start(self, body: str) -> str:
@@ -96,7 +97,7 @@ class Notifier:
         program = shutil.which(self._target) or self._target
         try:
             done = subprocess.run(
-                [program], input=body, env=environment, capture_output=True, text=True, timeout=TELL_S, check=False
+                [program], input=body.encode(), env=environment, capture_output=True, timeout=TELL_S, check=False
             )
         except subprocess.TimeoutExpired:
             return f"{self._target} did not end within {TELL_S:.0f}s, and was ended"

@@ -68,7 +68,13 @@ def _keep_grown(path: Path, run: ResolvedRun, grown: SampleIndex) -> tuple[str, 
     as_begun = (path / RUN_FILE).read_text(encoding="utf-8")
     grown.keep(path)
     try:
-        return run.source.open().of_new
+        source = run.source.open()
+        if source.info.tightest is not None:  # the model may give too few frames for what is said in a new sound
+            from echelon.models import build_model
+            from echelon.trainer.inputs import model_input
+
+            build_model(run.config.model, model_input(source.info, run.task.fitted(source.info)))
+        return source.of_new
     except UserError:
         write_atomic(path / RUN_FILE, as_begun)
         raise

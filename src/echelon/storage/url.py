@@ -69,6 +69,22 @@ def open_store(place: str) -> Store:
     return RemoteStore(url)
 
 
+def _create_in_place(path: Path, data: bytes) -> None:
+    """Write a file that is not there; nothing is left of it where that fails.
+
+    Raises:
+        FileExistsError: it is there.
+    """
+    with path.open("xb") as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+
 class LocalStore(Store):
     """Files below a folder, which is made by the first; they are written under a hidden name, and linked or renamed."""
 
@@ -95,6 +111,10 @@ class LocalStore(Store):
         unfinished = self._written(path, data)
         try:
             os.link(unfinished, path)
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOENT, errno.ENOSPC, errno.EDQUOT):
+                raise
+            _create_in_place(path, data)  # a disk without links
         finally:
             unfinished.unlink(missing_ok=True)
 

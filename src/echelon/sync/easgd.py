@@ -96,7 +96,7 @@ class EasgdSettings(SyncSettings):
         """
         replicas = dist.get_world_size(context.group) if context.group is not None else 1
 
-        lr = float(context.optimizer.defaults["lr"])
+        lr = float(context.optimizer.param_groups[0]["lr"]) if self.rho is not None else 0.0
         if self.rho is not None and replicas * lr * self.rho > 1:
             raise UserError(
                 f"easgd(rho={self.rho:g}): {replicas} workers x lr {lr:g} x rho is above 1: "

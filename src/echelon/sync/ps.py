@@ -38,10 +38,10 @@ class ServerSettings(SyncSettings):
 
     Attributes:
         mode: when gradients become an update: sync (all of one version of the parameters together), async (each as it
-            arrives), ssp (as async, but no worker is more than `staleness` batches ahead of the slowest; with staleness
+            arrives), ssp (as async, but no worker is more than `staleness` tasks ahead of the slowest; with staleness
             0, as sync).
         servers: how many processes hold the parameters.
-        staleness: ssp only: how many batches a worker may be ahead of the slowest.
+        staleness: ssp only: how many tasks (parts of a batch, see `parts`) a worker may be ahead of the slowest.
         backup: sync only: how many of the workers' gradients an update does not wait for.
         compensation: correct stale gradients by g + lambda g*g*(w_now - w_then) (Zheng et al. 2017): none, constant or
             adaptive.

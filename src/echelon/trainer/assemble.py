@@ -523,7 +523,6 @@ def assemble(
         gc.freeze()  # a new term collects what wrapped the model: to look at all that is imported takes half a second
     with _connecting(None if is_newcomer else membership):
         run_parts = build_parts(resolved, work, world, ground.clock)
-    keep_cuts(run_parts, world, path)
     saver = Saver(
         path,
         config.checkpoint.keep,
@@ -532,6 +531,7 @@ def assemble(
         Fingerprint.of(config, info, ground.task, ground.train_loader.sampling, ground.marks),
     )
     restored = None if is_newcomer else _restored(saver, goes_on)
+    keep_cuts(run_parts, world, path)
     if world.leads:
         keep_sample_index(ground.source, path)
     if restored is None:

@@ -86,7 +86,7 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
             split = _divided(model, world)
     tables = sparse_tables(model)
     local_model = split.pieces if split else model
-    is_idle = split is not None and split.pipeline is not None and not split.pieces.trainable()
+    is_idle = split is not None and _is_split(world) and not split.pieces.trainable()
     if is_idle:
         optimizer = idle_optimizer(config.optimizer, config.data.batch_size)
     else:

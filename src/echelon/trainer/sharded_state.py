@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from echelon.checkpoint.parts import ShardTensor, StoredTensor
 from echelon.core.errors import UserError
-from echelon.core.state_tree import StateView
+from echelon.core.state_tree import StateTree, StateView
 from echelon.parallel.local_shards import LocalShard, LocalShards, cut_out
 
 
@@ -30,7 +31,10 @@ def to_parts(state: StateView, pieces: LocalShards, regions: Mapping[str, LocalS
 
     regions = pieces.regions if regions is None else regions
     parts, optimizer = _Parts(regions, pieces), state["optimizer"]
-    groups = {_settings_of(g): {**g, "params": dict.fromkeys(g["params"], True)} for g in optimizer["param_groups"]}
+    groups: dict[str, StateTree] = {}
+    for group in optimizer["param_groups"]:
+        joined = groups.setdefault(_settings_of(group), {**group, "params": {}})
+        joined["params"].update(dict.fromkeys(group["params"], True))
     return {
         **parts.of_tensors(state, _written_part),
         "optimizer": {"state": parts.of_moments(optimizer["state"], moment), "param_groups": groups},
@@ -112,9 +116,26 @@ class _Parts:
                     and value.shape
                     and tuple(value.shape) in (local, region.shape)
                 )
-                kept[key] = change(region, value) if shaped else value
-            made[name] = {key: value for key, value in kept.items() if value is not None}
+                if not shaped:
+                    _check_whole(name, key, value, local == region.shape)
+                    kept[key] = value
+                elif (changed := change(region, value)) is not None:  # else another rank writes it
+                    kept[key] = changed
+            made[name] = kept
         return made
+
+
+def _check_whole(name: str, key: str, value: object, is_whole: bool) -> None:
+    """Refuse what an optimizer keeps of a piece in another shape than the piece's: nobody could join it.
+
+    Raises:
+        UserError: names it.
+    """
+    if not is_whole and isinstance(value, Tensor | StoredTensor) and math.prod(value.shape) > 1:
+        raise UserError(
+            f"the optimizer keeps {key} of {name} as {tuple(value.shape)}, not in its parameter's shape: what ranks "
+            "have of it cannot be joined; use --parallel dp, or an optimizer that keeps it in the parameter's shape"
+        )
 
 
 def _settings_of(group: StateView) -> str:

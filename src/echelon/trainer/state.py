@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -333,7 +334,9 @@ def _load_optimizer(run_parts: RunParts, state: StateView) -> None:
     if state["optimizer"]["state"]:
         # not strict: what no step has used has no state, and is to have none
         options = StateDictOptions(strict=False)
-        set_optimizer_state_dict(run_parts.local_model, run_parts.optimizer, state["optimizer"], options=options)
+        groups = _own_groups(run_parts, state["optimizer"]["param_groups"])
+        known = {**state["optimizer"], "param_groups": groups}
+        set_optimizer_state_dict(run_parts.local_model, run_parts.optimizer, known, options=options)
     else:
         _load_groups(run_parts, state["optimizer"]["param_groups"])
     for group, values in zip(run_parts.optimizer.param_groups, described, strict=True):
@@ -349,6 +352,20 @@ def _load_groups(run_parts: RunParts, groups: Sequence[StateView]) -> None:
     for group in run_parts.optimizer.param_groups:
         known = next((saved[name] for p in group["params"] if (name := names.get(id(p), "")) in saved), {})
         group.update({key: value for key, value in known.items() if key != "params"})
+
+
+def _own_groups(run_parts: RunParts, groups: Sequence[StateView]) -> Sequence[StateView]:
+    """Return a saved group for each of the optimizer's: those of the same settings were saved as one."""
+    optimizer = run_parts.optimizer
+    if len(groups) >= len(optimizer.param_groups):
+        return groups
+    names = {id(parameter): name for name, parameter in run_parts.local_model.named_parameters()}
+    saved = {name: group for group in groups for name in group["params"]}
+    listed = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
+    known = [next((saved[name] for name in each if name in saved), None) for each in listed]
+    if None in known:
+        return groups
+    return [{**group, "params": each} for group, each in zip(known, listed, strict=True) if group is not None]
 
 
 def averaged(state: StateView) -> StateView:
@@ -400,6 +417,9 @@ def load_rank_state(
         _load_resharded_ranks(run_parts, world, saved, ranks)
         return
     state = ranks.get(world.rank)
+    if same_tuning and _has_other_pieces(run_parts, world, state):
+        _begin_with_other_pieces(run_parts, saved, ranks)
+        return
     if not state:  # it died, and others saved all but what it alone had
         return
     if COMMON in state and same_tuning:
@@ -440,6 +460,31 @@ def _load_resharded_ranks(
         if moments:
             run_parts.optimizer.load_state_dict(mean_of(moments))
         return
+    _begin_with_other_pieces(run_parts, saved, ranks)
+
+
+def _has_other_pieces(run_parts: RunParts, world: World, state: StateView | None) -> bool:
+    """Whether a rank has other pieces than it saved, in a layout of the same sizes: cut elsewhere, or by another plan.
+
+    All ranks call it together, where the model is split.
+    """
+    if run_parts.split is None or world.group is None or run_parts.split.pieces.divided is not None:
+        return False
+    own = {name: tuple(buffer.shape) for name, buffer in run_parts.local_model.named_buffers()}
+    saved = {name: tuple(buffer.shape) for name, buffer in (state or {}).get("buffers", {}).items()}
+    differs = any(name in own and own[name] != shape for name, shape in saved.items())
+    differs = differs or (bool(saved) and not own.keys() - run_parts.frozen <= saved.keys())
+    flag = torch.tensor([differs], dtype=torch.uint8, device=world.device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=world.group)
+    return bool(flag)
+
+
+def _begin_with_other_pieces(run_parts: RunParts, saved: Mapping[str, int], ranks: Mapping[int, StateView]) -> None:
+    """Let the strategy begin anew, for what it kept is of other pieces.
+
+    Raises:
+        UserError: it cannot.
+    """
     if any(_left_out_something(rank.get("sync", {})) for rank in ranks.values()):
         warnings.warn(
             "what the codec had left out was kept for the pieces of another layout, and is forgotten", stacklevel=2

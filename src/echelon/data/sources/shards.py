@@ -79,6 +79,9 @@ class Shards(SourceKind):
         kind = kind_of_shard(files[0], request.config.input) if files else ""
         if kind == SOUNDS:
             said = request.encoding is Encoding.TRANSCRIPTS
+            if request.encoding is Encoding.AUTO:  # by all texts: the index that is made is kept
+                members = MemberChoice(request.config.input, request.config.target)
+                said = _is_said(index_shards(files, members, _cache_of(request)))
             return DataOutline("speech_recognition" if said else "speech_classification")
         return DataOutline(TEXT_CLASSIFICATION) if kind == TEXTS else None
 
@@ -93,9 +96,8 @@ class Shards(SourceKind):
         links.count(file for files in parts.values() for file in files)
         links.check()
         members = MemberChoice(request.config.input, request.config.target)
-        cache = Path(request.config.root).expanduser() / "shards"
         try:
-            indexes = {part: index_shards(files, members, cache) for part, files in parts.items()}
+            indexes = {part: index_shards(files, members, _cache_of(request)) for part, files in parts.items()}
         except OSError as error:
             raise UserError(f"data {error.filename}: {error.strerror}") from None
         opened = _of_kind(_Shards(request, indexes))
@@ -103,6 +105,10 @@ class Shards(SourceKind):
 
 
 SOURCE = Shards
+
+
+def _cache_of(request: DataRequest) -> Path:
+    return Path(request.config.root).expanduser() / "shards"
 
 
 def _of_kind(shards: _Shards) -> Source:

@@ -126,7 +126,7 @@ def _images(data: Any) -> Images:
     samples = getattr(data, "_samples", None)
     if samples and isinstance(samples[0][0], (str, os.PathLike)):
         return ImageFiles("", FileNames([os.fspath(path) for path, _ in samples]), labels)
-    return ImageItems(data, labels)
+    return ImageItems(data, labels, are_fixed=True)
 
 
 def _channels_first(pixels: Any) -> Any:

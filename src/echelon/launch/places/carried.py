@@ -15,6 +15,7 @@ import subprocess
 import tarfile
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.launch.places.cluster import MIRRORED_FILE, PLACE_FOLDER, PlaceSilent
 
-TRANSFER_S = 3600.0
+TRANSFER_S = 24 * 3600.0  # what breaks off is noticed by ssh itself, within a quarter of a minute
 _CHECKPOINTS = "checkpoints"
 _TOLD_BY = "checkpoints/*/manifest.sha256 record*.jsonl"
 _LOGS = "logs/"
@@ -50,19 +51,26 @@ def working_files(folder: Path, run: Path) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = subprocess.run(command, capture_output=True, check=False)
             if done.returncode:  # no repository: the same rules without one
                 environment = {**os.environ, "GIT_DIR": scratch, "GIT_WORK_TREE": str(folder)}
                 subprocess.run(["git", "init", "-q"], env=environment, capture_output=True, check=True)
-                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+                done = subprocess.run(command, env=environment, capture_output=True, check=True)
         except FileNotFoundError:
             raise UserError("git reads .gitignore, and is not there: install it, or give code=false") from None
         except subprocess.CalledProcessError as error:
-            raise UserError(f"git: {' '.join(str(error.stderr).split())}") from None
-    names = sorted(set(filter(None, done.stdout.split("\0"))))
+            raise UserError(f"git: {' '.join(os.fsdecode(error.stderr).split())}") from None
+    names = sorted(set(filter(None, os.fsdecode(done.stdout).split("\0"))))
     own = os.path.relpath(run, folder)
     left_out = ("runs/", f"{own}/")
-    return [name for name in names if not name.startswith(left_out) and (folder / name).is_file()]
+    found = []
+    for name in (each.rstrip("/") for each in names if not each.startswith(left_out)):
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():  # a submodule, or a repository within
+            found += [f"{name}/{inner}" for inner in working_files(path, run)]
+        elif path.is_file() or path.is_symlink():  # a link to a folder travels as a link
+            found.append(name)
+    return found
 
 
 def send(ssh: Sequence[str], folder: Path, files: Sequence[str], there: PurePosixPath) -> None:
@@ -95,7 +103,11 @@ def send_run(ssh: Sequence[str], run: Path, there: PurePosixPath, is_first: bool
         is_first = has.pop("config.yaml", None) is None or (is_new and has != _sums(run))
     names = _SMALL
     if is_first:
-        _ask(ssh, f"rm -rf {where}")
+        unseen = {name for name in has if name.startswith(_CHECKPOINTS)} - _sums(run).keys()
+        aside = f"{there}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if unseen:  # they could not be brought before
+            print(f"echelon: the run's folder there has checkpoints that are not here: kept as {aside}", flush=True)
+        _ask(ssh, f"mv {where} {shlex.quote(aside)}" if unseen else f"rm -rf {where}")
         names = tuple(path.name for path in run.iterdir() if not _is_hidden(path.name) and path.name != "logs")
     files = [file for name in names for file in _files_below(run / name)]
     relative = [str(file.relative_to(run)) for file in files if file.name != "exit"]

@@ -339,6 +339,7 @@ class Kubernetes(Cluster):
                 "command": ["/bin/sh", "-c", f"exec {words} >>{output} 2>&1"],
                 "volumeMounts": self._mounts(),
                 "resources": {"requests": requests, **({"limits": limits} if limits else {})},
+                **({"envFrom": [{"secretRef": {"name": self.credentials}}]} if self.credentials else {}),
             }  # fmt: skip
             pod: Manifest = {
                 "restartPolicy": "Never", "terminationGracePeriodSeconds": math.ceil(self.stop_s),

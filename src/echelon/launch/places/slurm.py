@@ -51,6 +51,8 @@ job=$SLURM_JOB_ID
 # A signal lets every node save a checkpoint and end: before the time limit, at a preemption, at a stop.
 trap 'scancel --signal=TERM "$job"' TERM  # to the tasks alone: srun itself would kill them
 rm -f {exit}
+# srun has not taken the batch job's cores for its tasks since Slurm 22.05.
+[ -n "$SLURM_CPUS_PER_TASK" ] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 srun --kill-on-bad-exit=1 --open-mode=append --output={output} {command} &
 step=$!
 until wait "$step"; code=$?; ! kill -0 "$step" 2>/dev/null; do :; done
@@ -214,7 +216,8 @@ class Slurm(ArrayCluster):
         output = job.script.with_name(f"{job.script.stem}{'-%a' * job.is_array}.out")
         options += [f"--output={shlex.quote(str(output))}"]
         options += [f"--array={','.join(map(str, job.commands))}"] if job.is_array else []
-        options += [f"--time={math.ceil(job.time_s / 60)}"] if job.time_s else []
+        # The step's process keeps to its time itself; Slurm gives notice before its own, up to a minute early.
+        options += [f"--time={math.ceil((job.time_s + self._notice_s()) / 60) + 1}"] if job.time_s else []
         options += [f"--mem={math.ceil(job.memory_bytes / 1e6)}M"] if job.memory_bytes else []
         options += [f"--gpus={job.gpus}"] if job.gpus else []
         options += [f"--partition={self.partition}"] if self.partition else []

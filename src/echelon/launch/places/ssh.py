@@ -56,14 +56,20 @@ _PART = 'part="${{XDG_STATE_HOME:-$HOME/.local/state}}/echelon/parts/{job}.{numb
 _START = """\
 cd {folder} || exit 3
 [ -f {run}/config.yaml ] || {{ echo "{run_words} is not there: without a common disk, give folder=DIR" >&2; exit 3; }}
-mkdir -p "$part" {run}/logs
+mkdir -p "$part" {run}/logs || exit 3
 rm -f "$part/pid" "$part/keeper" "$part/code"
-echo start >>"$part/starts"
+echo start >>"$part/starts" || exit 3
+: >>{run}/logs/node{number}.out || exit 3
 export {variable}={node_rank}
 setsid nohup sh -c 'echo "$$" >"$0/keeper"; "$@" & echo "$!" >"$0/pid"; wait "$!"
   echo "$? $(date +%s)" >"$0/code.new"; mv "$0/code.new" "$0/code"' "$part" \\
   {command} </dev/null >>{run}/logs/node{number}.out 2>&1 &
-until [ -s "$part/pid" ]; do sleep 0.1; done
+looks=0
+until [ -s "$part/pid" ]; do
+  looks=$((looks + 1))
+  [ "$looks" -lt 200 ] || {{ echo "the part of the run does not start: $part has no room, maybe" >&2; exit 3; }}
+  sleep 0.1
+done
 """
 _RUNS = """\
 runs() {{ kill -0 "$1" 2>/dev/null && {{ [ ! -e /proc/self ] || grep -q {module} "/proc/$1/cmdline" 2>/dev/null; }}; }}

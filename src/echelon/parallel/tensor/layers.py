@@ -159,8 +159,9 @@ def _vocabulary(case: _Case) -> Split:
             f"--tensor-plan: {case.name} has max_norm, scale_grad_by_freq or sparse gradients, which vocabulary "
             f"does not split: give it the style replicate"
         )
-    if module.num_embeddings < case.tp:
-        case.local(module.num_embeddings, "rows")
+    rows = module.num_embeddings
+    if -(-rows // -(-rows // case.tp)) < case.tp:  # the last rank would have none
+        case.local(rows, "rows")
     return Split({"weight": Shard(0)}, last="rows")
 
 

@@ -126,7 +126,10 @@ class RunRecord:
                 windows[max(attempt, 0)].append(record)
             elif isinstance(record, Evaluation):
                 evaluations[max(attempt, 0)].append(record)
-        last = [min(first_steps[i + 1 :], default=math.inf) for i in range(len(windows))]
+        # Of a round that survivors train again the record has the first time: an attempt begins with its first line.
+        begun = [w[0].step - w[0].count if w else s for w, s in zip(windows, first_steps or [0], strict=True)]
+        begun = [max(line, start) for line, start in zip(begun, first_steps or [0], strict=True)]
+        last = [min(begun[i + 1 :], default=math.inf) for i in range(len(windows))]
         return [Attempt(*parts) for parts in zip(windows, evaluations, last, strict=True)]
 
     def kept_windows(self) -> list[Steps]:
@@ -171,7 +174,10 @@ class RunRecord:
             return ""
         if len(start.hosts) == 1:
             return start.hosts[0]
-        return start.hosts[rank] if rank < len(start.hosts) == start.world_size else ""  # workers may have joined
+        rows = len(self.windows[-1].phases) if self.windows else start.world_size
+        return (
+            start.hosts[rank] if rank < len(start.hosts) == rows else ""
+        )  # workers may have come or gone, or be split
 
 
 def load_run(run: Path) -> RunRecord:

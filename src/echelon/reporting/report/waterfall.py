@@ -60,11 +60,14 @@ def waterfall_of(record: RunRecord) -> Waterfall | None:
     parts = {START: (_starting(record, stretches),) * n, RESTART: (_restarting(record, stretches, moments),) * n}
     parts[PREPARING] = (before_steps(record),) * n
     parts |= _phases(windows, n)
+    for name, seconds in _phases_of_others(record, n).items():  # steps of other numbers of ranks: each took the mean
+        parts[name] = tuple(own + seconds for own in parts.get(name, (0.0,) * n))
     if record.has_servers:
         idle_s = [sum(rank_seconds(w, r) - sum(w.phases[r]) for w in windows) for r in range(n)]
         other = parts.get(Phase.OTHER, (0.0,) * n)  # a worker may have no batch, which is no phase of one
         parts[Phase.OTHER.value] = tuple(s + max(0.0, idle) for s, idle in zip(other, idle_s, strict=True))
-    parts |= _pauses(record, windows, n)
+    for name, column in _pauses(record, windows, n).items():
+        parts[name] = tuple(a + b for a, b in zip(parts.get(name, (0.0,) * n), column, strict=True))
     parts[END] = (sum(_ending(s, moments) for s in stretches),) * n
     parts[MISSING] = tuple(wall_s - sum(column) for column in zip(*parts.values(), strict=True))
     return Waterfall(
@@ -119,6 +122,16 @@ def _phases(windows: Sequence[Steps], n: int) -> dict[str, tuple[float, ...]]:
     }
 
 
+def _phases_of_others(record: RunRecord, n: int) -> dict[str, float]:
+    """Return the mean seconds a rank spent in each phase and pause, in windows of another number of ranks than `n`."""
+    found: dict[str, float] = {}
+    for window in record.windows:
+        for names, rows in ((window.phase_names, window.phases), (window.pause_names, window.pauses)):
+            for name, column in zip(names, zip(*rows, strict=True), strict=False) if len(rows) not in (0, n) else ():
+                found[name] = found.get(name, 0.0) + sum(column) / len(rows)
+    return found
+
+
 def _pauses(record: RunRecord, windows: Sequence[Steps], n: int) -> dict[str, tuple[float, ...]]:
     """Pauses that ranks told with their windows; what came after an attempt's last one, rank 0 alone recorded."""
     if not any(w.pauses for w in windows):
@@ -133,7 +146,7 @@ def _pauses(record: RunRecord, windows: Sequence[Steps], n: int) -> dict[str, tu
                     sums[name][r] += seconds
     starts = [start.t for start in record.of(Start)] + [float("inf")]
     for begin, end in pairwise(starts):
-        last = max((w.t for w in windows if begin <= w.t < end), default=begin)
+        last = max((w.t for w in record.windows if begin <= w.t < end), default=begin)
         for pause in record.of(Pause):
             if last <= pause.t < end:
                 column = sums.setdefault(pause.name, [0.0] * n)
