@@ -44,6 +44,29 @@ def test_a_run_in_layouts_is_the_same_run_and_resumes_in_another(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ("dp=2,zero1", ("--momentum", "0")),
+        ("dp=2,zero1", ("--optimizer", "adagrad")),
+        ("dp=2,zero1", ("--compression", "topk(0.1, warmup_steps=0, finish_steps=0)")),
+        ("fsdp=4", ("--momentum", "0", "--tune", "head", "--clip-norm", "1.0")),
+        ("pp=2,microbatches=2", ("--optimizer", "adamw")),
+    ],
+)
+def test_a_resume_goes_on_as_if_nothing_had_stopped_it(tmp_path: Path, layout: str, settings: tuple[str, ...]) -> None:
+    train = ["train", "digits", *COMMON, "--eval-every", "0", "--elastic", "off", "--parallel", layout, *settings]
+    commands = [
+        [*train, "--max-steps", "8", "--run", "whole"],
+        [*train, "--max-steps", "4", "--run", "cut"],
+        ["resume", "cut", "--max-steps", "8"],
+    ]
+    results = run_many(tmp_path, commands)
+    assert [r.code for r in results] == [0] * 3, results
+    assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
+
+
+@pytest.mark.slow
 def test_eight_ranks_on_all_axes_and_split_replicas_that_average(tmp_path: Path) -> None:
     commands = [
         ["train", "digits", *COMMON, "--workers", "1", "--run", "one"],

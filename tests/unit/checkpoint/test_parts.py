@@ -73,6 +73,23 @@ def test_any_division_reads_what_any_other_wrote(
         assert torch.equal(stored.read(region), cut_out(tensor, region))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16])
+@pytest.mark.parametrize("shape", [(6,), (6, 2)])
+def test_types_that_files_do_not_know_come_back(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(6 * (2 if len(shape) == 2 else 1)).view(shape).to(dtype)
+    tensor = tensor * (1 + 2j) if dtype.is_complex else tensor
+    states = []
+    for rank, rows in enumerate(_division(6, 1, 2)):
+        region = Region(shape, (rows, ((0, 2),))[: len(shape)])
+        state, tensors = take_parts({"w": ShardTensor(cut_out(tensor, region), region)}, part_file(rank))
+        write_file(tmp_path / part_file(rank), tensors)
+        states.append(state)
+    joined = join_parts(merge(states), tmp_path)["w"]
+    assert torch.equal(joined.read(), tensor)
+    part = Region(shape, (((1, 5),), ((1, 2),))[: len(shape)])
+    assert torch.equal(joined.read(part), cut_out(tensor, part))
+
+
 def test_a_missing_part_is_an_error_and_files_are_plain_safetensors(tmp_path: Path) -> None:
     tensor = torch.ones(4, 2, dtype=torch.bfloat16)
     state, tensors = take_parts({"w": ShardTensor(tensor[:2], Region((4, 2), (((0, 2),), ((0, 2),))))}, "part")

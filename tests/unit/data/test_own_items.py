@@ -11,7 +11,7 @@ import torch
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, example_samples, from_datasets
-from echelon.data.recipe import make_rows
+from echelon.data.recipe import _augment, make_rows
 from echelon.tasks import nest
 
 
@@ -65,6 +65,33 @@ def test_what_items_give_counts_where_kept_labels_are_others(picture: torch.Tens
     assert source.info.classes == ("0", "1") and source.info.class_counts == (6, 6)
     same = Items([(picture, label) for label in kept], targets=kept)
     assert from_datasets(same, same).info.class_counts == (3, 3, 3, 3)
+
+
+class Drawn(Items):
+    """Images that are made anew each time, at random."""
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8), self.items[i]
+
+
+def test_images_that_a_data_set_draws_are_others_in_each_epoch_and_the_same_by_their_seed() -> None:
+    source = from_datasets(Drawn([0, 1, 0, 1]), Drawn([0, 1]))
+    config = LoaderConfig(DataConfig(), 0, torch.device("cpu"))
+
+    def epoch(number: int, order: list[int]) -> Any:
+        rows = make_rows(source.train, source.info, config, training=True)
+        inputs, targets = nest.map_leaves(lambda spec: np.zeros((4, *spec.shape), spec.dtype), rows.specs)
+        rows.fill(number, np.array(order), inputs, targets)
+        return inputs[np.argsort(order)]
+
+    first, other_order, second = epoch(0, [0, 1, 2, 3]), epoch(0, [3, 1, 0, 2]), epoch(1, [0, 1, 2, 3])
+    assert np.array_equal(first, other_order) and not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["svhn", "gtsrb", "cifar10"])
+def test_digits_and_signs_are_not_mirrored(name: str) -> None:
+    assert _augment("auto", 32, name) == ("flip_crop" if name == "cifar10" else "none")
+    assert _augment("flip_crop", 32, name) == "flip_crop"
 
 
 def test_a_tensor_data_set_with_items_of_its_own_is_asked_for_them() -> None:

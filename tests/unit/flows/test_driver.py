@@ -98,6 +98,17 @@ def test_a_step_that_waits_for_room_is_looked_at_once(tmp_path: Path) -> None:
     assert [line for line in said if "again" in line] == [f"{name}: again, for its settings changed" for name in "ab"]
 
 
+def test_a_command_ends_with_all_that_its_shell_has_started(tmp_path: Path) -> None:
+    (tmp_path / "flow.yaml").write_text(
+        'steps:\n  a:\n    command: [sh, -c, "sleep 987654 & echo $! >${folder}/pid; wait"]\n'
+        "    resources: {time: 1s}\n"
+    )
+    outcome = _run(tmp_path / "flow.yaml")
+    assert outcome.failed == ["a"]
+    pid = int((step_folder(tmp_path / "there", "a") / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+
+
 def test_two_drivers_exclude_each_other(flow_file: Path) -> None:
     with only_driver(flow_file.parent / "there"), pytest.raises(UserError, match="goes on in"):
         _run(flow_file)

@@ -84,6 +84,18 @@ def test_data_that_words_name_is_known_by_size_and_time_or_by_its_bytes(base: Pa
     assert _parts(base, words, hash_content=True)["data"] != content["data"]
 
 
+def test_files_behind_linked_folders_are_data_too(base: Path) -> None:
+    for name in ("elsewhere", "data"):
+        (base / name).mkdir()
+    (base / "elsewhere" / "a.txt").write_text("a")
+    (base / "data" / "linked").symlink_to(base / "elsewhere")
+    (base / "data" / "circle").symlink_to(base / "data")
+    before = _parts(base, "command: cat data")
+    (base / "elsewhere" / "b.txt").write_text("b")
+    after = _parts(base, "command: cat data")
+    assert [name for name in before if before[name] != after[name]] == ["data"]
+
+
 @pytest.mark.parametrize("folder", [".", "./", "..", "/"])
 def test_the_flows_own_folder_is_no_data(base: Path, folder: str) -> None:
     before = _parts(base, f"command: ls {folder}")

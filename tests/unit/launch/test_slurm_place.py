@@ -40,6 +40,8 @@ job=$SLURM_JOB_ID
 # A signal lets every node save a checkpoint and end: before the time limit, at a preemption, at a stop.
 trap 'scancel --signal=TERM "$job"' TERM  # to the tasks alone: srun itself would kill them
 rm -f '/home/me/runs/digits 1/place/exit'
+# srun has not taken the batch job's cores for its tasks since Slurm 22.05.
+[ -n "$SLURM_CPUS_PER_TASK" ] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 srun --kill-on-bad-exit=1 --open-mode=append --output='/home/me/runs/digits 1/logs/node%n.out' \
 /opt/python -m echelon.run.node '/home/me/runs/digits 1' &
 step=$!
@@ -233,7 +235,7 @@ def test_an_array_of_jobs_that_wait_for_others(tmp_path: Path, monkeypatch: pyte
     array = ChainedJob("tune", script, commands, is_array=True, after=["7", "9_1"], cores=2, time_s=90)
     assert place.submit_chained(array) == {0: "12_0", 2: "12_2"} == place.chained("tune")
     text = script.read_text()
-    for option in ("--array=0,2", "--dependency=afterok:7:9_1", f"--output={tmp_path}/tune-%a.out", "--time=2"):
+    for option in ("--array=0,2", "--dependency=afterok:7:9_1", f"--output={tmp_path}/tune-%a.out", "--time=5"):
         assert f"#SBATCH {option}\n" in text
     ran = subprocess.run(["bash", str(script)], env={**os.environ, "SLURM_ARRAY_TASK_ID": "2"}, capture_output=True)
     assert ran.stdout == b"it's 2\n"

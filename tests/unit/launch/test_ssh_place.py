@@ -213,6 +213,32 @@ def test_the_code_and_the_run_travel(programs: Path) -> None:
         carried.bring_run(ssh, str(host), run)
 
 
+def test_links_and_repositories_within_travel_too(tmp_path: Path) -> None:
+    work, inner = tmp_path / "work", tmp_path / "work" / "vendor" / "lib"
+    inner.mkdir(parents=True)
+    for folder in (work, inner):
+        subprocess.run(["git", "init", "-q", str(folder)], check=True)
+        (folder / "own.py").write_text("x = 1")
+    (tmp_path / "elsewhere").mkdir()
+    (work / "linked").symlink_to(tmp_path / "elsewhere")
+    assert carried.working_files(work, work / "runs" / "one") == ["linked", "own.py", "vendor/lib/own.py"]
+
+
+def test_checkpoints_that_are_not_here_are_kept_aside(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, there = programs / "work" / "runs" / "one", PurePosixPath(programs / "there")
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("a: 1")
+    ssh = [str(programs / "ssh"), "a"]
+    carried.send_run(ssh, run, there / "run", is_first=True)
+    newer = Path(there / "run" / "checkpoints" / "step-9" / "manifest.sha256")
+    newer.parent.mkdir(parents=True)
+    newer.write_text("of the host alone")
+    carried.send_run(ssh, run, there / "run", is_first=True)
+    kept = next(Path(there).glob("run-*"))
+    assert (kept / "checkpoints" / "step-9" / "manifest.sha256").read_text() == "of the host alone"
+    assert not newer.exists() and str(kept) in capsys.readouterr().out
+
+
 def test_the_first_host_is_sent_what_is_newer_here(programs: Path) -> None:
     there, ssh, run = PurePosixPath(programs / "there"), [str(programs / "ssh"), "a"], programs / "runs" / "one"
     for name in ("config.yaml", "record.jsonl", "checkpoints/step-5/manifest.sha256", "place/jobs"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from echelon.records.compact import compact
 from echelon.records.file import Detail, Recorder, RecordReader, newest, read_records
 from echelon.records.kinds import Checkpoint, Record, Resources, SlowStep, Start, Steps
-from echelon.records.merged import MergedSteps
+from echelon.records.merged import MergedSteps, _loss_means
 from echelon.records.segments import FAN, RECORD_FILE, Segment, all_segments, level_for, segments_of
 from echelon.reporting.live.state import LiveRun
 
@@ -104,6 +105,13 @@ def test_levels_grow_with_the_logarithm_of_the_record(tmp_path: Path) -> None:
     assert segments[0].level >= 2 and len(segments) <= FAN * (segments[0].level + 1)
     assert covered(tmp_path)[-1] == 5 * 2001
     assert all_segments(tmp_path) == segments
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_losses_of_few_steps_all_stay(count: int) -> None:
+    windows = [Steps(step=i + 1, losses=[float(i)], seconds=1.0) for i in range(count)]
+    means = _loss_means(windows, count)
+    assert all(map(math.isfinite, means)) and means == [float(i) for i in range(count)]
 
 
 def test_what_was_merged_and_not_yet_removed_is_read_once(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What every store must do, whatever it is: whole objects, a conditional put, words for what cannot be used."""
 
+import errno
+import os
 import time
 import uuid
 from pathlib import Path
@@ -60,6 +62,18 @@ def test_an_object_is_created_only_where_there_is_none(store: Store) -> None:
     with pytest.raises(FileExistsError):
         store.create("manifests/1", b"second")
     assert store.get("manifests/1") == b"first"
+
+
+def test_a_disk_without_links_takes_objects_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = open_store(str(tmp_path / "s"))
+    store.create("data/a", b"one")
+    with pytest.raises(FileExistsError):
+        store.create("data/a", b"two")
+    assert store.get("data/a") == b"one" and [each.key for each in store.list("data/")] == ["data/a"]
 
 
 def test_conditions_are_tried_and_nothing_is_left_of_that(store: Store) -> None:
