@@ -133,9 +133,8 @@ def _convert(module: nn.Module, group: dist.ProcessGroup | None, still: Set[str]
     if isinstance(module, BatchNormBase):
         return module if path in still else _replacement(module, group)
     made: dict[int, nn.Module] = {}
-    for name, child in module._modules.items():  # `named_children` tells of one that stands twice once
-        if child is None:
-            continue
+    below = module.named_modules(remove_duplicate=False)  # `named_children` tells once of one that stands twice
+    for name, child in [(name, each) for name, each in below if name and "." not in name]:
         if id(child) not in made:
             made[id(child)] = _convert(child, group, still, f"{path}.{name}" if path else name)
         if made[id(child)] is not child:
