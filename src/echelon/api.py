@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from echelon.checkpoint.files import check_whole
 from echelon.config import Resolved, RunConfig, build
-from echelon.config.build import DEFAULT, SettingValue
+from echelon.config.build import DEFAULT, SettingValue, hint_for, leaves
 from echelon.config.keywords import RESUMABLE, for_compare, for_resume, for_train, keywords, setting_of, takes_settings
 from echelon.config.typed import ResumeSettings, TrainSettings
 from echelon.core.errors import UserError
@@ -67,7 +67,7 @@ def train(
     task: str | Task = "auto",
     loss: str | LossFunction = "",
     metrics: object = "",
-    callbacks: str | Sequence[object] = "",
+    callbacks: object = "",
     loggers: Sequence[str | LoggerSettings] = (),
     **settings: Unpack[TrainSettings],
 ) -> Outcome:
@@ -84,8 +84,8 @@ def train(
             their sum or their mean; or a name as on the command line.
         metrics: metrics of torchmetrics, one, a list, a dict by name or a `MetricCollection`; or names as on the
             command line, one text or a list. `primary_metric` names the one by which checkpoints are compared.
-        callbacks: objects that the leading rank tells what happens (see `echelon.observe.callbacks.Callback`), or their
-            names as on the command line; several workers have copies of them.
+        callbacks: objects that the leading rank tells what happens (see `echelon.observe.callbacks.Callback`), one or a
+            list, or their names as on the command line; several workers have copies of them.
         loggers: names as on the command line, and objects (see `echelon.observe.loggers.base.LoggerSettings`).
         settings: any other setting by its command-line name, such as `epochs=5, workers=2, sync="allreduce"`; they are
             listed below. `optimizer` may be a subclass of `torch.optim.Optimizer`, or `functools.partial` of one.
@@ -111,7 +111,7 @@ def train(
     overrides["data.source"] = data if isinstance(data, str) else _name_of_data(data)
     overrides["task"] = task if isinstance(task, str) else task.facts().spec
     overrides |= {"optimizer.loss": _described(loss), "training.metrics": _described(metrics)}
-    overrides["tracking.callbacks"] = callbacks if isinstance(callbacks, str) else ""
+    overrides["tracking.callbacks"] = callbacks if isinstance(callbacks, str) else _callback_names(callbacks)
     resolved = build(None, overrides, in_python=True)
     check_trust(resolved, trust=False)  # all of it is the caller's own: remembered, for what resumes or evaluates it
     with short_spins_inside():  # likewise
@@ -216,7 +216,7 @@ class ResumeKeywords(ResumeSettings, total=False):
     task: Task
     loss: LossFunction
     metrics: object
-    callbacks: str | Sequence[object]
+    callbacks: object
     loggers: Sequence[str | LoggerSettings]
     transform: Callable[[Any], Any]
     eval_transform: Callable[[Any], Any]
@@ -593,6 +593,20 @@ def _logger_names(loggers: object, names: object) -> dict[str, SettingValue]:
     return {"tracking.loggers": "+".join([*([str(names)] if names else []), *listed])} if listed else {}
 
 
+def _callback_names(callbacks: object) -> str:
+    """Return the callbacks that are named, among objects in a list."""
+    return "+".join(each for each in _callback_list(callbacks) if isinstance(each, str))
+
+
+def _callback_objects(callbacks: object) -> tuple[object, ...]:
+    """Return the callbacks that are objects: one alone, or those of a list."""
+    return tuple(each for each in _callback_list(callbacks) if not isinstance(each, str))
+
+
+def _callback_list(callbacks: object) -> Sequence[object]:
+    return callbacks if isinstance(callbacks, Sequence) else (callbacks,)
+
+
 def _logger_objects(loggers: object) -> tuple[object, ...] | str:
     """Return the loggers that are objects; an empty text where none is."""
     return tuple(logger for logger in _listed(loggers) if not isinstance(logger, str)) or ""
@@ -686,7 +700,7 @@ def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjec
         model=module,
         source=source,
         task=objects.get("task"),
-        callbacks=tuple(objects.get("callbacks", ())),
+        callbacks=_callback_objects(objects.get("callbacks", ())),
         loggers=objects.get("loggers", ()),
         transforms=Transforms(objects.get("transform"), objects.get("eval_transform")),
         loss=objects.get("loss"),
@@ -759,8 +773,11 @@ def _with_overrides(path: Path, overrides: Mapping[str, SettingValue]) -> Resolv
     folders.check_is_run(path)
     stays = [name for name in overrides if not name.startswith(RESUMABLE)]
     present = _read(path).config if stays else None
+    for name in overrides:
+        if name not in {each for each, _, _ in leaves()}:
+            raise UserError(f"unknown setting {name!r}: {hint_for(name)}".rstrip(": "))
     for name in stays:
-        if overrides[name] != attrgetter(name)(present):
+        if str(overrides[name]) != str(attrgetter(name)(present)):
             raise UserError(
                 f"{name} cannot change when a run is resumed: start a new run, with --weights from this one"
             )

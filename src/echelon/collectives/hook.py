@@ -275,7 +275,9 @@ class GradientHook:
             self._work.step_made()
 
     def load_common(self, saved: StateView) -> None:
-        """Take over a codec's counters and factors from another rank."""
+        """Take over a codec's counters and factors from another rank, and which way gradients go."""
+        if self.pace is not None:
+            self.pace.load_state_dict(saved)
         if isinstance(self._work, CodecWork):
             self._work.load_common(saved)
 

@@ -8,7 +8,7 @@ from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -202,7 +202,12 @@ def _walk(file: Path, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str
             name = main
         elif name not in settings:
             raise UserError(f"{origin}: unknown setting {shown(name)!r}: {hint_for(name)}".rstrip(": "))
-        if settings[name] is str and isinstance(value_node, yaml.ScalarNode):
-            yield name, value_node.value, origin  # as written: YAML reads 1:4 as a number to base 60
+        is_text = settings[name] is str or get_origin(settings[name]) is Literal
+        if isinstance(value_node, yaml.ScalarNode) and value_node.tag.endswith(":null"):
+            if settings[name] is str:
+                yield name, "", origin
+        elif is_text and isinstance(value_node, yaml.ScalarNode):
+            # as written: YAML reads 1:4 as a number to base 60, and off as false
+            yield name, value_node.value, origin
         else:
             yield name, plain(value_node, f"{origin}: {name}"), origin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from echelon.tasks import nest
 from echelon.tasks.nest import Nest, TensorSpec
 
 CACHE_BYTES = 512 * 10**6
+_ASKED_TWICE = 4  # images of a user's own data set: whether they are drawn by a generator of their own
 _LOOKED_AT_ONCE = 64 << 20  # bytes in memory: a few hundredths of a second
 
 
@@ -102,6 +104,16 @@ class RowsOfOneShape:
         return self.specs
 
 
+def _differ(images: Images) -> bool:
+    """Whether one of the first images is another when it is asked for again."""
+    with random_state_kept():
+        for i in range(min(_ASKED_TWICE, len(images))):
+            first, second = (np.asarray(images.picture(i).load(1.0)) for _ in range(2))
+            if not np.array_equal(first, second):
+                return True
+    return False
+
+
 class ImageRows(RowsOfOneShape):
     """Makes rows of images. Small ones are decoded once and kept, in memory that forked loaders share."""
 
@@ -114,9 +126,10 @@ class ImageRows(RowsOfOneShape):
         self.origin = images.origin if isinstance(images, ImageArray | ImageItems) else None
         self._mean = torch.tensor(recipe.mean).view(-1, 1, 1) * 255
         self._std = torch.tensor(recipe.std).view(-1, 1, 1) * 255
+        # A user's own data set may draw its images: each is seeded, and kept only where it drew nothing.
+        self._may_draw = isinstance(images, ImageItems) and not images.are_fixed
         self._kept, self._known = self._make_cache()
-        # In memory, at least from the second epoch on; or no other process is to make what a user's data set draws.
-        self.kept = self._kept is not None or (self._draws_itself and self._n_bytes <= CACHE_BYTES)
+        self.kept = self._kept is not None  # in memory, at least from the second epoch on
         self.in_memory = self.kept and isinstance(images, ImageArray)
 
     def fill(self, epoch: int, draws: Indices, inputs: NDArray[Any], targets: NDArray[np.int64]) -> list[BadSample]:
@@ -132,13 +145,12 @@ class ImageRows(RowsOfOneShape):
         targets[:] = self.labels[indices]
         pixels = np.empty(inputs.shape, dtype=np.uint8) if self._recipe.mean else inputs
         bad: list[BadSample] = []
-        if self._draws_itself:
-            with random_state_kept():
-                self._decode(indices, pixels, bad, self.crop_draws(epoch, draws), self._seeds(epoch, draws))
-        elif (numbers := self.crop_draws(epoch, draws)) is not None:
-            self._decode(indices, pixels, bad, numbers)
-        else:
-            self._plain(indices, pixels, bad)
+        seeds = item_seeds(self._recipe.seed, epoch, draws) if self._may_draw else []
+        with random_state_kept() if seeds else nullcontext():
+            if (numbers := self.crop_draws(epoch, draws)) is not None:
+                self._decode(indices, pixels, bad, numbers, seeds)
+            else:
+                self._plain(indices, pixels, bad, np.array(seeds, dtype=object))
         if self._recipe.augment == "flip_crop":
             numbers = uniforms(self._recipe.seed, epoch, draws, FLIP_CROP_DRAWS)
             pixels[:] = flip_crop(pixels, numbers)
@@ -157,22 +169,28 @@ class ImageRows(RowsOfOneShape):
             return None
         return KeptImages(self._kept, self.labels, recipe.seed if recipe.augment == "flip_crop" else None)
 
-    def _plain(self, indices: Indices, pixels: NDArray[np.uint8], bad: list[BadSample]) -> None:
+    def _plain(
+        self, indices: Indices, pixels: NDArray[np.uint8], bad: list[BadSample], seeds: NDArray[np.object_]
+    ) -> None:
         """Write the images before augmentation, from memory where they are there."""
         if self._kept is None or self._known is None:
-            self._decode(indices, pixels, bad, None)
+            self._decode(indices, pixels, bad, None, seeds.tolist())
             return
         missing = np.flatnonzero(self._known[indices] == 0)
         if len(missing):
             fresh = np.empty((len(missing), *self._shape), dtype=np.uint8)
             found: list[BadSample] = []
-            self._decode(indices[missing], fresh, found, None)
-            good = np.ones(len(missing), dtype=bool)
+            of_missing = seeds[missing].tolist() if len(seeds) else []
+            good = self._decode(
+                indices[missing], fresh, found, None, of_missing
+            )  # what it drew is drawn anew next time
             good[[each.position for each in found]] = False
             self._kept[indices[missing[good]]] = fresh[good]
             self._known[indices[missing[good]]] = 1
             bad += [BadSample(int(missing[b.position]), b.path, b.reason) for b in found]
-        pixels[:] = self._kept[indices]
+            pixels[missing] = fresh
+        there = self._known[indices] == 1
+        pixels[there] = self._kept[indices[there]]
 
     def _in_channels(self, image: Tensor) -> Tensor:
         """Return an image `(C, S, S)` as the model was trained on it: files are read in colour."""
@@ -189,16 +207,18 @@ class ImageRows(RowsOfOneShape):
         bad: list[BadSample],
         draws: NDArray[np.float64] | None,
         seeds: Sequence[int] = (),
-    ) -> None:
-        rows = torch.from_numpy(pixels)
+    ) -> NDArray[np.bool_]:
+        """Write images; returns which of them were made without random numbers, `(N,)`."""
+        rows, fixed = torch.from_numpy(pixels), np.ones(len(indices), dtype=bool)
         for row, i in enumerate(indices.tolist()):
-            if seeds:
-                RandomState.seed(seeds[row])
+            before = RandomState.seed(seeds[row]) if seeds else None
             try:
                 rows[row] = self.fitted(self._images.picture(i), None if draws is None else draws[row])
             except CannotDecode as error:
                 bad.append(self.refused_or_skipped(row, i, error))
                 rows[row] = 0
+            fixed[row] = before is None or before.is_same(RandomState.now())
+        return fixed
 
     @property
     def encoded(self) -> EncodedImages | None:
@@ -238,19 +258,11 @@ class ImageRows(RowsOfOneShape):
         return BadSample(row, path, str(error))
 
     @property
-    def _draws_itself(self) -> bool:
-        """Whether the images may be others each time, as a user's own data set draws them."""
-        return isinstance(self._images, ImageItems) and not self._images.are_fixed
-
-    @property
     def _n_bytes(self) -> int:
         return len(self.labels) * int(np.prod(self._shape))
 
-    def _seeds(self, epoch: int, draws: Indices) -> list[int]:
-        return item_seeds(self._recipe.seed, epoch, draws)
-
     def _make_cache(self) -> tuple[NDArray[np.uint8] | None, NDArray[np.uint8] | None]:
-        if self._recipe.augment == "imagenet" or self._draws_itself:
+        if self._recipe.augment == "imagenet" or (self._may_draw and _differ(self._images)):
             return None, None
         if isinstance(self._images, ImageArray) and self._images.pixels.shape[1:] == self._shape:
             return self._images.pixels, np.ones(len(self.labels), dtype=np.uint8)

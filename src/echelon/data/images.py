@@ -332,12 +332,23 @@ class RandomState(NamedTuple):
             cls.seed(seed)
             return cls.now()
 
-    @staticmethod
-    def seed(seed: int) -> None:
-        """Seed the process, within `random_state_kept`."""
+    @classmethod
+    def seed(cls, seed: int) -> RandomState:
+        """Seed the process, within `random_state_kept`; returns the state."""
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
+        return cls.now()
+
+    def is_same(self, other: RandomState) -> bool:
+        """Whether two states give the same numbers."""
+        mine, theirs = self.numpy_state, other.numpy_state
+        return (
+            self.python_state == other.python_state
+            and mine[2] == theirs[2]
+            and np.array_equal(mine[1], theirs[1])
+            and torch.equal(self.torch_state, other.torch_state)
+        )
 
     def put_back(self) -> None:
         """Give the process this state."""

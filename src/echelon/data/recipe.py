@@ -181,7 +181,7 @@ def loader_count(rows: Rows, config: LoaderConfig) -> int:
 def _augment(wanted: str, side: int, name: str) -> str:
     if wanted != "auto":
         return wanted
-    if name in _NOT_MIRRORED:
+    if name.lower() in _NOT_MIRRORED:
         return "none"
     if side > SMALL_IMAGE:
         return "imagenet"

@@ -25,6 +25,7 @@ from echelon.data.class_folders import FolderLinks
 from echelon.data.column_numbers import is_string
 from echelon.data.columns import Form, MeasuredColumns, form_of
 from echelon.data.file_names import TABLES
+from echelon.data.kept_info import read_info
 from echelon.data.order import Indices
 from echelon.data.parts import TEST, TRAIN, VALIDATION, by_part, part_of, part_of_file
 
@@ -248,7 +249,7 @@ class TablePart:
                 names = whole.column_names
             else:
                 with arrow_csv.open_csv(path, **_csv_options(path)) as stream:
-                    names = [name for name in stream.schema.names if not _CSV_INDEX.fullmatch(name)]
+                    names = stream.schema.names
         stripped = tuple(name.strip() for name in names)  # as in a head of `a, b`
         if len(set(stripped)) < len(names):
             raise UserError(f"data {path}: two columns have the same name")
@@ -339,12 +340,20 @@ def _columns(request: DataRequest, names: Sequence[str], file: Path) -> tuple[tu
     if not target:
         raise UserError(f"data {request.config.source}: name the column to predict with --target: {', '.join(names)}")
     check_known(names, (*wanted, *target), file)
-    inputs = wanted or tuple(name for name in names if name not in target)
+    inputs = wanted or tuple(name for name in names if name not in target and not says_where(request, name))
     if not inputs or set(inputs) & set(target):
         both = next(iter(set(inputs) & set(target)), "")
         reason = f"{both} is both input and target" if both else "no column is left for the input"
         raise UserError(f"data {request.config.source}: {reason}")
     return inputs, target
+
+
+def says_where(request: DataRequest, name: str) -> bool:
+    """Whether a column says where a row stood, and nothing of what it is; not one that the run has begun with."""
+    if not _CSV_INDEX.fullmatch(name):
+        return False
+    known = read_info(request.folder) if request.folder is not None else None
+    return known is None or name not in known.columns
 
 
 def listed(text: str) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ from echelon.trainer.folder import has_checkpoint
 STEP_VARIABLE = "ECHELON_FLOW_STEP"
 """In the environment of all of a step's processes: its folder, by which what a killed driver left is found."""
 STOP_S = 90.0
+_LOOK_S = 0.05
 
 
 def hashes_of(folder: Path, step: str) -> Mapping[str, str]:
@@ -157,24 +158,37 @@ def _command(command: list[str], base: Path, where: Path, step: FlowStep, stdout
         try:
             process.wait(step.resources.time_s)
         except subprocess.TimeoutExpired:
-            _end(process)
+            _end(process, step.kind == "command")
             return process.returncode, f"it took longer than {step.resources.time_s:.0f} s and was ended"
         finally:
-            _end(process)
+            _end(process, step.kind == "command")
     return process.returncode, _last_line(log, begins)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what still runs; a run that is asked first saves a checkpoint."""
+def _end(process: subprocess.Popen[bytes], asks_all: bool) -> None:
+    """End what still runs; a run that is asked first saves a checkpoint.
+
+    Args:
+        asks_all: ask what a shell has started too; a command of ours asks its own processes.
+    """
+    ends_s = time.monotonic() + STOP_S
     if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(STOP_S)
-    with suppress(ProcessLookupError):  # what a shell has started goes with it
+        with suppress(ProcessLookupError):
+            (os.killpg if asks_all else os.kill)(process.pid, signal.SIGTERM)
+        while time.monotonic() < ends_s and (process.poll() is None or _has_any(process.pid)):
+            time.sleep(_LOOK_S)
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.wait(STOP_S)
+
+
+def _has_any(group: int) -> bool:
+    """Whether a process group has processes."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _last_line(log: Path, begins: int) -> str:

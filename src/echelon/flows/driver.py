@@ -269,7 +269,7 @@ class _Driver:
         for going in self.going.values():
             if going.process.poll() is None:
                 going.process.terminate()
-        until = time.monotonic() + 2 * STOP_S
+        until = time.monotonic() + 2 * STOP_S + _KILL_S
         for going in self.going.values():
             try:
                 going.process.wait(max(0.1, until - time.monotonic()))

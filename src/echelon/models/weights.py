@@ -122,6 +122,7 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], origin: str, head:
     else:
         names = set()
     passed_over += [name for name in taken if name not in model_state and not taken[name].is_floating_point()]
+    passed_over += [name for name in _of_other_tasks(model, taken, model_state) if name not in passed_over]
     taken = {name: tensor for name, tensor in taken.items() if name not in passed_over}
     _check(taken, model_state, names, origin)
     model.load_state_dict(taken, strict=False)
@@ -386,11 +387,47 @@ def head_names(model: nn.Module) -> set[str]:
     names = list(model.state_dict())
     if type(model).__module__.startswith("transformers."):
         return _beside_base(model, names) or _last_weight(model.state_dict())
+    if type(model).__module__.startswith("torchvision.models.segmentation"):
+        return _of_segmentation(model.state_dict())
     cfg = getattr(model, "default_cfg", None) or {}
     heads = cfg.get("classifier") if isinstance(cfg, Mapping) else getattr(cfg, "classifier", None)
     heads = (heads,) if isinstance(heads, str) else tuple(heads or ())
     found = {name for name in names if any(name.startswith(f"{head}.") for head in heads)}
     return found or _last_weight(model.state_dict())
+
+
+_CLASSIFIERS = ("classifier.low_classifier", "classifier.high_classifier", "aux_classifier", "classifier")
+
+
+def _of_segmentation(state: Mapping[str, Tensor]) -> set[str]:
+    """Return the last weights, and biases, of each classifier of a model of torchvision's: logits of both are added, or
+    the auxiliary one is trained beside the other.
+    """
+    several = any(name.startswith(_CLASSIFIERS[:2]) for name in state)
+    of_each = (
+        {name: tensor for name, tensor in state.items() if name.startswith(f"{each}.")}
+        for each in (_CLASSIFIERS[:2] if several else _CLASSIFIERS[2:])
+    )
+    return set().union(*map(_last_weight, of_each))
+
+
+def _of_other_tasks(model: nn.Module, taken: Mapping[str, Tensor], model_state: Mapping[str, Tensor]) -> list[str]:
+    """Return what published files of transformers hold beside a model: other heads, poolers, buffers of before."""
+    if not type(model).__module__.startswith("transformers."):
+        return []
+    ignored = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    base = str(getattr(model, "base_model_prefix", ""))
+    has_base = bool(base) and isinstance(getattr(model, base, None), nn.Module)
+    return [
+        name
+        for name in taken
+        if name not in model_state
+        and (
+            _is_pooler(name)
+            or any(each.search(name) for each in ignored)
+            or (has_base and not name.startswith(f"{base}."))
+        )
+    ]
 
 
 _HEADS = ("classifier", "score", "lm_head", "projector", "layer_weights")

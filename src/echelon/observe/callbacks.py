@@ -112,7 +112,7 @@ class CheckpointInfo:
     Attributes:
         step: optimizer steps that it has.
         path: its folder; the run removes it when there are newer ones.
-        reason: `interval`, `best`, `end` or `stop`.
+        reason: `interval`, `best`, `end`, `stop`, or `unfreeze` where more is trained from then on.
         n_bytes: that it takes.
         seconds: that writing took, in the background.
     """

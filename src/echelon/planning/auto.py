@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from echelon.config import Resolved, RunConfig
 from echelon.config.machines import Machines
 from echelon.core.errors import UserError
-from echelon.core.units import format_seconds
+from echelon.core.units import format_bytes, format_seconds
 from echelon.planning.calibration import Calibration, calibrate
-from echelon.planning.layout_memory import WHOLE, FittingLayouts, fitting_layouts
+from echelon.planning.layout_memory import WHOLE, FittingLayouts, LayoutMemory, fitting_layouts
 from echelon.planning.layouts import DescribedModel
 from echelon.planning.plan import Length, RunEstimate, make_plan
 from echelon.planning.steps import Replicated
@@ -219,11 +219,19 @@ def _measured(
     words = [f"--auto: {_named(default)} takes {format_seconds(default_s)} a step."]
     best, best_s, trials = default, default_s, [_tried(default.label, default_s)]
     for prediction in sorted(allowed, key=lambda p: p.step.seconds.value)[:TRIED]:
-        seconds = _step_s(try_out(_with(base, prediction), prediction.label))
+        described = _with(base, prediction)
+        if needs := _too_large(described):
+            words.append(f"--auto: {prediction.label} was not tried: {needs}.")
+            continue
+        try:
+            seconds = _step_s(try_out(described, prediction.label))
+        except UserError as error:  # the default has trained
+            words.append(f"--auto: {prediction.label} is not taken: {error}.")
+            continue
         told = format_seconds(prediction.step.seconds.value)
         words.append(f"--auto: {prediction.label} takes {format_seconds(seconds)}, predicted were {told}.")
         trials.append(_tried(prediction.label, seconds, prediction.step.seconds.value))
-        if seconds * FASTER < best_s:
+        if seconds < best_s and seconds * FASTER < default_s:
             best, best_s = prediction, seconds
     if len(long_enough) < len(ahead):
         short = "; ".join(p.label for p in ahead if p not in long_enough)
@@ -241,6 +249,18 @@ def _measured(
         )
         words.append(f"--auto: {best.label}, {default_s / best_s:.2f}x as fast a step; it {cost}.")
     return AutoChoice(_settings(best), words, trials)
+
+
+def _too_large(config: RunConfig) -> str:
+    """Say what a way needs of memory and what there is, where it is forecast not to fit; else nothing."""
+    try:
+        memory = LayoutMemory(config, "--auto")
+        need = memory.need_of(WHOLE)
+    except UserError:  # what is free is not known
+        return ""
+    if need.needed_bytes is None or memory.fits(need):
+        return ""
+    return f"a worker is forecast to need {format_bytes(need.needed_bytes)} of {format_bytes(memory.free_bytes)}"
 
 
 def _tried(way: str, seconds: float, predicted_s: float | None = None) -> WayTried:

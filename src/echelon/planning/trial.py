@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from echelon.config import RunConfig, to_yaml
+from echelon.config.schema import TrackingConfig
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.planning.calibration import Calibration, calibrate
@@ -50,8 +51,9 @@ def try_out(config: RunConfig, what: str) -> RunRecord:
     Raises:
         UserError: the run was refused or failed.
     """
-    training = replace(config.training, max_steps=STEPS, max_time="", eval_every=0)
-    config = replace(config, run="", training=training)
+    training = replace(config.training, max_steps=STEPS, max_time="", eval_every=0, early_stop=0, profile=0)
+    saving = replace(config.checkpoint, mirror="")
+    config = replace(config, run="", training=training, checkpoint=saving, tracking=TrackingConfig())
     print(f"trying {what}: up to {STEPS} steps", file=sys.stderr, flush=True)
     with TemporaryDirectory(prefix="echelon-plan-") as folder:
         run, file = Path(folder) / "run", Path(folder) / "run.yaml"

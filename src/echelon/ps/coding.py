@@ -103,6 +103,8 @@ class RowCoding:
         """
         if self.codec is None or not values.numel():
             return value_frame(values)
+        if self.codec.n_bytes(values.numel()) == values.nbytes:  # the length would not tell them apart
+            return value_frame(values)
         largest = min(self.codec.largest, torch.finfo(values.dtype).max)
         if not bool((values.abs() <= largest).all()):
             return value_frame(values)

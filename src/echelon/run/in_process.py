@@ -57,7 +57,10 @@ def runs_in_process(request: LaunchRequest) -> bool:
     launch = request.config.launch
     alone = launch.workers == 1 and request.nodes.most == 1 and request.link is None
     copied = bool(request.config.checkpoint.mirror) or is_url(request.config.run)  # in the time of training
-    return alone and not copied and request.place.runs_here and not request.uses_servers and not is_worker()
+    told = bool(request.config.tracking.notify)  # by the command, whatever becomes of who trains
+    return (
+        alone and not copied and not told and request.place.runs_here and not request.uses_servers and not is_worker()
+    )
 
 
 def start_in_process(request: LaunchRequest, user_objects: UserObjects | None) -> Outcome:

@@ -40,6 +40,7 @@ from echelon.trainer.folder import CHECKPOINTS_FOLDER
 
 _WHAT = "checkpoint"
 _LOOK_S = 0.5
+_WAKES_S = 5.0  # in which a thread that is told of the end begins to send
 _STOPPED_S = 60.0  # for the last checkpoint, once a signal has stopped the run
 
 
@@ -120,6 +121,7 @@ class Mirror:
         self._thread = threading.Thread(target=self._run, name="echelon-mirror", daemon=True)
         self.failure: Exception | None = None
         self.versions = 0
+        self._is_sending = False
 
     def start(self) -> None:
         """Begin to look for checkpoints."""
@@ -152,7 +154,11 @@ class Mirror:
             except DamagedArchive as damage:
                 raise StoreAway(str(damage)) from damage
 
-        return self._patience.attempt(_WHAT, passing)
+        self._is_sending = True  # for as long as the store takes it, whoever waits
+        try:
+            return self._patience.attempt(_WHAT, passing)
+        finally:
+            self._is_sending = False
 
     def _push(self, seen: list[str], last: bool = False) -> None:
         with held(self._folder, self._sent, last) as snapshot:
@@ -170,7 +176,7 @@ class Mirror:
             why it could not be sent; empty: it was.
         """
         self._over.set()
-        ends_s, signals, said = time.monotonic() + wait_s, stop.count, list[str]()
+        begun_s, signals, said = time.monotonic(), stop.count, list[str]()
         last = threading.Thread(target=lambda: said.append(self._pushed_last()), name="echelon-mirror-end", daemon=True)
         for thread in (self._thread, last):  # one upload may take hours, and no signal ends it
             if thread is last:
@@ -178,9 +184,11 @@ class Mirror:
                     return str(self.failure)
                 last.start()
             while thread.is_alive():
-                if time.monotonic() > ends_s or stop.count > signals:
-                    return f"the store did not take it for {format_seconds(wait_s + time.monotonic() - ends_s)}"
                 thread.join(_LOOK_S)
+                passed_s = time.monotonic() - begun_s
+                idle = passed_s > max(wait_s, _WAKES_S) and not self._is_sending
+                if thread.is_alive() and (idle or stop.count > signals):
+                    return f"the store did not take it for {format_seconds(passed_s)}"
         return said[0] if said else "sending it failed"
 
     def _pushed_last(self) -> str:

@@ -426,6 +426,7 @@ def _as_worker(path: Path, run: ResolvedRun, user_objects: UserObjects | None = 
         if leads and status != "failed":
             close_run(path, record, stop)
             write_own_file(path, run, status, user_objects)
+        if leads:
             Notifier(run.described.tracking.notify, path).end(status, _how_it_ended(path))
     return outcome_of(path, status, stop.signum)
 

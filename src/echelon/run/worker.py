@@ -213,6 +213,11 @@ def train_launched(path: Path, stop: StopFlag, user_objects: UserObjects | None 
         record_last(path, RunDiverged(str(error), int(os.environ["RANK"])))
         say(str(error))
         return "failed"
+    except CallbackFailed as error:  # it would fail again
+        place = place_of(error.__cause__ or error)
+        record_last(path, CallbackError(str(error), int(os.environ["RANK"]), place=place))
+        say(str(error))
+        return "failed"
     except UserError as error:
         if not notes.finished:
             raise

@@ -13,8 +13,10 @@ from statistics import fmean
 
 from echelon.config import RunConfig, build
 from echelon.core.errors import UserError
+from echelon.core.own import HUGGING_FACE
 from echelon.core.units import format_seconds, seconds_for
 from echelon.run.defaults import with_task_defaults
+from echelon.storage.url import is_url
 from echelon.study.base import BASELINE_TIME, COMPLETED, Choices, PlannedRun, Settings, Stage, Study
 from echelon.study.grid import RunPlace, planned_runs, run_places
 from echelon.study.tables import RunRow
@@ -137,12 +139,14 @@ def check_stages(study: Study) -> None:
 
 def epochs_of(settings: Settings) -> int:
     """Return the epochs of a run: as given, or as its task suggests."""
-    return _described(settings).training.epochs
+    given = settings.get(_EPOCHS)
+    return int(given) if given else _described(settings).training.epochs
 
 
 def rate_of_settings(settings: Settings) -> float:
     """Return the learning rate of a run: as given, or as its task, or the weights that it starts from, suggest."""
-    return _described(settings).optimizer.lr
+    given = settings.get(_RATE)
+    return float(given) if given else _described(settings).optimizer.lr
 
 
 def _described(settings: Settings) -> RunConfig:
@@ -151,8 +155,18 @@ def _described(settings: Settings) -> RunConfig:
 
 @cache
 def _with_defaults(settings: tuple[tuple[str, str], ...]) -> RunConfig:
-    """Return a run's description as its command makes it, once: the defaults of some tasks are found in the data."""
-    return with_task_defaults(build(None, dict(settings))).config
+    """Return a run's description as its command makes it, once: the defaults of some tasks are found in the data.
+
+    Who looks at a study imports no code that it names, and fetches no data: general defaults stand there.
+    """
+    described = build(None, dict(settings))
+    task, source = described.config.task, described.config.data.source
+    if ":" in task:
+        return described.config
+    try:
+        return with_task_defaults(described, opens_data=not (is_url(source) or source.startswith(HUGGING_FACE))).config
+    except UserError:  # what is wrong with the data, its runs say
+        return described.config
 
 
 def _given_s(study: Study) -> float | None:

@@ -537,9 +537,13 @@ class Saver:
         if result is None or not self.is_best(report, task):
             return False
         best_before, self.best = self.best, result
-        score = task.primary.score(result.value)
-        if not self.save(cursor, "best", metric=score, last=last):
-            self.best = best_before
+        score, is_saved = task.primary.score(result.value), False
+        try:
+            is_saved = self.save(cursor, "best", metric=score, last=last)
+        finally:
+            if not is_saved:  # the disk takes nothing, or others were lost
+                self.best = best_before
+        if not is_saved:
             return False
         self._best_before, self._best_metric = best_before, score
         if self._shown is not None:

@@ -56,7 +56,7 @@ from echelon.data.ragged import RaggedArray
 from echelon.data.sample_index import RowSampleIndex
 from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.data.sources.transcripts import Recordings, plain_text, transcribed
-from echelon.data.table_files import TableParts, check_known, is_folder_of_tables, listed, stray
+from echelon.data.table_files import TableParts, check_known, is_folder_of_tables, listed, says_where, stray
 from echelon.tasks.base import Encoding
 from echelon.tasks.nest import Nest, TensorSpec, map_leaves
 
@@ -201,7 +201,8 @@ def _interaction_columns(request: DataRequest, files: TableParts) -> Interaction
         )
     named = listed(request.config.input)
     time = request.config.time or time_among(first.names, named)
-    inputs = named or tuple(name for name in first.names if name not in (time, files.split))
+    kept = [name for name in first.names if not says_where(request, name)]
+    inputs = named or tuple(name for name in kept if name not in (time, files.split))
     check_known(first.names, (*inputs, *([time] if time else [])), first.path)
     if len(inputs) != 2:
         raise UserError(

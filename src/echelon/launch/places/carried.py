@@ -65,8 +65,10 @@ def working_files(folder: Path, run: Path) -> list[str]:
     left_out = ("runs/", f"{own}/")
     found = []
     for name in (each.rstrip("/") for each in names if not each.startswith(left_out)):
+        if name in ("", "."):
+            continue
         path = folder / name
-        if path.is_dir() and not path.is_symlink():  # a submodule, or a repository within
+        if (path / ".git").exists() and not path.is_symlink():  # a submodule, or a repository within
             found += [f"{name}/{inner}" for inner in working_files(path, run)]
         elif path.is_file() or path.is_symlink():  # a link to a folder travels as a link
             found.append(name)

@@ -64,10 +64,12 @@ export {variable}={node_rank}
 setsid nohup sh -c 'echo "$$" >"$0/keeper"; "$@" & echo "$!" >"$0/pid"; wait "$!"
   echo "$? $(date +%s)" >"$0/code.new"; mv "$0/code.new" "$0/code"' "$part" \\
   {command} </dev/null >>{run}/logs/node{number}.out 2>&1 &
+session=$!
 looks=0
 until [ -s "$part/pid" ]; do
   looks=$((looks + 1))
-  [ "$looks" -lt 200 ] || {{ echo "the part of the run does not start: $part has no room, maybe" >&2; exit 3; }}
+  [ "$looks" -lt 200 ] || {{ kill -TERM -- "-$session" 2>/dev/null
+    echo "the part of the run does not start: $part has no room, maybe" >&2; exit 3; }}
   sleep 0.1
 done
 """

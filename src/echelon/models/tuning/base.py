@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from echelon.core.errors import UserError
 from echelon.core.hints import matches
 from echelon.models.families import hints_for
+from echelon.models.weights import head_names
 
 
 class TuningKind:
@@ -81,10 +82,34 @@ def blocks_of(model: nn.Module) -> list[str]:
         largest = max(children, key=lambda name: _size(model.get_submodule(name)))
         inner = _with_parameters(model.get_submodule(largest), f"{largest}.")
         if not isinstance(model.get_submodule(largest), (nn.Sequential, nn.ModuleList)) or not inner:
+            inner = _repeated_in(model.get_submodule(largest), largest)
+        if not inner:
             break
         at = children.index(largest)
         children[at : at + 1] = inner
-    return children
+    head = head_names(model)
+    behind = [name for name in children if all(each in head for each in _names_in(model, name))]
+    return [name for name in children if name not in behind] or children
+
+
+def _names_in(model: nn.Module, name: str) -> list[str]:
+    return [f"{name}.{each}" for each, _ in model.get_submodule(name).named_parameters()]
+
+
+def _repeated_in(module: nn.Module, path: str) -> list[str]:
+    """Return the names of the blocks of the largest container below that repeats one; nothing where there is none."""
+    found = [
+        (name, each)
+        for name, each in module.named_modules()
+        if isinstance(each, (nn.Sequential, nn.ModuleList)) and _repeats(each)
+    ]
+    name, largest = max(found, key=lambda pair: _size(pair[1]), default=("", None))
+    return [] if largest is None else _with_parameters(largest, f"{path}.{name}.")
+
+
+def _repeats(container: nn.Module) -> bool:
+    kinds = [type(child) for child in container.children() if _size(child)]
+    return len(kinds) > 1 and len(set(kinds)) == 1
 
 
 def _with_parameters(module: nn.Module, prefix: str) -> list[str]:
