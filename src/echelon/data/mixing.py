@@ -64,7 +64,14 @@ class Mixer:
         if config.cutmix and len(spec.shape) != 3:
             raise UserError(f"--cutmix cuts boxes out of images (C, H, W); inputs of {info.name} are {spec.shape}")
         self._seed, self._classes = seed, len(info.classes)
+        self._orders: dict[tuple[int, torch.device], Tensor] = {}
         self._mixup: Any = Mixup(config.mixup, config.cutmix, label_smoothing=0.0, num_classes=self._classes)
+
+    def _order(self, paired: int, device: torch.device) -> Tensor:
+        """Return the order of pairs on a device, made once: a GPU would be waited for."""
+        if (paired, device) not in self._orders:
+            self._orders[paired, device] = _pairs_first_and_last(paired).to(device)
+        return self._orders[paired, device]
 
     def mix(self, batch: Batch, epoch: int, wanted: slice) -> Batch:
         """Return a rank's own part of a batch, mixed; the last sample of an odd global batch stays as it is.
@@ -78,7 +85,7 @@ class Mixer:
         shares = F.one_hot(classes, self._classes).to(inputs.dtype)
         paired = len(inputs) // 2 * 2
         if paired:
-            order = _pairs_first_and_last(paired).to(inputs.device)
+            order = self._order(paired, inputs.device)
             with random_state_kept():
                 np.random.seed(mix_seed(self._seed, epoch, batch.index))
                 mixed, mixed_shares = self._mixup(inputs[order], classes[order])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean, median
 from typing import Any, cast
 
@@ -252,7 +253,8 @@ def _time(trials: list[_Trial], probe: LinkProbe, budget_s: float) -> float:
         wait()
         return time.perf_counter() - began
 
-    with ThreadPoolExecutor(1) as thread:
+    begins = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    with ThreadPoolExecutor(1, initializer=begins) as thread:
         least, most = _TURNS
         turns = min(most, max(least, round(budget_s / probe.most(timed(thread)))))
         return median(timed(thread) for _ in range(turns))

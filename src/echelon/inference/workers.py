@@ -105,6 +105,7 @@ def run_predictor(files: EvaluationFiles, job: PredictionJob, workers: int, parc
         device = device_of(job.device)
         if device.type == "cuda":
             device = torch.device("cuda", rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)  # a model's own code may say "cuda"
         rows = list(predict_samples(trained, job.data, job.writing, device, job.masks, part=BatchShare(rank, workers)))
         torch.save(list(map(_stored, rows)), _rows_of(files.folder, rank))  # read once this process has ended
     except UserError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -101,6 +102,32 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)  # of a GPU, the current one
 
 
+@dataclass(frozen=True)
+class _ToldLater:
+    """Numbers on their way from a GPU, which is not waited for beyond them; of a CPU they are there."""
+
+    numbers: Tensor
+    done: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> _ToldLater:
+        """Begin to copy numbers to the host."""
+        if not numbers.is_cuda or detect_fake_mode([numbers]) is not None:
+            return cls(numbers, None)
+        host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return cls(host, done)
+
+    def read(self) -> list[int]:
+        """Return them."""
+        if self.done is not None:
+            self.done.synchronize()
+        numbers: list[int] = self.numbers.tolist()
+        return numbers
+
+
 class BlockOrder:
     """Refuses a block that some ranks leave out in training, or enter in another order: they gather each together.
 
@@ -113,7 +140,7 @@ class BlockOrder:
         """Watch the blocks of a model, by name; hooks come before those of `fully_shard`, so call it afterwards."""
         self._names, self._mesh = (*blocks, "its end"), mesh
         self._passes, self._order = -1, 0
-        self._told: Tensor | None = None  # of the last comparison, until it is looked at
+        self._told: _ToldLater | None = None  # of the last comparison, until it is looked at
         root.register_forward_pre_hook(self._begin, prepend=True)
         for place, block in enumerate(blocks.values()):
             block.register_forward_pre_hook(partial(self._enter, place), prepend=True)
@@ -131,8 +158,11 @@ class BlockOrder:
         if not is_asked and not is_end:
             return
         device = _device_of(self._mesh)
-        self._told = torch.tensor([place, -place, self._order, -self._order], device=device)
-        dist.all_reduce(self._told, op=dist.ReduceOp.MAX, group=self._mesh.get_group())
+        told = torch.tensor([place, -place, self._order, -self._order])
+        waits = device.type == "cuda" and detect_fake_mode([told]) is None
+        told = told.pin_memory().to(device, non_blocking=True) if waits else told.to(device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._mesh.get_group())
+        self._told = _ToldLater.of(told)
         if is_asked or device.type == "cpu":
             self._look()
 
@@ -140,9 +170,9 @@ class BlockOrder:
         if self._told is None:
             return
         told, self._told = self._told, None
-        if detect_fake_mode([told]) is not None:  # a rehearsal: there are no values
+        if detect_fake_mode([told.numbers]) is not None:  # a rehearsal: there are no values
             return
-        last, first, highest, lowest = told.tolist()
+        last, first, highest, lowest = told.read()
         if last == -first and highest == -lowest:
             return
         where = "ranks have called the blocks of the model in different orders"

@@ -161,7 +161,7 @@ class OuterNesterov:
         # v is kept with the sign of the delta own - anchor, which is the outer gradient's with a minus.
         if name not in self._velocity:
             self._velocity[name] = torch.zeros_like(anchor)
-        velocity = self._velocity[name]
+        velocity = self._velocity[name] = self._velocity[name].to(anchor.device)  # a checkpoint's are on the CPU
         velocity.mul_(self._momentum).add_(mean)
         return anchor.add_(mean + self._momentum * velocity, alpha=self._lr)
 

@@ -127,9 +127,12 @@ class Segmentation(Task):
     def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each pixel `(B, H, W)`, 0 where it counts nothing."""
         wanted = _wanted(targets)
+        given, of_pixels = logits, wanted
+        if logits.is_cuda and torch.are_deterministic_algorithms_enabled():  # of images torch has none that repeats
+            given, of_pixels = logits.movedim(1, -1).flatten(0, -2), wanted.flatten()
         losses = F.cross_entropy(
-            logits, wanted, reduction="none", ignore_index=NO_TARGET, label_smoothing=self._smoothing
-        )
+            given, of_pixels, reduction="none", ignore_index=NO_TARGET, label_smoothing=self._smoothing
+        ).view_as(wanted)
         return losses * self._weights.to(losses)[wanted.clamp(min=0)] if len(self._weights) else losses
 
     def units(self, targets: Tensor) -> int:

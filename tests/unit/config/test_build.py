@@ -70,6 +70,12 @@ def test_bad_descriptions_are_refused_in_words(tmp_path: Path, text: str, words:
     assert "\n" not in str(refusal.value)
 
 
+def test_words_that_yaml_takes_for_other_things_are_words(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("launch: {elastic: off, log_dir: null}\ncheckpoint: {mirror: ~}\nrun: null\n")
+    config = build(tmp_path / "run.yaml", {}).config
+    assert (config.launch.elastic, config.launch.log_dir, config.checkpoint.mirror, config.run) == ("off", "", "", "")
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*none\.yaml"):
         build(tmp_path / "none.yaml")

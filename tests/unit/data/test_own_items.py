@@ -88,6 +88,27 @@ def test_images_that_a_data_set_draws_are_others_in_each_epoch_and_the_same_by_t
     assert np.array_equal(first, other_order) and not np.array_equal(first, second)
 
 
+class Counted(Items):
+    """Images that are the same each time; how often they were asked for."""
+
+    asked = 0
+
+    def __getitem__(self, i: int) -> Any:
+        self.asked += 1
+        return torch.full((3, 8, 8), i, dtype=torch.uint8), self.items[i]
+
+
+def test_images_that_draw_nothing_are_made_once() -> None:
+    data = Counted([0, 1, 0, 1])
+    source = from_datasets(data, data)
+    rows = make_rows(source.train, source.info, LoaderConfig(DataConfig(), 0, torch.device("cpu")), training=True)
+    inputs, targets = nest.map_leaves(lambda spec: np.zeros((4, *spec.shape), spec.dtype), rows.specs)
+    rows.fill(0, np.arange(4), inputs, targets)
+    first, asked = inputs.copy(), data.asked
+    rows.fill(1, np.arange(4), inputs, targets)
+    assert data.asked == asked and np.array_equal(inputs, first)
+
+
 @pytest.mark.parametrize("name", ["svhn", "gtsrb", "cifar10"])
 def test_digits_and_signs_are_not_mirrored(name: str) -> None:
     assert _augment("auto", 32, name) == ("flip_crop" if name == "cifar10" else "none")

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
 from echelon.models import ModelInput, build_model, load_state, load_weights, locate_weights
+from echelon.models.external import build_torchvision
+from echelon.models.tuning.base import blocks_of
 from echelon.models.weights import head_names
 from echelon.trainer.start_weights import start_from
 
@@ -301,6 +303,39 @@ def test_older_names_are_read_as_todays() -> None:
     assert older.keys() != source.state_dict().keys()
     load_state(target, older, "a file")
     assert same(source, target)
+
+
+def test_what_published_files_hold_beside_a_model_is_not_used() -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    model = BertForMaskedLM(BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+                                       intermediate_size=8, max_position_embeddings=16))  # fmt: skip
+    state = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
+    beside = {"bert.pooler.dense.weight": torch.ones(8, 8), "cls.seq_relationship.weight": torch.ones(2, 8)}
+    loaded = load_state(model, {**state, **beside}, "hub")
+    assert set(loaded.unexpected) == set(beside) and not loaded.made_anew
+
+
+@pytest.mark.parametrize("name", ["fcn_resnet50", "lraspp_mobilenet_v3_large"])
+def test_models_of_segmentation_have_both_heads_made_anew(name: str) -> None:
+    model = build_torchvision(name, ModelInput(3, 3, 64))
+    before = build_torchvision(name, ModelInput(21, 3, 64)).state_dict()
+    loaded = load_state(model, before, "file")
+    heads = (
+        {"classifier.4", "aux_classifier.4"}
+        if name.startswith("fcn")
+        else {"classifier.low_classifier", "classifier.high_classifier"}
+    )
+    assert {name.rpartition(".")[0] for name in loaded.made_anew} == heads
+
+
+def test_blocks_are_found_below_a_model_that_holds_them() -> None:
+    from transformers import ElectraConfig, ElectraForSequenceClassification
+
+    config = ElectraConfig(vocab_size=20, hidden_size=8, embedding_size=8, num_hidden_layers=3, num_attention_heads=2,
+                           intermediate_size=8)  # fmt: skip
+    blocks = blocks_of(ElectraForSequenceClassification(config))
+    assert blocks[-2:] == ["electra.encoder.layer.1", "electra.encoder.layer.2"]
 
 
 def test_a_tied_head_is_there_under_its_other_name() -> None:

@@ -185,6 +185,18 @@ def test_gradients_of_rows_go_through_a_codec_that_takes_rows(codec: str) -> Non
     assert not len(coding.gradient([b"", nothing], KEY).indices()[0])
 
 
+@pytest.mark.parametrize("codec", ["int8", "bf16", "fp16"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_rows_of_one_number_are_what_was_sent(codec: str, count: int) -> None:
+    """Of some counts an encoded message is as long as the values are."""
+    key = cut_table([ParameterInfo("bias", (ROWS, 1), True, by_rows=True)], Cut(1, 4096)).keys[0]
+    coding, values = RowCoding(read(codec), torch.float32), torch.linspace(-1.0, 1.0, count)[:, None]
+    state = coding.codec.init_state("bias", values.reshape(-1)) if coding.codec is not None else State({}, {}, {})
+    frames = [index_frame(torch.arange(count), key), coding.encode(values, state)]
+    got = coding.gradient(frames, key).coalesce().values()
+    assert torch.allclose(got, values, atol=0.02), got
+
+
 def test_a_frame_that_is_no_message_of_the_rows_codec_is_refused() -> None:
     coding, rows = RowCoding(read("int8"), torch.float32), torch.tensor([1, 4, 8])
     for size in (1, 4 * WIDTH, 3 * 4 * WIDTH + 4):
