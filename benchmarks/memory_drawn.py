@@ -61,7 +61,7 @@ def measure_learnt(cases: list[str]) -> None:
             f"{text}: measured {measured}, predicted {alone}, learnt {learnt}, {learnt / measured - 1:+.1%}", flush=True
         )
         result = {"case": text, "measured": measured, "predicted": alone, "learnt": learnt, "of_two": of_two[key]}
-        append_result(LEARNT, {**result, "command": command_line("benchmarks.memory")})
+        append_result(LEARNT, {**result, "command": command_line("benchmarks.memory_drawn")})
 
 
 def _learnt(case: Case, known: list[tuple[int, int]]) -> int:
