@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from echelon.config import Resolved, RunConfig
 from echelon.config.machines import Machines
 from echelon.core.errors import UserError
+from echelon.core.spec import spec_of
 from echelon.core.units import format_bytes, format_seconds
 from echelon.planning.calibration import Calibration, calibrate
 from echelon.planning.layout_memory import WHOLE, FittingLayouts, LayoutMemory, fitting_layouts
@@ -24,7 +25,7 @@ from echelon.records.events import WayTried
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import measure
 from echelon.reporting.report.whole_run import whole_run_of
-from echelon.run.resolve import canonical, left_open, link_of, nodes_of, place_of
+from echelon.run.resolve import canonical, left_open, link_of, nodes_of, place_of, sync_of
 
 POINTS = {
     "none": 0.0, "bf16": 0.0, "int8": 0.0, "diloco(period=20), int8": 0.3, "local(period=8), sign": 0.3,
@@ -224,7 +225,7 @@ def _measured(
             words.append(f"--auto: {prediction.label} was not tried: {needs}.")
             continue
         try:
-            seconds = _step_s(try_out(described, prediction.label))
+            seconds = _step_s(try_out(_steady(described), prediction.label))
         except UserError as error:  # the default has trained
             words.append(f"--auto: {prediction.label} is not taken: {error}.")
             continue
@@ -249,6 +250,15 @@ def _measured(
         )
         words.append(f"--auto: {best.label}, {default_s / best_s:.2f}x as fast a step; it {cost}.")
     return AutoChoice(_settings(best), words, trials)
+
+
+def _steady(config: RunConfig) -> RunConfig:
+    """Return a description that agrees as often from the start as it would later: a trial is all start."""
+    settings = sync_of(config)
+    steady = settings.steady()
+    if steady == settings:
+        return config
+    return replace(config, strategy=replace(config.strategy, sync=str(spec_of(settings.name, steady))))
 
 
 def _too_large(config: RunConfig) -> str:

@@ -25,7 +25,7 @@ less traffic comes at once. With `overlap` = tau, replicas compute tau more step
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
@@ -103,6 +103,10 @@ class DilocoSettings(SyncSettings):
         if lr is None:
             lr = 1 - (1 - PAPER_LR) * min(1.0, momentum / PAPER_MOMENTUM)
         return lr, momentum
+
+    def steady(self) -> DilocoSettings:
+        """Return it without more frequent agreements at the start."""
+        return replace(self, warmup=0.0)
 
     @property
     def regroups(self) -> bool:

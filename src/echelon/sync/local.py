@@ -22,7 +22,7 @@ Each replica's gradient is the mean over its own part of the batch, so use the l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from echelon.compression import Compression
@@ -80,6 +80,10 @@ class LocalSettings(SyncSettings):
     def synchronous_steps(self) -> int:
         """Steps before the first local one."""
         return self.start
+
+    def steady(self) -> LocalSettings:
+        """Return it without more frequent agreements at the start."""
+        return replace(self, warmup=0.0)
 
     @property
     def regroups(self) -> bool:

@@ -43,6 +43,10 @@ class SyncSettings(ABC):
         """Return how often a run of so many steps sends each parameter; 0: steps are not known."""
         return steps
 
+    def steady(self) -> SyncSettings:
+        """Return the strategy as it is beyond a run's first steps, for runs that are too short to have others."""
+        return self
+
     def length_notes(self, steps: int) -> list[str]:
         """Say what follows from a run's number of steps: what it begins with, and whether it is too short."""
         return []

@@ -61,7 +61,9 @@ def with_chosen_paths(run: ResolvedRun, world: World, folder: Path) -> tuple[Res
         return run, ["--collective auto is backend: the run began with it"]
     choices = kept.choices if kept is not None else choose_paths(group)
     if kept is None and world.leads:
-        write_atomic(folder / PATHS_FILE, PathsFile(group.size(), choices).as_text())
+        first = folder / PATHS_FILE
+        file = first if not first.exists() else _of_ranks(folder, group.size())
+        write_atomic(file, PathsFile(group.size(), choices).as_text())
     source = "as at the run's start" if kept is not None else "tried before the first step"
     note = f"--collective auto, {source}: {in_words(choices)}"
     if len(choices) == 1 and choices[0].spec == BACKEND:
@@ -93,11 +95,18 @@ def _no_choice(run: ResolvedRun, world: World, group: dist.ProcessGroup | None) 
     return ""
 
 
+def _of_ranks(folder: Path, ranks: int) -> Path:
+    """Return the file of what was chosen between another number of ranks than the run began with."""
+    first = folder / PATHS_FILE
+    return first.with_name(f"{first.stem}-{ranks}{first.suffix}")
+
+
 def _kept(folder: Path, world: World, ranks: int) -> tuple[PathsFile | None, bool]:
     """Return what the folder has of a measurement between as many ranks, and whether a run began there without one."""
     said = b""
     if world.leads:
-        file = folder / PATHS_FILE
+        other = _of_ranks(folder, ranks)
+        file = other if other.exists() else folder / PATHS_FILE
         checkpoints = folder / CHECKPOINTS_FOLDER
         if file.exists():
             said = b"+" + file.read_bytes()
