@@ -16,11 +16,11 @@ LOOK_S = 10.0
 
 def prepare_logs(logs: Path, elsewhere: Path | None) -> None:
     """Make a run's folder of logs; `elsewhere` it is there, and a link leads to it. What is there already stays."""
-    if elsewhere is not None and not os.path.lexists(logs):
+    if elsewhere is not None:
         elsewhere.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):  # another machine of the run was faster
+        with suppress(FileExistsError):  # it was there before, or another machine of the run was faster
             logs.symlink_to(elsewhere.absolute())
-    logs.mkdir(parents=True, exist_ok=True)
+    Path(os.path.realpath(logs)).mkdir(parents=True, exist_ok=True)  # of a link what it leads to, on this machine
 
 
 class LogLimit:

@@ -22,6 +22,7 @@ from echelon.launch.plan import ROUND_VARIABLE
 LAST_CALL_S = 2.0  # a run on some of its machines waits so long for more of them before it starts
 LOST_S = 6.0  # a machine that is silent for so long is gone
 SUSPECT_S = 2.5  # the same, while members complain that others are lost
+PAUSED_S = 2.0  # a leader that has heard nobody for so long, itself included, was stopped
 INCIDENT_S = 30.0  # what dies within so long of the first one died of the same, such as a machine's lack of memory
 _RANKS = "ranks"
 
@@ -205,7 +206,8 @@ class Restarts:
 
     def saved(self, checkpoints: int) -> None:
         """Note that checkpoints of new steps were saved."""
-        self.left = min(self._most, self.left + checkpoints)
+        if checkpoints:  # survivors may have gone on without those that no restart was left for
+            self.left = min(self._most, max(0, self.left) + checkpoints)
 
     def take(self, group: str, failures: Sequence[str], now: float) -> str:
         """Take a death of a group; returns why no restart follows, or nothing.
@@ -379,7 +381,7 @@ class Rendezvous:
         self._rounds: dict[str, Round] = {}  # the current one, by machine; empty while it forms
         self._besides = self._next_rank = 0  # since it began
         self._gracefully = False
-        self._forming_since = now
+        self._forming_since = self._handled_s = now
         self._enough_since: float | None = None
         self._holder = ""  # the machine where this state lives; that of the first one, where nothing else is said
         self.over: Over | None = None
@@ -479,6 +481,9 @@ class Rendezvous:
     def handle(self, name: str, state: State, now: float) -> Order:
         """Return what an admitted machine shall do, given the state of its processes."""
         machine = self._machines[name]
+        if now - self._handled_s > PAUSED_S:  # this machine was stopped: what others said meanwhile waits to be read
+            self.forgive(now)
+        self._handled_s = now
         machine.seen, machine.present = now, machine.left_s is None
         self._expire(now)
         order = self._answer(machine, state, now)
@@ -505,7 +510,8 @@ class Rendezvous:
                 return self._finished(machine, state)
             case Left(reason=reason):
                 self._go(machine, now)
-                if self.over is None and sum(m.present for m in self._machines.values()) < self._terms.least:
+                present = sum(m.present for m in self._machines.values())
+                if self.over is None and not self._rounds and present < self._terms.least:  # else the others go on
                     self.over = Over("failed", f"{name} left the run{': ' if reason else ''}{reason}")
                 return Over("stopped")
 

@@ -39,7 +39,7 @@ from echelon.launch.rounds import (
 TICK_S = 0.1
 LOOK_S = 1.0  # between looks for new checkpoints
 GRACE_S = 10.0
-LEAVE_S = 60.0
+LEAVE_S = 60.0  # at least, in which a round that others join saves; longer where a stop may take longer
 ASK_AGAIN_S = 1.0
 RESCUE_S = 30.0  # in which survivors save what they have trained
 TERM_S = 1.5  # in which they hear who is left, on whichever machine
@@ -525,7 +525,7 @@ class _Supervisor:
             group.state = Ready(group.state.round)
         elif isinstance(group.state, Running):
             if gracefully and not group.leave_by:
-                group.leave_by = time.monotonic() + LEAVE_S
+                group.leave_by = time.monotonic() + max(LEAVE_S, self._place.saving_s)
                 self._place.signal(sorted(group.alive), signal.SIGTERM)
             elif not gracefully and group.rescues and group.members and self._still_saves(group, group.members):
                 return  # a process of another machine has died
@@ -571,6 +571,8 @@ class _Supervisor:
                 group.state = self._count_death(group, group.death)
         elif RESCUED_EXIT_CODE in group.exit_codes.values():  # who died was on another machine
             self._kill(group)
+            group.state = Ready(number)
+        elif not group.alive and self._stop_by and not group.exit_codes:  # they had not come to take part
             group.state = Ready(number)
         elif not group.alive:
             group.state = Finished(number, STOPPED_EXIT_CODE in group.exit_codes.values())

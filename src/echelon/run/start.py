@@ -523,7 +523,8 @@ def _run_to_its_end(
             finally:
                 stop.raises = False
                 record.flush()
-                record.patience.insist(LAUNCH_FILE, lambda: folders.mark_ended(path))
+                if _is_first(plan) or len(plan.voters) > 1 or folders.is_own_launch(path):  # else the run goes on
+                    record.patience.insist(LAUNCH_FILE, lambda: folders.mark_ended(path))
             if not ended.closes:  # what its folder tells, if anything, is of the whole run
                 return replace(outcome_of(path, ended.status, stop.signum), words=[ended.words])
             close_run(path, record, stop, place.stop_s)

@@ -258,6 +258,9 @@ def prepare(folder: Path, config: RunConfig, given_t: float | None = None, leads
             _write_launch(folder, config, given_t)
         file, text = folder / CONFIG_FILE, to_yaml(config)
         before = file.read_bytes().decode() if file.exists() else ""
+        of_another = not leads and _goes_on(folder, config) and "," not in config.launch.rendezvous
+        if before and of_another:  # its ranks read it, whatever this command says; settings are compared as they meet
+            return ""
         write_atomic(file, text)  # last: who sees it can tell whose it is
         return before if before != text else ""
     except OSError as error:
@@ -283,6 +286,11 @@ def last_message(folder: Path, *events: type[Event]) -> str:
     """Return what the last event of some types since the command began says, or where to look when there is none."""
     last, since = next(newest(folder, *events), None), read_launch(folder).launched_t or 0.0
     return last.message if last and last.t >= since else f"the processes ended; see {folder}/logs"
+
+
+def is_own_launch(folder: Path) -> bool:
+    """Whether this command has written how the run was started; not another machine's that shares the folder."""
+    return read_launch(folder).launched_t == command_given_t()
 
 
 def mark_ended(folder: Path) -> None:
