@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -272,6 +272,8 @@ def continue_run(
     given = [name for name in OBJECTS if not isinstance(keywords.get(name, ""), str)]
     user_objects = {name: keywords.pop(name) for name in given}
     changes = {**(overrides or {}), **_by_setting(keywords)} | _logger_names(loggers, keywords.get("logger", ""))
+    if named := _callback_names(user_objects.get("callbacks", ())):
+        changes["tracking.callbacks"] = named
     if is_url(str(run)):
         changes = {"checkpoint.mirror": check_url(str(run)), **changes}
     resolved = _with_overrides(path, changes)
@@ -604,7 +606,9 @@ def _callback_objects(callbacks: object) -> tuple[object, ...]:
 
 
 def _callback_list(callbacks: object) -> Sequence[object]:
-    return callbacks if isinstance(callbacks, Sequence) else (callbacks,)
+    if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
+        return (callbacks,)
+    return callbacks if isinstance(callbacks, Sequence) else tuple(callbacks)
 
 
 def _logger_objects(loggers: object) -> tuple[object, ...] | str:
@@ -777,7 +781,8 @@ def _with_overrides(path: Path, overrides: Mapping[str, SettingValue]) -> Resolv
         if name not in {each for each, _, _ in leaves()}:
             raise UserError(f"unknown setting {name!r}: {hint_for(name)}".rstrip(": "))
     for name in stays:
-        if str(overrides[name]) != str(attrgetter(name)(present)):
+        before = attrgetter(name)(present)
+        if overrides[name] != before and str(overrides[name]) != str(before):
             raise UserError(
                 f"{name} cannot change when a run is resumed: start a new run, with --weights from this one"
             )

@@ -109,6 +109,7 @@ class Codec(ABC):
             number of elements tells.
         mask_below: the density below which momentum is zeroed where values were sent (DGC's momentum factor masking);
             where much is sent it would remove most of the momentum and hurt accuracy.
+        in_gradient_units: a setting is a size of gradients, which a scaled loss changes.
         local_clip: each worker's tensor is scaled down to this Euclidean norm before encoding; 0: never.
     """
 
@@ -144,6 +145,11 @@ class Codec(ABC):
     def follows_link(self) -> bool:
         """Whether gradients go as they are while that makes faster steps."""
         return False
+
+    @property
+    def in_gradient_units(self) -> bool:
+        """Whether a setting is a size of gradients; see the class."""
+        return self.direction or bool(self.local_clip)
 
     @property
     def local_clip(self) -> float:

@@ -141,7 +141,9 @@ class DataConfig:
     image_size: int = setting(0, "side of the square image in pixels; 0: from the data (ImageNet-sized: 224)", above=0)
     follow_links: bool = setting(False, "follow links that lead out of the data folder")
     augment: Literal["auto", "none", "flip_crop", "imagenet"] = setting(
-        "auto", "augmentation: auto (by image size), none, flip_crop (pad and crop), imagenet (random resized crop)"
+        "auto",
+        "augmentation: auto (by image size; none for digits, letters and road signs), none, flip_crop (pad and crop), "
+        "imagenet (random resized crop)",
     )
     transform: str = code_setting(
         "",

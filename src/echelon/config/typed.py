@@ -127,7 +127,7 @@ class TrainSettings(ResumeSettings, total=False):
     image_size: int
     """side of the square image in pixels; 0: from the data (ImageNet-sized: 224) [default: 0]"""
     augment: Literal["auto", "none", "flip_crop", "imagenet"]
-    """augmentation: auto (by image size), none, flip_crop (pad and crop), imagenet (random resized crop) [default: 'auto']"""
+    """augmentation: auto (by image size; none for digits, letters and road signs), none, flip_crop (pad and crop), imagenet (random resized crop) [default: 'auto']"""
     transform: str | Callable[[Any], Any]
     """module:function of yours, applied to each training input (images: uint8, after augmentation)"""
     eval_transform: str | Callable[[Any], Any]

@@ -80,10 +80,15 @@ class LateAnswer:
 
 @dataclass(frozen=True)
 class Due:
-    """What a look at the progress found: an epoch that is done since the last look, and whether something is due."""
+    """What a look at the progress found: an epoch that is done since the last look, and whether something is due.
+
+    Attributes:
+        evaluates: the epoch's evaluation is what is due.
+    """
 
     epoch: int | None = None
     asked: bool = False
+    evaluates: bool = False
 
 
 class Evaluations:
@@ -147,7 +152,7 @@ class Evaluations:
             if self._plan.eval_every and epoch % self._plan.eval_every == 0 and not self._is_closing:
                 job = EvaluationJob(epoch - 1, progress.steps, True, "interval" if due else "", counts=True)
                 self._ask(job, now_s)
-                return Due(epoch, True)
+                return Due(epoch, True, True)
         asked = due and self.present is None and not (self._waiting or self._is_closing)
         if asked:
             self._ask(EvaluationJob(progress.epochs, progress.steps, False, "interval"), now_s)

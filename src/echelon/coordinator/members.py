@@ -8,6 +8,7 @@ from echelon.coordinator.messages import JoinServer, JoinWorker, ServerBeat, Ser
 
 BEATS = 10
 LEAST_S = 2.0
+MOST_S = 60.0
 
 
 @dataclass
@@ -21,6 +22,8 @@ class RunMember:
     join: JoinWorker | JoinServer
     beat: WorkerBeat | ServerBeat | None = None
     gap_s: float = 0.2
+    lived_s: float = 0.0
+    """The longest silence after which it was there again, though it was taken for dead."""
 
     @property
     def is_worker(self) -> bool:
@@ -38,18 +41,25 @@ class MemberList:
 
     def __init__(self) -> None:
         self._by_name: dict[str, RunMember] = {}
+        self._removed: dict[str, RunMember] = {}
 
     def get(self, name: str) -> RunMember | None:
         """Return a member, or None."""
         return self._by_name.get(name)
 
     def add(self, member: RunMember) -> None:
-        """Take a member in; one of the same name is replaced."""
+        """Take a member in; one of the same name is replaced. One that was taken for dead has longer from now on."""
+        before = self._by_name.get(member.name) or self._removed.pop(member.name, None)
+        if before is not None and before.session == member.session:
+            member.lived_s = max(before.lived_s, member.heard_s - before.heard_s)
         self._by_name[member.name] = member
 
     def remove(self, name: str) -> RunMember | None:
         """Let a member go."""
-        return self._by_name.pop(name, None)
+        member = self._by_name.pop(name, None)
+        if member is not None:
+            self._removed[name] = member
+        return member
 
     def heard(self, name: str, peer: bytes, session: int, now_s: float) -> RunMember | None:
         """Note that a message came; None when its sender is not a member in this session."""
@@ -86,8 +96,11 @@ class MemberList:
 
 
 def deadline_s(member: RunMember) -> float:
-    """Return after how many seconds of silence a member counts as dead: ten times its longest gap, at least 2 s."""
-    return max(LEAST_S, BEATS * min(member.gap_s, 3.0))
+    """Return after how many seconds of silence a member counts as dead: ten times its longest gap, at least 2 s.
+
+    Of one that was wrongly taken for dead at least twice as long as it was silent then, at most a minute.
+    """
+    return max(LEAST_S, BEATS * min(member.gap_s, 3.0), min(2 * member.lived_s, MOST_S))
 
 
 def may_serve(name: str, index: int, standbys: int) -> bool:

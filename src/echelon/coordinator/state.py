@@ -647,7 +647,8 @@ class Coordinator:
         due = self._evaluations.look(progress, now_s)
         if due.epoch is not None:
             self._close_window(now_s, due.epoch - 1)  # no window is of two epochs
-            self._save(EpochSeen(due.epoch))
+            if not due.evaluates:  # else once it is evaluated: another scheduler lets it be done again until then
+                self._save(EpochSeen(due.epoch))
             self._tell_members()  # with the new watermark
         if due.asked:
             leases.hold_back(True)
@@ -694,6 +695,8 @@ class Coordinator:
             return
         self._drop_copies(job.tag)
         self._evaluations.end(now_s)
+        if job.counts:
+            self._save(EpochSeen(job.epoch + 1))
         if result.best is not None:
             self._evaluations.best = BestResult(result.best, result.best_loss)
             self._save(Best(result.best, result.best_loss))

@@ -57,8 +57,13 @@ class BestResult:
 
     @classmethod
     def of(cls, value: float | None, loss: float | None) -> BestResult | None:
-        """Return what messages and checkpoints carry as two numbers; without a value there was no evaluation."""
-        return None if value is None else cls(value, loss)
+        """Return what messages and checkpoints carry as two numbers; without a value there was no evaluation.
+
+        What is no number is not known.
+        """
+        if value is None or not math.isfinite(value):
+            return None
+        return cls(value, loss if loss is not None and math.isfinite(loss) else None)
 
     @staticmethod
     def numbers(best: BestResult | None) -> tuple[float | None, float | None]:

@@ -250,6 +250,8 @@ class TablePart:
             else:
                 with arrow_csv.open_csv(path, **_csv_options(path)) as stream:
                     names = stream.schema.names
+        if names.count("") > 1:  # as of an index of several levels, or commas at the end: nobody can ask for one
+            names = [name for name in names if name]
         stripped = tuple(name.strip() for name in names)  # as in a head of `a, b`
         if len(set(stripped)) < len(names):
             raise UserError(f"data {path}: two columns have the same name")

@@ -265,7 +265,7 @@ def _too_large(config: RunConfig) -> str:
     """Say what a way needs of memory and what there is, where it is forecast not to fit; else nothing."""
     try:
         memory = LayoutMemory(config, "--auto")
-        need = memory.need_of(WHOLE)
+        need = memory.need_of(config.strategy.parallel)
     except UserError:  # what is free is not known
         return ""
     if need.needed_bytes is None or memory.fits(need):

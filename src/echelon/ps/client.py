@@ -86,7 +86,7 @@ class Client:
         """Wait for a task; None at the end of the run (see `status`)."""
         connection, began = self.connection, time.perf_counter()
         connection.do(connection.ask)
-        connection.wait_until(lambda: bool(connection.tasks or connection.status), "a task")
+        connection.wait_until(lambda: bool(connection.tasks or connection.status), "a task", again=connection.ask_again)
         self.stats.waited_s["task"] += time.perf_counter() - began
         if connection.tasks:
             task = connection.tasks.popleft()
@@ -142,7 +142,8 @@ class Client:
             """Whether nothing will come any more."""
             return self._copy_is_lost if of.tag else bool(connection.status)
 
-        connection.wait_until(lambda: all(a.values is not None for a in asked) or is_over(), "rows of tables")
+        came = lambda: all(a.values is not None for a in asked) or is_over()  # noqa: E731
+        connection.wait_until(came, "rows of tables", again=None if of.tag else connection.pull_again)
         values = [awaited.values for awaited in asked if awaited.values is not None]
         if len(values) < len(asked):
             connection.do(lambda: connection.forget_rows(asked))
@@ -179,7 +180,8 @@ class Client:
         if not connection.has(key, version):
             began = time.perf_counter()
             connection.do(lambda: connection.want(key, version))
-            connection.wait_until(lambda: connection.has(key, version) or bool(connection.status), f"key {key.index}")
+            came = lambda: connection.has(key, version) or bool(connection.status)  # noqa: E731
+            connection.wait_until(came, f"key {key.index}", again=connection.pull_again)
             if not connection.has(key, version):
                 raise RunOver(connection.status)
             self.stats.waited_s["parameters"] += time.perf_counter() - began

@@ -50,6 +50,7 @@ from echelon.ps.coding import KeyCoding, RowCoding, downward, upward
 from echelon.ps.keystore import PushOutcome
 from echelon.ps.messages import (
     TO_PS_WORKER,
+    CopyGone,
     Durable,
     KeyValue,
     Pull,
@@ -62,7 +63,7 @@ from echelon.ps.messages import (
 )
 from echelon.ps.pushes import Outgoing, ServerTraffic
 from echelon.ps.rows import index_frame, read_values
-from echelon.ps.table import KeyRange, KeyTable
+from echelon.ps.table import FRAME_BYTES, KeyRange, KeyTable
 from echelon.ps.wakeups import ThreadWakeups
 from echelon.ps.worker_state import (
     AwaitedRows,
@@ -96,8 +97,10 @@ class Connection:
         self.welcome: Welcome | None = None
         self.fetched: dict[int, Message] = {}
         self.changes = 0
+        self._heard_s = 0.0
+        self._beat_s = 0.0
         self._context = new_context()
-        self._limits = Limits(1 << 30, queued=20_000)
+        self._limits = Limits(FRAME_BYTES, queued=20_000)
         self._scheduler = Channel(self._context, self.sender, config.scheduler, self._limits, TO_WORKER)
         self._links: dict[int, ServerTraffic] = {}
         self._cached: dict[int, CachedValue] = {}
@@ -186,8 +189,14 @@ class Connection:
         if self._failure is not None:
             raise ClientFailed(f"{self.config.name}: {self._failure}") from self._failure
 
-    def wait_until(self, done: Callable[[], bool], what: str, deadline_s: float = 0.0) -> None:
+    def wait_until(
+        self, done: Callable[[], bool], what: str, deadline_s: float = 0.0, again: Callable[[], None] | None = None
+    ) -> None:
         """Take what comes until something is done; 0: the run's own deadline.
+
+        Args:
+            again: asks anew. What others have to do first, such as an evaluation, may take as long as it likes while
+                the scheduler lives, which knows who is dead.
 
         Raises:
             ClientFailed: it was not in time, or the connection cannot go on.
@@ -200,7 +209,10 @@ class Connection:
         with self._wakeups.by_training_thread():
             while not self._came():
                 now_s = time.monotonic()
-                if now_s >= ends:
+                if now_s >= ends and again is not None and now_s - self._heard_s < deadline_s / 2:
+                    self.do(again)
+                    ends = now_s + deadline_s
+                elif now_s >= ends:
                     raise ClientFailed(f"{self.config.name} waited {deadline_s:g} s for {what}; use a longer --timeout")
                 if self._while_waiting is not None and now_s >= self._next_call_s:
                     self._while_waiting()
@@ -227,24 +239,28 @@ class Connection:
             self._context.destroy()
 
     def _loop(self) -> None:
-        beat_s = 0.0
         while not self._closing or self._commands:
             with self._turn:
-                if time.monotonic() >= beat_s:
-                    traffic = self.sender.traffic
-                    beat = WorkerBeat(dict(self.stats.waited_s), traffic.sent_bytes, traffic.received_bytes)
-                    self._scheduler.send(beat)
-                    beat_s = time.monotonic() + BEAT_S
+                self._beat()
                 self._exchange()
                 if self._awaited is not None and self._awaited():
                     self._wakeups.call()
             if not self._closing:
-                self._wakeups.sleep(max(0.0, beat_s - time.monotonic()))
+                self._wakeups.sleep(max(0.0, self._beat_s - time.monotonic()))
+
+    def _beat(self) -> None:
+        """Say that this worker lives, when that is due; with `turn` held."""
+        if time.monotonic() >= self._beat_s:
+            traffic = self.sender.traffic
+            beat = WorkerBeat(dict(self.stats.waited_s), traffic.sent_bytes, traffic.received_bytes)
+            self._scheduler.send(beat)
+            self._beat_s = time.monotonic() + BEAT_S
 
     def _exchange(self) -> None:
         """Run commands, and take messages until none is left; with `turn` held."""
         while self._commands:
             self._commands.popleft()()
+            self._beat()  # to encode a step's gradients may take seconds
         heard = -1
         while heard:
             heard = self._scheduler.pump(self._from_scheduler)
@@ -267,6 +283,11 @@ class Connection:
         """Ask for a task, unless one is there or asked for."""
         if not self.tasks and not self.status and not self._asking:
             self._asking = True
+            self._scheduler.send(AskTask())
+
+    def ask_again(self) -> None:
+        """Ask anew for a task that was asked for, and did not come."""
+        if self._asking:
             self._scheduler.send(AskTask())
 
     def open_task(self, task: int, pushes: int) -> None:
@@ -413,6 +434,7 @@ class Connection:
     # From the scheduler
 
     def _from_scheduler(self, message: Message) -> None:
+        self._heard_s = time.monotonic()
         match message.content:
             case Welcome() as welcome:
                 self.welcome = welcome
@@ -462,6 +484,11 @@ class Connection:
         self._wakeups.add(channel.socket)
         return channel
 
+    def pull_again(self) -> None:
+        """Ask all servers anew for what has not come."""
+        for index in self._links:
+            self._pull_again(index)
+
     def _pull_again(self, server: int) -> None:
         for index, cached in self._cached.items():
             assert self._table is not None
@@ -490,6 +517,8 @@ class Connection:
                 self._acknowledged(link, ack.number, ack.outcome)
             case Durable(number=number):
                 link.durable(number)
+            case CopyGone():
+                self.changes += 1  # as of a server that came back
             case PutDone(key=key) | StateOf(key=key):
                 self._take_apart(link, key, message)
 

@@ -285,6 +285,8 @@ class KeyStore:
 
     def _descend(self, gradient: Tensor, lr: float, memory: Any) -> None:
         """SGD in one pass: the new value is written over the gradient, and that memory can travel without a copy."""
+        if memory is None and any(part.rate != 1.0 for part in self.key.parts):
+            gradient = gradient.clone()  # a standby is sent the message that it lies in
         for part in self.key.parts:
             if part.rate != 1.0:
                 gradient[part.start : part.stop] *= part.rate

@@ -228,6 +228,13 @@ class StateOf(Content):
     filed: bool = False
 
 
+@content(38)
+class CopyGone(Content):
+    """The server has no such copy any more."""
+
+    tag: int
+
+
 # From a server to its standby, which does the same
 
 
@@ -262,5 +269,5 @@ TO_PS_SERVER = vocabulary(
     SetTable, PutState, PutRows, PushGradient, Pull, PullRows, ReadState, ReadRows, Repushed, OperationDone, Attach,
     SendBuffers,
 )  # fmt: skip
-TO_PS_WORKER = vocabulary(PutDone, PushAck, KeyValue, RowValues, Durable, StateOf)
+TO_PS_WORKER = vocabulary(PutDone, PushAck, KeyValue, RowValues, Durable, StateOf, CopyGone)
 TO_STANDBY = vocabulary(SetTable, PutState, ReplicatedPush, ReplicatedPull, ReplicatedBuffers)

@@ -40,6 +40,7 @@ from echelon.ps.made_rows import EXIST, values_of, without_rows
 from echelon.ps.messages import (
     BUFFERS_KEY,
     Attach,
+    CopyGone,
     Durable,
     KeyValue,
     OperationDone,
@@ -422,6 +423,8 @@ class ServerState:
     def _pull(self, peer: bytes, message: Message, now_s: float) -> None:
         pull = message.content
         assert isinstance(pull, Pull)
+        if self._is_copy_gone(peer, pull.tag):
+            return
         if pull.tag:
             state = self._copies.get(pull.tag, {}).get(pull.key)
             if state is not None and "made" in state:
@@ -449,6 +452,8 @@ class ServerState:
         if store.rows is None:
             raise ValueError(f"key {pull.key} is none of a table")
         rows = read_rows(message.frames[0], store.key)
+        if self._is_copy_gone(peer, pull.tag):
+            return
         if pull.tag:
             values = values_of(self._made_in_copy(pull.tag, pull.key), rows, store.key, store.value.dtype)
             self._answer_rows(peer, pull, values)
@@ -485,6 +490,8 @@ class ServerState:
     def _read_rows(self, peer: bytes, message: Message, now_s: float) -> None:
         content = message.content
         assert isinstance(content, ReadRows)
+        if self._is_copy_gone(peer, content.tag):
+            return
         whole = self._made_in_copy(content.tag, content.key)[content.name]
         meta, frames = pack_state({"part": whole[content.first : content.first + content.count]})
         self._reply(peer, StateOf(content.key, content.tag, meta), frames)
@@ -521,6 +528,10 @@ class ServerState:
     def _read_state(self, peer: bytes, message: Message, now_s: float) -> None:
         content = message.content
         assert isinstance(content, ReadState)
+        if content.place and not re.fullmatch("[0-9a-f]{32}", content.place):
+            raise ValueError(f"no place: {content.place!r}")
+        if self._is_copy_gone(peer, content.tag):
+            return
         state = self._copies.get(content.tag, {}).get(content.key)
         if state is None:
             raise ValueError(f"no copy {content.tag} of key {content.key}")
@@ -528,15 +539,21 @@ class ServerState:
         answer = StateOf(content.key, content.tag, meta)
         if not content.place:
             self._reply(peer, answer, frames)
-        elif re.fullmatch("[0-9a-f]{32}", content.place):
-            self._effects.append(FileState(peer, content.place, answer, frames))
         else:
-            raise ValueError(f"no place: {content.place!r}")
+            self._effects.append(FileState(peer, content.place, answer, frames))
 
     # Copies and snapshots
 
+    def _is_copy_gone(self, peer: bytes, tag: int) -> bool:
+        """Tell who reads a copy, 0 for none, where it is gone: another one is made, or another worker has read it."""
+        is_gone = tag > 0 and tag not in self._copies
+        if is_gone:
+            self._reply(peer, CopyGone(tag))
+        return is_gone
+
     def _keep_copy(self, tag: int, full: bool) -> None:
         if tag not in self._copies:
+            self._copies.clear()  # one at a time: of an older one, whose end this server did not hear of, nobody reads
             copies = {index: store.state(full) for index, store in self.stores.items()}
             self._copies[tag] = {**copies, BUFFERS_KEY: {"value": self._mean_buffers(), "version": 0}}
         self._effects.append(TellScheduler(CopyKept(tag, self.config.index)))
@@ -583,16 +600,15 @@ class ServerState:
 
     def _take_members(self, members: Members) -> None:
         workers = set(members.workers)
+        statistics = self._mean_buffers()
         for gone in self._workers - workers:
             for store in self.stores.values():
                 store.forget(gone)
             if self.table is not None:
                 self._references.forget(gone)
             self._buffers.pop(gone, None)
-        for key, pulls in self._parked.items():
-            self._parked[key] = [each for each in pulls if each[1] in workers]
-        for key, of_rows in self._parked_rows.items():
-            self._parked_rows[key] = [each for each in of_rows if each[1] in workers]
+        if len(statistics) and not self._buffers:  # until somebody sends newer ones
+            self._buffers[""] = statistics
         self._workers, self._watermark = workers, members.watermark
         for store in self.stores.values():
             store.set_workers(max(1, len(workers)), members.parts)

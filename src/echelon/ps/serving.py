@@ -15,6 +15,7 @@ from echelon.messages.framing import Content
 from echelon.messages.identity import RunKeys
 from echelon.ps.keystore import MakeOptimizer
 from echelon.ps.messages import StateOf
+from echelon.ps.table import FRAME_BYTES
 from echelon.sync.ps import ServerSettings
 
 
@@ -33,7 +34,7 @@ class ServerConfig:
     folder: Path
     make_optimizer: MakeOptimizer
     make_row_optimizer: MakeOptimizer | None = None
-    frame_bytes: int = 1 << 30
+    frame_bytes: int = FRAME_BYTES
 
 
 @dataclass

@@ -20,9 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.core.errors import UserError
+from echelon.core.units import format_bytes
 from echelon.parallel.row_values import RowDraw, first_values
 
 OVERLAPPING_KEYS = 3  # of a server: one is received, one applied, one sent
+FRAME_BYTES = 1 << 33  # at most, of a message's part: a key of 8 GiB
 LEAST_BYTES = 64 * 1024  # below, a message costs more than what it carries
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -234,7 +237,18 @@ def cut_table(parameters: Sequence[ParameterInfo], cut: Cut) -> KeyTable:
         keys.append(KeyRange(index, start, start + offset, server, merged, width, begins))
         load[server] += offset
         start += offset
+        _check_size(keys[-1], DTYPES[cut.dtype].itemsize)
     return KeyTable(tuple(keys), total, cut)
+
+
+def _check_size(key: KeyRange, item_bytes: int) -> None:
+    """Refuse what no message can carry; rows that servers make themselves travel a few at a time (UserError)."""
+    size = key.numel * item_bytes
+    if size > FRAME_BYTES and key.begins is None:
+        raise UserError(
+            f"--sync ps: {key.parts[0].name} is {format_bytes(size)} on one server, and a message carries up to "
+            f"{format_bytes(FRAME_BYTES)}: give more servers, as ps(servers={key.server + 2}), or use --parallel fsdp=N"
+        )
 
 
 def _most_elements(total: int, cut: Cut) -> int:

@@ -273,7 +273,7 @@ def followed(submitted: Submitted, around: Around = lambda _: nullcontext()) -> 
                 say("stopping the run after a checkpoint")
                 stop(submitted.run, submitted.cluster)
     files = PlaceFiles(submitted.run)
-    waited = files.stop.exists()  # and was stopped before any of its machines began
+    waited = files.stop.exists() and not files.starts.exists()  # stopped before any of its machines began
     code, reason = files.ended() or ((stopped_exit_code(signum), "") if waited else (1, follower.state.text))
     if code == USER_ERROR_EXIT_CODE:
         raise UserError(reason)

@@ -186,7 +186,7 @@ class Mirror:
             while thread.is_alive():
                 thread.join(_LOOK_S)
                 passed_s = time.monotonic() - begun_s
-                idle = passed_s > max(wait_s, _WAKES_S) and not self._is_sending
+                idle = passed_s > wait_s if signals else passed_s > max(wait_s, _WAKES_S) and not self._is_sending
                 if thread.is_alive() and (idle or stop.count > signals):
                     return f"the store did not take it for {format_seconds(passed_s)}"
         return said[0] if said else "sending it failed"

@@ -70,10 +70,11 @@ def _keep_grown(path: Path, run: ResolvedRun, grown: SampleIndex) -> tuple[str, 
     try:
         source = run.source.open()
         if source.info.tightest is not None:  # the model may give too few frames for what is said in a new sound
-            from echelon.models import build_model
+            from echelon.models import build_model, leads_to_model
             from echelon.trainer.inputs import model_input
 
-            build_model(run.config.model, model_input(source.info, run.task.fitted(source.info)))
+            if leads_to_model(run.config.model.name):  # a model of the user's own is tried as the run starts
+                build_model(run.config.model, model_input(source.info, run.task.fitted(source.info)))
         return source.of_new
     except UserError:
         write_atomic(path / RUN_FILE, as_begun)

@@ -109,7 +109,8 @@ class EasgdSettings(SyncSettings):
             """Return the moving rate: beta / replicas, or the present learning rate times rho."""
             if self.rho is None:
                 return (self.beta or PAPERS_BETA) / replicas
-            return float(optimizer.param_groups[0]["lr"]) * self.rho
+            group = optimizer.param_groups[0]
+            return float(group["lr"]) / group.get("lr_scale", 1.0) * self.rho
 
         return Elastic(alpha, replicas)
 

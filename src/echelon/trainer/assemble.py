@@ -39,6 +39,7 @@ from echelon.data import (
 from echelon.data.base import DataInfo
 from echelon.data.kept_info import keep_info
 from echelon.data.loader import EvalLoader, TrainLoader, size_note
+from echelon.data.order import layer_seed
 from echelon.data.transforms import NO_TRANSFORMS, Transforms
 from echelon.models import auto_name, parameter_count
 from echelon.models.trial import own_copy
@@ -530,7 +531,11 @@ def assemble(
         record,
         Fingerprint.of(config, info, ground.task, ground.train_loader.sampling, ground.marks),
     )
+    seed_everything(rank_seed(config.training.seed, world.data_rank))
+    seeded = torch.get_rng_state()
     restored = None if is_newcomer else _restored(saver, goes_on)
+    if restored is not None and torch.equal(torch.get_rng_state(), seeded):  # nobody was this rank before
+        seed_everything(layer_seed(config.training.seed, restored.step, world.data_rank))
     keep_cuts(run_parts, world, path)
     if world.leads:
         keep_sample_index(ground.source, path)

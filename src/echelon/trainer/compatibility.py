@@ -60,6 +60,12 @@ def check_strategies(run: ResolvedRun, ranks: int) -> None:
                 f"--collective {given.collective} makes one group of {ranks} workers, and --compression "
                 f"{given.compression} works between groups: use a smaller group, or --collective backend"
             )
+    sends_gradients = run.sync.encodes_gradients or run.sync.synchronous_steps
+    if codec.in_gradient_units and sends_gradients and ranks > 1 and run.config.training.precision == "fp16":
+        raise UserError(
+            f"--compression {given.compression} has a setting in units of the gradient, and --precision fp16 scales "
+            "losses: use --precision bf16"
+        )
     if codec.direction and run.config.optimizer.clip_norm:
         raise UserError(
             f"--compression {given.compression} gives directions, whose norm says nothing: leave out --clip-norm"

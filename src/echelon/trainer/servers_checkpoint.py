@@ -231,4 +231,6 @@ def _spread(of_key: StateView, cut: int) -> StateTree:
     if cut > 1 and "tasks" in state:
         state["watermark"] = int(state["watermark"]) * cut
         state["tasks"] = [task * cut + part for task in state["tasks"] for part in range(cut)]
+        if "averaged" in state:
+            state["averaged"] = int(state["averaged"]) * cut
     return state

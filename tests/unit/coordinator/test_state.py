@@ -301,6 +301,20 @@ def test_who_is_silent_is_gone_and_joins_again_with_what_it_holds() -> None:
     assert run.counted().count(task.task) == 1
 
 
+def test_a_server_that_was_wrongly_taken_for_dead_has_longer_from_now_on() -> None:
+    run = Run()
+    run.begin("a")
+    run.tick(5.0)
+    assert len(run.told(ServerGone)) == 1
+    run.say("server0", READY)
+    for _ in range(40):
+        run.tick(0.2)
+        run.say("a", WorkerBeat({}, 0, 0))
+    assert len(run.told(ServerGone)) == 1
+    run.tick(4.0)
+    assert len(run.told(ServerGone)) == 2
+
+
 def test_a_member_that_comes_back_in_another_life_replaces_the_one_before() -> None:
     run = Run()
     run.begin("a")

@@ -20,6 +20,7 @@ from echelon.data.base import Source
 from echelon.data.columns import ColumnFacts, numbered
 from echelon.data.file_names import TABLES
 from echelon.data.sources.table import TableFile
+from echelon.data.table_files import TablePart
 from echelon.models import build_model
 from echelon.run.defaults import with_task_defaults
 from echelon.tasks.base import TaskSettings
@@ -418,6 +419,11 @@ def test_the_index_that_pandas_writes_to_a_file_is_no_input(tmp_path: Path, head
     rows = "".join(f"{i},{i}.5,{i % 3}.25\n" for i in range(ROWS))
     (tmp_path / "rows.csv").write_text(f"{head}a,price\n{rows}")
     assert opened(str(tmp_path / "rows.csv"), "price").info.columns == ("a",)
+
+
+def test_columns_without_a_name_are_left_out_where_there_are_several(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(",,a,b\n0,1,2.5,x\n0,2,3.5,y\n")
+    assert TablePart.of(tmp_path / "t.csv").names == ("a", "b")
 
 
 def test_columns_of_very_small_numbers_are_standardised(tmp_path: Path) -> None:

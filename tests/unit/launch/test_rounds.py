@@ -189,6 +189,21 @@ def test_a_machine_that_leaves_ends_a_run_that_needs_it() -> None:
     assert isinstance(order, Over) and "b left the run: a setting is refused there" in order.reason
 
 
+def test_a_machine_that_leaves_ends_no_run_that_others_work_on() -> None:
+    machines = Machines(1, 3)
+    number = machines.begin("a", "b")
+    assert isinstance(machines.ask("c", Left("a setting is refused there")), Over)
+    assert not isinstance(machines.ask("a", Running(number)), Over)
+
+
+def test_a_leader_that_was_stopped_takes_nobody_for_lost_whom_it_has_not_heard() -> None:
+    machines = Machines(1, 2)
+    number = machines.begin("a", "b")
+    machines.now += LOST_S + 2
+    assert isinstance(machines.ask("a", Running(number)), Continue)
+    assert isinstance(machines.ask("b", Running(number)), Continue)
+
+
 def test_groups_of_their_own_share_the_restarts() -> None:
     restarts = Restarts(1)
     now = 0.0

@@ -338,6 +338,28 @@ def test_blocks_are_found_below_a_model_that_holds_them() -> None:
     assert blocks[-2:] == ["electra.encoder.layer.1", "electra.encoder.layer.2"]
 
 
+def test_a_block_with_an_mlp_of_layers_in_a_row_stays_whole() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.Linear(8, 8)
+            self.mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    model = nn.Sequential()
+    model.embed, model.blocks, model.head = nn.Linear(4, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 2)
+    assert blocks_of(model) == ["embed", "blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "last"), [("vit_b_32", "encoder.layers.encoder_layer_11"), ("swin_t", "features.7.1")]
+)
+def test_blocks_of_vision_transformers_are_those_that_repeat(name: str, last: str) -> None:
+    models = pytest.importorskip("torchvision.models", reason="needs torchvision")
+    with torch.device("meta"):
+        blocks = blocks_of(models.get_model(name))
+    assert last in blocks and not any(".mlp" in block for block in blocks)
+
+
 def test_a_tied_head_is_there_under_its_other_name() -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     size = {

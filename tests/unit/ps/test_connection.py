@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,23 @@ from echelon.coordinator.messages import AskTask, TaskHeard, TrainTask
 from echelon.messages.framing import Content, Message
 from echelon.messages.identity import derive_keys
 from echelon.ps.connection import Connection
-from echelon.ps.worker_state import ClientConfig
+from echelon.ps.worker_state import ClientConfig, ClientFailed
+
+
+def test_who_waits_for_others_work_asks_again_while_the_scheduler_lives(tmp_path: Path) -> None:
+    keys = derive_keys(bytes(32))
+    connection = Connection(ClientConfig("worker0", keys, f"ipc://{tmp_path}/none", read("none"), 0, 0, 1.0))
+    asked = list[float]()
+
+    def done() -> bool:
+        if len(asked) < 2:
+            connection._heard_s = time.monotonic()
+        return False
+
+    with pytest.raises(ClientFailed, match=r"waited 0\.1 s for a task"):
+        connection.wait_until(done, "a task", 0.1, again=lambda: asked.append(time.monotonic()))
+    assert len(asked) == 2
+    connection.close()
 
 
 def test_a_task_that_comes_twice_is_done_once_and_another_one_is_asked_for(

@@ -36,6 +36,18 @@ def push(task: int) -> Push:
     return Push("worker0", task, task, 0, 1, 1, 0, 0.1, 1, torch.randn(6, generator=generator))
 
 
+def test_rates_of_layers_leave_the_message_as_it_came() -> None:
+    """A standby is sent the same message."""
+    table = cut_table([ParameterInfo("w", (6,), True, rate=0.5)], Cut(1, 4096))
+    make = lambda tensors, decay: torch.optim.SGD(tensors, lr=0.1)  # noqa: E731
+    key = KeyStore(table.keys[0], torch.zeros(6), ServerSettings(), make)
+    sent = push(0)
+    before = sent.gradient.clone()
+    key.take(sent)
+    assert torch.equal(sent.gradient, before)
+    torch.testing.assert_close(key.value, -0.05 * before)
+
+
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_average_is_that_of_the_training_loop(mode: str) -> None:
     key = store(ServerSettings(mode, ema=0.9))

@@ -20,6 +20,7 @@ from echelon.ps.blob import pack_state, read_frame, unpack_state
 from echelon.ps.keystore import KeyStore
 from echelon.ps.made_rows import EXIST, ROWS, RowSlots, without_rows
 from echelon.ps.messages import (
+    CopyGone,
     Pull,
     PullRows,
     PushGradient,
@@ -200,11 +201,12 @@ def test_a_copy_keeps_its_rows_and_is_read_a_part_at_a_time() -> None:
     assert isinstance(reply.content, StateOf)
     part = unpack_state(reply.content.meta, [memoryview(bytearray(frame)) for frame in reply.frames])["part"]
     assert torch.equal(part, rows_of(0)[10:30])
-    for wrong in (PullRows(0, 0, 1, 6), ReadRows(0, 6, ROWS, 0, 1), ReadRows(0, 5, "nothing", 0, 1)):
+    for gone in (PullRows(0, 0, 1, 6), ReadRows(0, 6, ROWS, 0, 1)):
+        (reply,) = serving.say(gone, [index_frame(everything, serving.key)] if isinstance(gone, PullRows) else [])
+        assert reply.content == CopyGone(6)
+    for wrong in (ReadRows(0, 5, "nothing", 0, 1), Pull(0, 0, False, False, 5)):
         with pytest.raises(Malformed):
-            serving.say(wrong, [index_frame(everything, serving.key)] if isinstance(wrong, PullRows) else [])
-    with pytest.raises(Malformed):
-        serving.say(Pull(0, 0, False, False, 5))
+            serving.say(wrong)
 
 
 @pytest.mark.parametrize("rows", [[ROWS_OF_TABLE], [-1], [3, 3], [4, 2]])

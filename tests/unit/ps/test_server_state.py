@@ -35,6 +35,7 @@ from echelon.ps.blob import as_frame, pack_state, read_frames, unpack_state, wri
 from echelon.ps.messages import (
     BUFFERS_KEY,
     Attach,
+    CopyGone,
     Durable,
     KeyValue,
     OperationDone,
@@ -192,6 +193,36 @@ def test_a_pull_waits_for_its_version() -> None:
     assert not role.sent("worker0", KeyValue)
     role.push("worker1", 1, step=0, share=1, shares=2)
     assert [value.version for value in role.sent("worker0", KeyValue)] == [1]
+
+
+def test_a_pull_of_a_worker_that_was_only_silent_is_answered_too() -> None:
+    role = Role(ServerSettings("sync")).fill()
+    role.say("worker0", Pull(0, 1, exact=True, full=False, tag=0))
+    role.say("scheduler", Members([ENTRY], ["worker1"], 0))
+    role.push("worker1", 0, shares=1)
+    assert [value.version for value in role.sent("worker0", KeyValue)] == [1]
+
+
+def test_statistics_stay_when_the_last_worker_goes() -> None:
+    role = Role().fill()
+    role.say("scheduler", Members([ENTRY], ["worker0", "worker1"], 0))
+    for worker in range(2):
+        role.say(f"worker{worker}", SendBuffers(0), torch.full((3,), float(worker)))
+    role.say("scheduler", Members([ENTRY], [], 0))
+    assert torch.equal(role.state._mean_buffers(), torch.full((3,), 0.5))
+    role.say("worker2", SendBuffers(0), torch.full((3,), 4.0))
+    assert torch.equal(role.state._mean_buffers(), torch.full((3,), 4.0))
+
+
+def test_who_reads_a_copy_is_told_that_it_is_gone() -> None:
+    role = Role().fill()
+    for tag in (5, 6):
+        role.say("scheduler", KeepCopy(tag, full=True))
+    for content in (ReadState(0, 5), Pull(0, 0, False, True, 5)):
+        role.say("worker0", content)
+        assert role.sent("worker0", CopyGone) == [CopyGone(5)]
+    role.say("worker0", ReadState(0, 6))
+    assert role.sent("worker0", StateOf) and not role.sent("worker0", CopyGone)
 
 
 def test_a_copy_stays_what_it_was() -> None:
@@ -378,7 +409,6 @@ def test_where_gradients_are_summed_lost_versions_are_completed() -> None:
         (PushGradient(0, 0, 0, 0, 1, 1, 1, 0, 1, LR, pull=True), [b"12345"]),
         (PushGradient(4, 0, 0, 0, 1, 1, 1, 0, 1, LR, pull=True), [bytes(24)]),
         (SendBuffers(0), [b"\xff\xff\xff\xff"]),
-        (ReadState(0, 99), []),
         (ReadState(0, 5, "../elsewhere"), []),
         (Pull(4, 0, exact=False, full=False, tag=0), []),
         (RunEnded("stopped"), []),

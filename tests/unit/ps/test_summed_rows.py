@@ -123,6 +123,6 @@ def test_rows_of_a_version_wait_for_it_and_those_of_the_one_before_stay_to_be_ha
     for number, workers in enumerate((["a", "b", "gone"], ["a", "b"])):
         serving.state.from_scheduler(Message(Members([], workers, 0), "scheduler", 1, number, []), 0.0)
     assert serving.pull("b", 0, [2]) == {b"b": [0.0]}, "its share of the step is not done"
-    assert serving.push("b", 0, 1, [2, 3]) == {b"a": [-0.5, -1.0]}, "and nothing for who is gone"
+    assert serving.push("b", 0, 1, [2, 3]) == {b"a": [-0.5, -1.0], b"gone": [-0.5]}, "who is taken for gone may live"
     assert serving.pull("b", 0, [1, 2, 3, 4]) == {b"b": [0.0] * 4}, "computed again"
     assert serving.pull("b", 1, [1, 2, 3, 4]) == {b"b": [-0.5, -1.0, -0.5, 0.0]}

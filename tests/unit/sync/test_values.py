@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from echelon.collectives.wire import GROUPS, WireCount
-from echelon.sync.averaging.plan import AveragingPlan
+from echelon.sync.averaging.fragment import Fragment
+from echelon.sync.averaging.plan import AveragingPlan, MeanRule
 from echelon.sync.averaging.values import Value, cut, model_values, moments
 from echelon.trainer.window import WindowTraffic
 
@@ -40,6 +41,26 @@ def test_moments_are_those_with_an_element_per_element() -> None:
     optimizer.step()
     names = [v.name for v in moments(optimizer, model_values(model)) if v.name.startswith("norm.weight")]
     assert names == ["norm.weight:exp_avg", "norm.weight:exp_avg_sq", "norm.weight:max_exp_avg_sq"]
+
+
+def test_a_second_moment_that_decayed_to_nothing_is_not_negative() -> None:
+    layer = nn.Linear(100, 50, bias=False)
+    values = model_values(layer)
+    optimizer = torch.optim.RMSprop(layer.parameters())
+    layer.weight.grad = torch.randn_like(layer.weight)
+    optimizer.step()
+    plan, fragment = AveragingPlan(period=10, optimizer_state="average"), Fragment(values, None)
+    fragment.re_anchor(optimizer, plan)
+    square = optimizer.state[layer.weight]["square_avg"]
+    square.mul_(1e-12)
+    fragment.count(10, 10)
+    fragment.start(optimizer, plan, 10, None)
+    assert fragment.flight is not None
+    means = fragment.flight.means.result()
+    assert means is not None
+    means["weight:square_avg"] *= 1 + 2e-7  # as a weighted sum rounds
+    fragment.apply(MeanRule(), optimizer, plan)
+    assert square.min() >= 0 and square.max() < 1e-6
 
 
 def test_counters_stay_whole() -> None:

@@ -71,3 +71,5 @@ def test_a_resume_knows_the_loss_of_the_best(tmp_path: Path) -> None:
 def test_without_a_metric_nothing_is_the_best(tmp_path: Path) -> None:
     saver = _saver(tmp_path)
     assert not _evaluated(saver, 1, None, 0.1) and saver.best is None
+    assert not _evaluated(saver, 2, float("nan"), 0.1) and saver.best is None
+    assert _evaluated(saver, 3, 0.5, float("nan")) and saver.best == BestResult(0.5)

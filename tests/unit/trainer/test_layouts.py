@@ -89,6 +89,9 @@ def test_plans_and_cuts_are_read() -> None:
     [
         ({"strategy.sync": "local(8, start=100)", "strategy.compression": "sign"}, "leave out start"),
         ({"strategy.collective": "hierarchical(group=8)", "strategy.compression": "int8"}, "one group of 2 workers"),
+        ({"strategy.compression": "threshold(tau=0.01)", "training.precision": "fp16"}, "use --precision bf16"),
+        ({"strategy.compression": "sign(vote=true)", "training.precision": "fp16"}, "use --precision bf16"),
+        ({"strategy.compression": "topk(0.01, clip=1)+huffman", "training.precision": "fp16"}, "use --precision bf16"),
     ],
 )
 def test_a_codec_that_would_do_harm_or_nothing_is_refused(settings: dict[str, Any], words: str) -> None:

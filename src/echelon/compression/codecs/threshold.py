@@ -66,6 +66,11 @@ class Threshold(CorrectsMomentum, Eased, Sparse):
     warmup_steps: Annotated[int | None, Bounds(least=0)] = None
     finish_steps: Annotated[int | None, Bounds(least=0)] = None
 
+    @property
+    def in_gradient_units(self) -> bool:
+        """Whether the threshold is fixed."""
+        return self.tau is not None
+
     def __post_init__(self) -> None:
         if (self.tau is None) == (self.density is None):
             raise ValueError("give either tau (fixed) or density (adaptive), such as threshold(density=0.01)")

@@ -155,6 +155,11 @@ class Wrapper(Codec):
         return self.inner.looks_ahead
 
     @property
+    def in_gradient_units(self) -> bool:
+        """Whether the wrapped codec's is."""
+        return self.inner.in_gradient_units
+
+    @property
     def local_clip(self) -> float:
         """As the codec inside."""
         return self.inner.local_clip

@@ -68,7 +68,7 @@ session=$!
 looks=0
 until [ -s "$part/pid" ]; do
   looks=$((looks + 1))
-  [ "$looks" -lt 200 ] || {{ kill -TERM -- "-$session" 2>/dev/null
+  [ "$looks" -lt 200 ] || {{ kill -s TERM -- "-$session" 2>/dev/null
     echo "the part of the run does not start: $part has no room, maybe" >&2; exit 3; }}
   sleep 0.1
 done

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -67,49 +67,54 @@ class TuningKind:
         return {}
 
 
+_CONTAINERS = (nn.Sequential, nn.ModuleList)
+
+
 def blocks_of(model: nn.Module) -> list[str]:
     """Return the names of a model's repeated blocks in forward order.
 
-    Those that its family declares, else its children that have parameters; those of a container that holds most of
-    these in place of itself.
+    Those that its family declares, else its children that have parameters. One that holds a container of repeated
+    blocks gives way to its own children, and so does the largest where it is a container; a repeated block stays whole.
     """
     hints = hints_for(model)
     names = [name for name, _ in model.named_modules()]
     if hints is not None and hints.blocks:
         return [name for pattern in hints.blocks for name in names if matches(pattern, name)]
-    children = _with_parameters(model, "")
-    while children:
-        largest = max(children, key=lambda name: _size(model.get_submodule(name)))
-        inner = _with_parameters(model.get_submodule(largest), f"{largest}.")
-        if not isinstance(model.get_submodule(largest), (nn.Sequential, nn.ModuleList)) or not inner:
-            inner = _repeated_in(model.get_submodule(largest), largest)
-        if not inner:
-            break
-        at = children.index(largest)
+    children, whole = _with_parameters(model, ""), set[str]()
+    while (name := _to_open(model, children, whole)) is not None:
+        module = model.get_submodule(name)
+        inner = _with_parameters(module, f"{name}.")
+        whole |= set(inner) if _repeats(module) else set()
+        at = children.index(name)
         children[at : at + 1] = inner
     head = head_names(model)
     behind = [name for name in children if all(each in head for each in _names_in(model, name))]
     return [name for name in children if name not in behind] or children
 
 
+def _to_open(model: nn.Module, names: Sequence[str], whole: Set[str]) -> str | None:
+    """Return the first module that gives way to its children; None: all stay."""
+    largest = max(names, key=lambda name: _size(model.get_submodule(name)), default="")
+    for name in names:
+        module = model.get_submodule(name)
+        is_container = isinstance(module, _CONTAINERS) and bool(_with_parameters(module, ""))
+        holds_blocks = any(_repeats(each) for each in module.modules())
+        if (holds_blocks and (is_container or name not in whole)) or (
+            is_container and name == largest and name not in whole
+        ):
+            return name
+    return None
+
+
 def _names_in(model: nn.Module, name: str) -> list[str]:
     return [f"{name}.{each}" for each, _ in model.get_submodule(name).named_parameters()]
 
 
-def _repeated_in(module: nn.Module, path: str) -> list[str]:
-    """Return the names of the blocks of the largest container below that repeats one; nothing where there is none."""
-    found = [
-        (name, each)
-        for name, each in module.named_modules()
-        if isinstance(each, (nn.Sequential, nn.ModuleList)) and _repeats(each)
-    ]
-    name, largest = max(found, key=lambda pair: _size(pair[1]), default=("", None))
-    return [] if largest is None else _with_parameters(largest, f"{path}.{name}.")
-
-
-def _repeats(container: nn.Module) -> bool:
-    kinds = [type(child) for child in container.children() if _size(child)]
-    return len(kinds) > 1 and len(set(kinds)) == 1
+def _repeats(module: nn.Module) -> bool:
+    """Whether it is a container of blocks of one kind: of modules that have parts, not of layers as an MLP is."""
+    blocks = [child for child in module.children() if _size(child)]
+    of_one_kind = len(blocks) > 1 and len({type(block) for block in blocks}) == 1
+    return isinstance(module, _CONTAINERS) and of_one_kind and any(True for _ in blocks[0].children())
 
 
 def _with_parameters(module: nn.Module, prefix: str) -> list[str]:

@@ -17,6 +17,7 @@ from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule
 from echelon.sync.averaging.values import Value, moments, plain_name
 
 _PIECE = 1 << 17
+_ROUNDED = 1e-6  # of what two float32 numbers that cancel were
 
 
 @dataclass
@@ -143,6 +144,8 @@ class Fragment:
             chosen: Rule = rule if value.kind == "parameter" else plain
             taken = anchor + deltas[value.name] if deltas else None
             agreed = chosen.agree(value.name, own, anchor, mean)
+            if value.kind == "moment":  # a variance that decayed to nothing is none, not what rounding left below it
+                agreed.masked_fill_((agreed < 0) & (agreed.abs() <= _ROUNDED * mean.abs()), 0)
             if taken is not None:
                 agreed = _moved_on(value, agreed, own, taken)
             value.write(torch.lerp(agreed, own, plan.alpha) if plan.alpha else agreed)
