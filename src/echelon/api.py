@@ -101,6 +101,7 @@ def train(
     _check_objects({"model": model, "task": task, "loss": loss}, settings.get("optimizer"))
     module, data = _as_module(model), str(data) if isinstance(data, Path) else data
     loss, metrics, callbacks = _left_out(loss), _metrics_text(metrics), _left_out(callbacks)
+    callbacks = callbacks if isinstance(callbacks, str) else _callback_list(callbacks)
     if module is not model:
         derived, metrics = _compiled(module, loss, metrics)
         loss = derived if isinstance(task, str) else loss
@@ -272,6 +273,8 @@ def continue_run(
     given = [name for name in OBJECTS if not isinstance(keywords.get(name, ""), str)]
     user_objects = {name: keywords.pop(name) for name in given}
     changes = {**(overrides or {}), **_by_setting(keywords)} | _logger_names(loggers, keywords.get("logger", ""))
+    if "callbacks" in user_objects:
+        user_objects["callbacks"] = _callback_list(user_objects["callbacks"])
     if named := _callback_names(user_objects.get("callbacks", ())):
         changes["tracking.callbacks"] = named
     if is_url(str(run)):

@@ -80,15 +80,10 @@ class LateAnswer:
 
 @dataclass(frozen=True)
 class Due:
-    """What a look at the progress found: an epoch that is done since the last look, and whether something is due.
-
-    Attributes:
-        evaluates: the epoch's evaluation is what is due.
-    """
+    """What a look at the progress found: an epoch that is done since the last look, and whether something is due."""
 
     epoch: int | None = None
     asked: bool = False
-    evaluates: bool = False
 
 
 class Evaluations:
@@ -148,11 +143,12 @@ class Evaluations:
             return Due(asked=True)
         epoch = None
         if progress.epochs > self._epochs_seen:
-            self._epochs_seen = epoch = progress.epochs
-            if self._plan.eval_every and epoch % self._plan.eval_every == 0 and not self._is_closing:
+            seen, self._epochs_seen = self._epochs_seen, progress.epochs
+            epoch, every = progress.epochs, self._plan.eval_every
+            if every and epoch // every > seen // every and not self._is_closing:
                 job = EvaluationJob(epoch - 1, progress.steps, True, "interval" if due else "", counts=True)
                 self._ask(job, now_s)
-                return Due(epoch, True, True)
+                return Due(epoch, True)
         asked = due and self.present is None and not (self._waiting or self._is_closing)
         if asked:
             self._ask(EvaluationJob(progress.epochs, progress.steps, False, "interval"), now_s)
@@ -188,6 +184,11 @@ class Evaluations:
     def waiting(self) -> bool:
         """Whether one wants to begin."""
         return self.present is None and bool(self._waiting)
+
+    @property
+    def owes_result(self) -> bool:
+        """Whether an epoch's evaluation is under way, or waits."""
+        return any(job.counts for job in (self.present, *self._waiting) if job is not None)
 
     @property
     def is_next_due(self) -> bool:

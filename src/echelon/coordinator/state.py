@@ -146,7 +146,7 @@ class Coordinator:
                     below, done = entry.below, from_runs(entry.done)
                     shares = {below: entry.shares} if entry.shares else {}
                 case EpochSeen():
-                    epochs = entry.epoch
+                    epochs = max(epochs, entry.epoch)
                 case Best():
                     best = BestResult(entry.best, entry.loss)
                 case Stagnant():
@@ -200,7 +200,7 @@ class Coordinator:
         if now_s >= self._report_s:
             self._report_s = now_s + REPORT_S
             self._tell_server_loads()
-        if now_s >= self._members_s and self.setup is not None:
+        if now_s >= self._members_s:  # during the setup too: who waits sees that the scheduler lives
             self._members_s = now_s + REPORT_S
             self._tell_members()
         self._look_at_servers(now_s)
@@ -647,7 +647,7 @@ class Coordinator:
         due = self._evaluations.look(progress, now_s)
         if due.epoch is not None:
             self._close_window(now_s, due.epoch - 1)  # no window is of two epochs
-            if not due.evaluates:  # else once it is evaluated: another scheduler lets it be done again until then
+            if not self._evaluations.owes_result:  # else once there is one: until then another scheduler asks again
                 self._save(EpochSeen(due.epoch))
             self._tell_members()  # with the new watermark
         if due.asked:
@@ -695,8 +695,6 @@ class Coordinator:
             return
         self._drop_copies(job.tag)
         self._evaluations.end(now_s)
-        if job.counts:
-            self._save(EpochSeen(job.epoch + 1))
         if result.best is not None:
             self._evaluations.best = BestResult(result.best, result.best_loss)
             self._save(Best(result.best, result.best_loss))
@@ -706,6 +704,8 @@ class Coordinator:
         self._stop_if_stagnant()
         self._time.took("evaluation" if job.evaluate else "checkpoint", now_s - job.began_s)
         self._effects.append(Evaluated(job.epoch, result))
+        if job.counts:
+            self._save(EpochSeen(job.epoch + 1))
         if job.reason:
             self._save(CheckpointSaved(job.step))
         if job.is_last:

@@ -78,6 +78,7 @@ from echelon.ps.worker_state import (
 
 BEAT_S = 0.1
 _MOST_HELD = 1024
+_SILENT_S = 60.0
 Report = TaskDone | SetupDone | EvaluationDone
 
 
@@ -145,12 +146,16 @@ class Connection:
     def close(self) -> None:
         """Leave the run, and end the thread."""
         if self._thread.is_alive():
-            self.later(lambda: self._scheduler.send(LeaveRun(self._moved())))
+            self.later(self._leave)
             self.later(self._stop)
             self._thread.join(5)
         elif self._thread.ident is None:
             self._context.destroy()
         self._wakeups.close()
+
+    def _leave(self) -> None:
+        self._scheduler.send(LeaveRun(self._moved()))
+        self._beat_s = time.monotonic() + _SILENT_S  # who beats is asked to join again
 
     def call_while_waiting(self, call: Callable[[], None], every_s: float) -> None:
         """Let the training thread call something now and then while it waits."""

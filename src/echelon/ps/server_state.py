@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -468,7 +469,8 @@ class ServerState:
             self._parked_rows.setdefault(pull.key, []).append((peer, worker, pull, rows))
             return
         exact = self._settings.aggregates and pull.version == store.version - 1
-        store.rows.note_pull(worker, pull.task, rows)
+        if worker:
+            store.rows.note_pull(worker, pull.task, rows)
         self._answer_rows(peer, pull, store.row_values_before(rows) if exact else store.row_values(rows))
 
     def _answer_rows(self, peer: bytes, pull: PullRows, values: Tensor) -> None:
@@ -505,7 +507,9 @@ class ServerState:
         value = store.before if exact and store.before is not None else store.value
         memory = store.memory if value is store.value else None
         delta, frames = self._references.encode(worker, store.key, value, pull.full, memory)
-        if not exact:
+        if not worker:
+            self._references.forget(worker)
+        elif not exact:
             self._note_pull(worker, store, now_s)
         content = KeyValue(store.key.index, store.version - exact, delta, 0, self._life, self._take_acks(peer))
         self._reply(peer, content, frames)
@@ -524,6 +528,18 @@ class ServerState:
             self._give(peer, worker, store, pull, now_s)
         for peer, worker, of_rows, rows in self._parked_rows.pop(store.key.index, []):
             self._give_rows(peer, worker, of_rows, rows)
+
+    def _unname_parked(self, gone: str) -> None:
+        """Answer pulls of a worker that is gone with whole values: it may live, or another one has its name by then."""
+        for key, pulls in self._parked.items():
+            self._parked[key] = [
+                (peer, "", replace(pull, full=True)) if worker == gone else (peer, worker, pull)
+                for peer, worker, pull in pulls
+            ]
+        for key, of_rows in self._parked_rows.items():
+            self._parked_rows[key] = [
+                (peer, "" if worker == gone else worker, pull, rows) for peer, worker, pull, rows in of_rows
+            ]
 
     def _read_state(self, peer: bytes, message: Message, now_s: float) -> None:
         content = message.content
@@ -559,8 +575,11 @@ class ServerState:
         self._effects.append(TellScheduler(CopyKept(tag, self.config.index)))
 
     def _keep_delayed_copies(self) -> None:
-        while self._durability.delayed_copies:
-            self._keep_copy(*self._durability.delayed_copies.popitem())
+        if self._durability.delayed_copies:  # of several the newest is waited for
+            newest = next(reversed(self._durability.delayed_copies))
+            full = self._durability.delayed_copies[newest]
+            self._durability.delayed_copies.clear()
+            self._keep_copy(newest, full)
 
     def _snapshot(self, count: int) -> SaveSnapshot:
         assert self.table is not None
@@ -607,6 +626,7 @@ class ServerState:
             if self.table is not None:
                 self._references.forget(gone)
             self._buffers.pop(gone, None)
+            self._unname_parked(gone)
         if len(statistics) and not self._buffers:  # until somebody sends newer ones
             self._buffers[""] = statistics
         self._workers, self._watermark = workers, members.watermark

@@ -28,12 +28,14 @@ class Launch:
         launched_t: when the command was given, in unix seconds; None: not known.
         command: as one would type it.
         rendezvous: where its machines met.
+        by: the process that wrote this: its machine and number.
     """
 
     launched_t: float | None = None
     command: str = ""
     rendezvous: str = ""
     ended: bool = False
+    by: str = ""
 
     def seconds_since(self) -> float:
         """Seconds since the command was given; 0 where that is not known."""

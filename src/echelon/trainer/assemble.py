@@ -524,17 +524,17 @@ def assemble(
         gc.freeze()  # a new term collects what wrapped the model: to look at all that is imported takes half a second
     with _connecting(None if is_newcomer else membership):
         run_parts = build_parts(resolved, work, world, ground.clock)
+    state = RanksState(run_parts, world, record.patience)
     saver = Saver(
         path,
         config.checkpoint.keep,
-        RanksState(run_parts, world, record.patience),
+        state,
         record,
         Fingerprint.of(config, info, ground.task, ground.train_loader.sampling, ground.marks),
     )
     seed_everything(rank_seed(config.training.seed, world.data_rank))
-    seeded = torch.get_rng_state()
     restored = None if is_newcomer else _restored(saver, goes_on)
-    if restored is not None and torch.equal(torch.get_rng_state(), seeded):  # nobody was this rank before
+    if restored is not None and not state.draws_go_on:  # nobody was this rank before
         seed_everything(layer_seed(config.training.seed, restored.step, world.data_rank))
     keep_cuts(run_parts, world, path)
     if world.leads:

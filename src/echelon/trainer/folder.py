@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -258,9 +259,6 @@ def prepare(folder: Path, config: RunConfig, given_t: float | None = None, leads
             _write_launch(folder, config, given_t)
         file, text = folder / CONFIG_FILE, to_yaml(config)
         before = file.read_bytes().decode() if file.exists() else ""
-        of_another = not leads and _goes_on(folder, config) and "," not in config.launch.rendezvous
-        if before and of_another:  # its ranks read it, whatever this command says; settings are compared as they meet
-            return ""
         write_atomic(file, text)  # last: who sees it can tell whose it is
         return before if before != text else ""
     except OSError as error:
@@ -278,8 +276,14 @@ def put_back(folder: Path, description: str) -> None:
 
 
 def _write_launch(folder: Path, config: RunConfig, given_t: float | None) -> None:
-    launch = Launch(command_given_t() if given_t is None else given_t, command_line(), config.launch.rendezvous)
+    launch = Launch(
+        command_given_t() if given_t is None else given_t, command_line(), config.launch.rendezvous, by=_this_process()
+    )
     write_atomic(folder / LAUNCH_FILE, json.dumps(vars(launch)))
+
+
+def _this_process() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def last_message(folder: Path, *events: type[Event]) -> str:
@@ -290,7 +294,7 @@ def last_message(folder: Path, *events: type[Event]) -> str:
 
 def is_own_launch(folder: Path) -> bool:
     """Whether this command has written how the run was started; not another machine's that shares the folder."""
-    return read_launch(folder).launched_t == command_given_t()
+    return read_launch(folder).by == _this_process()
 
 
 def mark_ended(folder: Path) -> None:

@@ -159,6 +159,8 @@ class RanksState:
         self._token: int | None = None  # of the room made for the ranks' next parts
         self._is_common: bool | None = None  # the disk; not known before the first checkpoint
         self.bytes_sent = 0
+        self.draws_go_on = False
+        """Whether this rank's random generators go on from where a checkpoint has them."""
 
     @property
     def is_writing(self) -> bool:
@@ -195,7 +197,7 @@ class RanksState:
         """Restore what all ranks share, and this rank's own."""
         cursor = load_shared_state(self._parts, state)
         same_tuning = is_same_tuning(self._parts, state)
-        load_rank_state(self._parts, self._world, saved_layout(state), state[RANKS], same_tuning)
+        self.draws_go_on = load_rank_state(self._parts, self._world, saved_layout(state), state[RANKS], same_tuning)
         return cursor
 
     @contextmanager

@@ -397,7 +397,7 @@ def load_rank_state(
     saved: Mapping[str, int],
     ranks: Mapping[int, StateView],
     same_tuning: bool = True,
-) -> None:
+) -> bool:
     """Restore this rank's own state; in another layout, or where something else was trained, only what can be kept.
 
     Random generators start anew from the shared state then, and the strategy merges what the ranks with the same piece
@@ -406,27 +406,30 @@ def load_rank_state(
     Args:
         saved: the layout that was saved.
 
+    Returns:
+        Whether random generators go on from where this rank's were.
+
     Raises:
         UserError: the strategy cannot begin anew.
     """
     if not same_tuning and isinstance(run_parts.sync, Anchored):
         run_parts.sync.begin_anew()
     if saved != layout_of(world) and not same_tuning:
-        return
+        return False
     if saved != layout_of(world):
         _load_resharded_ranks(run_parts, world, saved, ranks)
-        return
+        return False
     state = ranks.get(world.rank)
     if same_tuning and _has_other_pieces(run_parts, world, state):
         _begin_with_other_pieces(run_parts, saved, ranks)
-        return
+        return False
     if not state:  # it died, and others saved all but what it alone had
-        return
+        return False
     if COMMON in state and same_tuning:
         assert isinstance(run_parts.sync, Rescuable)
         run_parts.sync.load_common_state(state[COMMON])
     if "torch" not in state:
-        return
+        return False
     torch.set_rng_state(state["torch"])
     _restore_host_generators(state)
     if world.device.type == "cuda" and "cuda" in state:
@@ -445,6 +448,7 @@ def load_rank_state(
         run_parts.ema.load_state_dict(ema | {"average": ema["average"] | state["ema"]})
     if same_tuning and "sync" in state:
         run_parts.sync.load_state_dict(state["sync"])
+    return True
 
 
 def _load_resharded_ranks(

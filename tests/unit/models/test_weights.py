@@ -360,6 +360,21 @@ def test_blocks_of_vision_transformers_are_those_that_repeat(name: str, last: st
     assert last in blocks and not any(".mlp" in block for block in blocks)
 
 
+def test_blocks_of_branches_and_layers_in_a_list_below_another_module() -> None:
+    models = pytest.importorskip("torchvision.models", reason="needs torchvision")
+    with torch.device("meta"):
+        assert "inception5b" in blocks_of(models.get_model("googlenet", aux_logits=False, init_weights=False))
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    model = nn.Sequential()
+    model.encoder, model.head = Encoder(), nn.Linear(8, 2)
+    assert blocks_of(model) == [f"encoder.layers.{i}" for i in range(3)]
+
+
 def test_a_tied_head_is_there_under_its_other_name() -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     size = {

@@ -74,10 +74,11 @@ class Role:
     life: int = 1
     now_s: float = 0.0
     effects: list[Effect] = field(default_factory=list)
+    compression: str = "none"
 
     def __post_init__(self) -> None:
         config = ServerConfig(
-            self.name, 0, self.settings, derive_keys(b"k" * 32), "", "", read("none"), 0, Path(), sgd
+            self.name, 0, self.settings, derive_keys(b"k" * 32), "", "", read(self.compression), 0, Path(), sgd
         )  # fmt: skip
         self.state = ServerState(config, self.life, f"ipc://{self.name}", 7)
         self._numbers = count()
@@ -85,7 +86,7 @@ class Role:
     def say(self, sender: str, content: Content, *tensors: Tensor) -> None:
         self.hear(sender, content, [as_frame(tensor) for tensor in tensors])
 
-    def hear(self, sender: str, content: Content, frames: Sequence[Any]) -> None:
+    def hear(self, sender: str, content: Content, frames: Sequence[Any], peer: str = "") -> None:
         plain = [memoryview(bytearray(frame)) for frame in frames]
         message = Message(content, sender, 1, next(self._numbers), plain)
         if sender == "scheduler":
@@ -93,7 +94,7 @@ class Role:
         elif sender == "primary":
             self.effects += self.state.from_primary(message, self.now_s)
         else:
-            self.effects += self.state.handle(message, sender.encode(), self.now_s)
+            self.effects += self.state.handle(message, (peer or sender).encode(), self.now_s)
 
     def tick(self, seconds: float = 0.0) -> None:
         self.now_s += seconds
@@ -201,6 +202,24 @@ def test_a_pull_of_a_worker_that_was_only_silent_is_answered_too() -> None:
     role.say("scheduler", Members([ENTRY], ["worker1"], 0))
     role.push("worker1", 0, shares=1)
     assert [value.version for value in role.sent("worker0", KeyValue)] == [1]
+
+
+def test_a_new_life_of_a_worker_has_the_values_that_it_is_told_the_difference_to() -> None:
+    """The pull of its former life waits still, and its answer is no reference for another one."""
+    role = Role(ServerSettings("sync"), compression="int8").fill()
+    role.say("worker0", Pull(0, 0, exact=True, full=True, tag=0))
+    role.say("worker0", Pull(0, 1, exact=True, full=False, tag=0))
+    for workers in (["worker0"], []):
+        role.say("scheduler", Members([ENTRY], workers, 0))
+    role.sent("worker0", KeyValue)
+    role.hear("worker0", Pull(0, 0, exact=True, full=True, tag=0), [], peer="anew")
+    role.hear("worker0", Pull(0, 1, exact=True, full=False, tag=0), [], peer="anew")
+    role.push("worker1", 0, shares=1)
+    (old,) = role.sent("worker0", KeyValue)
+    first, second = role.sent("anew", KeyValue)
+    assert not old.delta and not first.delta and second.delta
+    (reference, _) = role.state._references._held["worker0", 0]
+    assert torch.allclose(reference, role.value, atol=1e-2)
 
 
 def test_statistics_stay_when_the_last_worker_goes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import ClassVar
 
@@ -68,23 +69,26 @@ class TuningKind:
 
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
+_SIDE_BY_SIDE = 3  # an encoder and a decoder may be of one kind, and are no blocks
 
 
 def blocks_of(model: nn.Module) -> list[str]:
     """Return the names of a model's repeated blocks in forward order.
 
     Those that its family declares, else its children that have parameters. One that holds a container of repeated
-    blocks gives way to its own children, and so does the largest where it is a container; a repeated block stays whole.
+    blocks gives way to its own children, and so does the largest where it is a container. Repeated blocks stay whole:
+    those in a container, and three or more of one kind side by side.
     """
     hints = hints_for(model)
     names = [name for name, _ in model.named_modules()]
     if hints is not None and hints.blocks:
         return [name for pattern in hints.blocks for name in names if matches(pattern, name)]
-    children, whole = _with_parameters(model, ""), set[str]()
+    children = _with_parameters(model, "")
+    whole = _blocks_in(model, "")
     while (name := _to_open(model, children, whole)) is not None:
         module = model.get_submodule(name)
         inner = _with_parameters(module, f"{name}.")
-        whole |= set(inner) if _repeats(module) else set()
+        whole |= _blocks_in(module, f"{name}.")
         at = children.index(name)
         children[at : at + 1] = inner
     head = head_names(model)
@@ -111,10 +115,21 @@ def _names_in(model: nn.Module, name: str) -> list[str]:
 
 
 def _repeats(module: nn.Module) -> bool:
-    """Whether it is a container of blocks of one kind: of modules that have parts, not of layers as an MLP is."""
+    """Whether it is a container of blocks of one kind: not of layers in a row, as an MLP is."""
     blocks = [child for child in module.children() if _size(child)]
     of_one_kind = len(blocks) > 1 and len({type(block) for block in blocks}) == 1
-    return isinstance(module, _CONTAINERS) and of_one_kind and any(True for _ in blocks[0].children())
+    may_be_leaves = isinstance(module, nn.ModuleList)
+    return (
+        isinstance(module, _CONTAINERS) and of_one_kind and (may_be_leaves or any(True for _ in blocks[0].children()))
+    )
+
+
+def _blocks_in(module: nn.Module, prefix: str) -> set[str]:
+    """Return the names of the children that are repeated blocks."""
+    names = _with_parameters(module, prefix)
+    kinds = Counter(type(module.get_submodule(name.removeprefix(prefix))) for name in names)
+    at_least = 1 if _repeats(module) else _SIDE_BY_SIDE
+    return {name for name in names if kinds[type(module.get_submodule(name.removeprefix(prefix)))] >= at_least}
 
 
 def _with_parameters(module: nn.Module, prefix: str) -> list[str]:
