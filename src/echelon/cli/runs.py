@@ -9,6 +9,7 @@ import typer
 
 from echelon.cli.app import COMMANDS, as_command
 from echelon.cli.settings import parameter, trust_parameter, with_parameters
+from echelon.core.json_values import finite_object
 from echelon.core.output import print_words
 
 _TITLE = 16  # of a metric, in characters: most are shorter
@@ -30,7 +31,7 @@ def evaluate_command() -> Any:
             print(f"echelon: {failure}", file=sys.stderr)
             raise SystemExit(1) from None
         if as_json:
-            print(json.dumps(metrics))
+            print(json.dumps(finite_object(dict(metrics)), allow_nan=False))
             return
         begun = next(newest(Path(run), Start), None)
         titles = [begun.task.title_of(name) if begun else name for name in metrics]

@@ -50,12 +50,18 @@ def predict_command() -> Any:
             rows = _predicted(trained, data, masks, device, writing, prints_here)
         else:
             api.usable(run, checkpoint, trust, follow_links)
+            _check_masks(run, masks)
+            from echelon.launch.supervisor import JobFailed
             from echelon.tasks.base import Writing
 
-            with Screen(to_stderr=True) as screen, screen.bar("predicting"):
-                rows = api.predict(
-                    run, data, masks or None, checkpoint, trust, device, Writing(**writing), workers, follow_links
-                )
+            try:
+                with Screen(to_stderr=True) as screen, screen.bar("predicting"):
+                    rows = api.predict(
+                        run, data, masks or None, checkpoint, trust, device, Writing(**writing), workers, follow_links
+                    )
+            except JobFailed as failure:
+                print(f"echelon: {failure}", file=sys.stderr)
+                raise SystemExit(1) from None
         if out:
             from echelon.inference.predict import write_table
 
@@ -195,13 +201,25 @@ def _predicted(
         yield from predict_samples(trained, data, Writing(**writing), device_of(device), folder, advance)
 
 
+def _check_masks(run: str, masks: str) -> None:
+    """Refuse, before anything is computed, a segmentation without a place for its masks (UserError)."""
+    from echelon.records.file import newest
+    from echelon.records.kinds import Start
+
+    begun = next(newest(Path(run), Start), None) if not is_url(run) else None
+    if begun is not None and begun.task.spec.startswith("segmentation") and not masks:
+        raise UserError("this run predicts masks: name a folder for them with --masks")
+
+
 def _print_table(rows: Iterable[PredictedRow]) -> None:
     """Print a line for each sample: what it is, what is said of it, and how surely."""
     for row in rows:
         name = str(row.sample)
         name = name if len(name) <= _WIDEST else f"…{name[1 - _WIDEST :]}"
         value = row.mask_file or row.prediction.value
-        text = f"{value:.6g}" if isinstance(value, float) else ", ".join(value) if isinstance(value, list) else value
+        text = f"{value:.6g}" if isinstance(value, float) else str(value)
+        if isinstance(value, list):
+            text = ", ".join(map(str, value))
         sure = "" if row.prediction.probability is None else f"  {row.prediction.probability:.3f}"
         print(f"{name}  {text}{sure}")
     sys.stdout.flush()

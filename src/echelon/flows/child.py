@@ -159,7 +159,7 @@ def _command(command: list[str], base: Path, where: Path, step: FlowStep, stdout
             process.wait(step.resources.time_s)
         except subprocess.TimeoutExpired:
             _end(process, step.kind == "command")
-            return process.returncode, f"it took longer than {step.resources.time_s:.0f} s and was ended"
+            return process.returncode or 1, f"it took longer than {step.resources.time_s:.0f} s and was ended"
         finally:
             _end(process, step.kind == "command")
     return process.returncode, _last_line(log, begins)

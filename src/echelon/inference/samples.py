@@ -75,7 +75,8 @@ def samples_of(trained: TrainedModel, data: Any) -> Samples:
     Raises:
         UserError: there is none, or the model takes others: says which.
     """
-    raw = [data] if isinstance(data, (str, Path, Mapping)) else data
+    is_nest = isinstance(data, Mapping) and kind_of(trained) is SampleKind.ARRAYS  # of inputs by name
+    raw = [data] if isinstance(data, (str, Path, Mapping)) and not is_nest else data
     if isinstance(raw, Sequence) and not len(raw):
         raise UserError("there is nothing to predict: name files, or give texts with --text")
     if not (_are_strings(raw) and any(_is_address(trained, each) for each in raw)):
@@ -405,15 +406,21 @@ def _arrays(trained: TrainedModel, raw: Any) -> Samples:
         pixels = nest.leaves(arrays)[0]
         images = ImageArray(pixels, _blank_targets(len(pixels)))
         return Samples(range(1, len(pixels) + 1), _sample_source(trained, images))
-    _check_shapes(arrays, trained.info.inputs)
-    arrays = nest.map_leaves(_as_wanted, arrays, trained.info.inputs)
+    specs = trained.info.inputs
+    try:
+        in_order = nest.leaves_as(specs, arrays)
+    except ValueError as error:
+        raise UserError(f"these are {error}; the run's samples are {nest.describe(specs)}") from None
+    _check_shapes(in_order, specs)
+    arrays = nest.map_leaves(_as_wanted, nest.rebuild(specs, iter(in_order)), specs)
     count = nest.rows(arrays)
     return Samples(range(1, count + 1), _sample_source(trained, TensorArray(arrays, _blank_targets(count))))
 
 
 def _array(leaf: Any) -> NDArray[Any] | None:
     if isinstance(leaf, torch.Tensor):
-        return leaf.numpy()
+        leaf = leaf.detach().cpu()
+        return (leaf.float() if leaf.dtype is torch.bfloat16 else leaf).numpy()
     return leaf if isinstance(leaf, np.ndarray) and leaf.dtype != object else None
 
 

@@ -42,6 +42,7 @@ from echelon.tasks.nest import Nest
 from echelon.tasks.worst_samples import Pixels, Worst, data_uri
 
 _IGNORED = 255  # in masks of at most 255 classes, as files have it
+_MOST_CLASSES = 255
 _AUX_WEIGHT = 0.5  # of an auxiliary head's loss, as in the training of torchvision's models
 _GAP = 4  # pixels between the pictures of an image
 _SCORES = 5  # of a sample: loss, place, number, share of right pixels, mean IoU
@@ -98,6 +99,11 @@ class Segmentation(Task):
             raise UserError(
                 f"data {data.name} names no classes: give task=Segmentation(classes=[...]) of "
                 "echelon.tasks.segmentation, or a folder with images/ and masks/"
+            )
+        if len(task.classes) > _MOST_CLASSES:
+            raise UserError(
+                f"{len(task.classes)} classes: a segmentation has at most {_MOST_CLASSES}, masks are numbers of 8 bits "
+                "and 255 stands for no class"
             )
         values = data.target_values
         if values is not None and not (values.span[0] >= 0 and values.span[1] < len(task.classes)):
