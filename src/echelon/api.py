@@ -100,8 +100,7 @@ def train(
     """
     _check_objects({"model": model, "task": task, "loss": loss}, settings.get("optimizer"))
     module, data = _as_module(model), str(data) if isinstance(data, Path) else data
-    loss, metrics, callbacks = _left_out(loss), _metrics_text(metrics), _left_out(callbacks)
-    callbacks = callbacks if isinstance(callbacks, str) else _callback_list(callbacks)
+    loss, metrics, callbacks = _left_out(loss), _metrics_text(metrics), _given_callbacks(callbacks)
     if module is not model:
         derived, metrics = _compiled(module, loss, metrics)
         loss = derived if isinstance(task, str) else loss
@@ -606,6 +605,12 @@ def _callback_names(callbacks: object) -> str:
 def _callback_objects(callbacks: object) -> tuple[object, ...]:
     """Return the callbacks that are objects: one alone, or those of a list."""
     return tuple(each for each in _callback_list(callbacks) if not isinstance(each, str))
+
+
+def _given_callbacks(callbacks: object) -> str | Sequence[object]:
+    """Return names as they are, else a list that can be looked at more than once."""
+    text = _left_out(callbacks)
+    return text if isinstance(text, str) else _callback_list(text)
 
 
 def _callback_list(callbacks: object) -> Sequence[object]:

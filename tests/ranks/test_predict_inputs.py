@@ -48,5 +48,7 @@ def test_inputs_by_name_are_predicted_in_any_order(tmp_path: Path) -> None:
         for data in ({"a": a, "b": b}, {"b": b.numpy(), "a": a.clone().requires_grad_()})
     ]
     assert len(values[0]) == 40 and values[0] == pytest.approx(values[1])
+    by_place = [row.prediction.probability for row in echelon.predict(tmp_path / "run", (a, b), model=Pair())]
+    assert by_place == pytest.approx(values[0])
     with pytest.raises(UserError, match="the keys a, c, not a, b"):
         list(echelon.predict(tmp_path / "run", {"a": a, "c": b}, model=Pair()))

@@ -90,6 +90,7 @@ from echelon.records.kinds import (
 )
 
 REPORT_S = 2.0
+_SETUP_TIMES = 10  # the timeout: so long the setup may take while others wait
 GATHER_S = 2.0  # what a run begins with waits so long for workers that are late: its start tells of all
 
 
@@ -119,7 +120,8 @@ class Coordinator:
         self._begun = self._recorded = False
         self._late = 0
         self._settled_lives = set[int]()
-        self._last_worker_s, self._asked_s = now_s, math.inf
+        self._began_s = self._last_worker_s = now_s
+        self._asked_s = math.inf
         self._report_s = self._members_s = 0.0
         self._time = TimeLimit(now_s + config.plan.time_left_s, 0.0)
         self._effects: list[Effect] = []
@@ -200,7 +202,8 @@ class Coordinator:
         if now_s >= self._report_s:
             self._report_s = now_s + REPORT_S
             self._tell_server_loads()
-        if now_s >= self._members_s:  # during the setup too: who waits sees that the scheduler lives
+        sets_up = self.setup is None and now_s - self._began_s < _SETUP_TIMES * self._config.timeout_s
+        if now_s >= self._members_s and (sets_up or self.setup is not None):  # who waits sees that the scheduler lives
             self._members_s = now_s + REPORT_S
             self._tell_members()
         self._look_at_servers(now_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -184,7 +183,7 @@ def predict_samples(
 def _row(samples: Samples, place: int, prediction: Prediction, mask_files: Sequence[Path] | None) -> PredictedRow:
     name, mask = samples.names[place], prediction.mask
     if isinstance(name, str):  # a file may have a name of another encoding
-        name = os.fsencode(name).decode("utf-8", "replace")
+        name = name.encode("utf-8", "replace").decode()
     if mask is None:
         return PredictedRow(name, prediction)
     if samples.files:

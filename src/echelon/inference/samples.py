@@ -410,7 +410,9 @@ def _arrays(trained: TrainedModel, raw: Any) -> Samples:
     try:
         in_order = nest.leaves_as(specs, arrays)
     except ValueError as error:
-        raise UserError(f"these are {error}; the run's samples are {nest.describe(specs)}") from None
+        if isinstance(arrays, Mapping):
+            raise UserError(f"these are {error}; the run's samples are {nest.describe(specs)}") from None
+        in_order = nest.leaves(arrays)  # by place
     _check_shapes(in_order, specs)
     arrays = nest.map_leaves(_as_wanted, nest.rebuild(specs, iter(in_order)), specs)
     count = nest.rows(arrays)

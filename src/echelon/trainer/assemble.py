@@ -525,17 +525,9 @@ def assemble(
     with _connecting(None if is_newcomer else membership):
         run_parts = build_parts(resolved, work, world, ground.clock)
     state = RanksState(run_parts, world, record.patience)
-    saver = Saver(
-        path,
-        config.checkpoint.keep,
-        state,
-        record,
-        Fingerprint.of(config, info, ground.task, ground.train_loader.sampling, ground.marks),
-    )
-    seed_everything(rank_seed(config.training.seed, world.data_rank))
-    restored = None if is_newcomer else _restored(saver, goes_on)
-    if restored is not None and not state.draws_go_on:  # nobody was this rank before
-        seed_everything(layer_seed(config.training.seed, restored.step, world.data_rank))
+    fingerprint = Fingerprint.of(config, info, ground.task, ground.train_loader.sampling, ground.marks)
+    saver = Saver(path, config.checkpoint.keep, state, record, fingerprint)
+    restored = _restored(saver, goes_on, config.training.seed, state, world) if not is_newcomer else None
     keep_cuts(run_parts, world, path)
     if world.leads:
         keep_sample_index(ground.source, path)
@@ -570,9 +562,14 @@ def _let_survive(resolved: ResolvedRun, run: TrainingRun, membership: Membership
         run.copy = run.parts.update.copy = make_copy(resolved, run.parts, run.world, run.progress.note)
 
 
-def _restored(saver: Saver, goes_on: bool) -> Cursor | None:
-    """Return where the newest checkpoint is; a run that goes on has one, and was built without the weights it had."""
+def _restored(saver: Saver, goes_on: bool, seed: int, state: RanksState, world: World) -> Cursor | None:
+    """Return where the newest checkpoint is; a run that goes on has one, and was built without the weights it had.
+
+    A rank that nobody was before draws on its own, from a seed of the step.
+    """
     restored = saver.restore()
+    if restored is not None and not state.draws_go_on:
+        seed_everything(layer_seed(seed, restored.step, world.data_rank))
     if goes_on and restored is None:
         raise RuntimeError("the run's checkpoints were there a moment ago, and are not: nothing to go on from")
     return restored

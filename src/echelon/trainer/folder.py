@@ -259,10 +259,18 @@ def prepare(folder: Path, config: RunConfig, given_t: float | None = None, leads
             _write_launch(folder, config, given_t)
         file, text = folder / CONFIG_FILE, to_yaml(config)
         before = file.read_bytes().decode() if file.exists() else ""
+        if before and not leads and _is_of_another_machine(folder, config):
+            return ""  # its ranks read it; what this command says otherwise is refused as the machines meet
         write_atomic(file, text)  # last: who sees it can tell whose it is
         return before if before != text else ""
     except OSError as error:
         raise _not_writable(folder, error) from None
+
+
+def _is_of_another_machine(folder: Path, config: RunConfig) -> bool:
+    """Whether a command on another machine, with which this one shares the folder, has started its run."""
+    by, several = read_launch(folder).by.rpartition(":")[0], "," in config.launch.rendezvous
+    return _goes_on(folder, config) and by not in ("", socket.gethostname()) and not several
 
 
 def put_back(folder: Path, description: str) -> None:

@@ -365,6 +365,15 @@ def test_blocks_of_branches_and_layers_in_a_list_below_another_module() -> None:
     with torch.device("meta"):
         assert "inception5b" in blocks_of(models.get_model("googlenet", aux_logits=False, init_weights=False))
 
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 8) for _ in range(3)))
+
+    towers = nn.Module()
+    towers.text, towers.image, towers.sound, towers.head = Tower(), Tower(), Tower(), nn.Linear(8, 2)
+    assert len(blocks_of(towers)) == 9
+
     class Encoder(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -22,6 +22,7 @@ from echelon.trainer.folder import (
     claim,
     claimed,
     default_folder,
+    is_own_launch,
     locked,
     mark_ended,
     prepare,
@@ -161,3 +162,17 @@ def test_the_description_before_a_refused_command_is_put_back_unless_the_run_has
         record.write(Start())  # now
     put_back(tmp_path, before)
     assert load_run_config(tmp_path / CONFIG_FILE) == later
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_machine_that_shares_a_folder_leaves_what_another_one_wrote_and_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    first = replace(RunConfig(), launch=replace(RunConfig().launch, rendezvous="node0:1"))
+    later = replace(first, training=replace(first.training, epochs=7))
+    prepare(tmp_path, first, 1.0, leads=shared)  # where it was killed, nobody has noted its end
+    if shared:
+        monkeypatch.setattr("socket.gethostname", lambda: "node1")
+    prepare(tmp_path, later, 2.0, leads=False)
+    assert load_run_config(tmp_path / CONFIG_FILE) == (first if shared else later)
+    assert is_own_launch(tmp_path) is not shared

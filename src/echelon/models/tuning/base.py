@@ -69,6 +69,7 @@ class TuningKind:
 
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
+_BRANCH = 2
 _SIDE_BY_SIDE = 3  # an encoder and a decoder may be of one kind, and are no blocks
 
 
@@ -84,11 +85,11 @@ def blocks_of(model: nn.Module) -> list[str]:
     if hints is not None and hints.blocks:
         return [name for pattern in hints.blocks for name in names if matches(pattern, name)]
     children = _with_parameters(model, "")
-    whole = _blocks_in(model, "")
-    while (name := _to_open(model, children, whole)) is not None:
+    blocks = _blocks_in(model, "")
+    while (name := _to_open(model, children, blocks)) is not None:
         module = model.get_submodule(name)
         inner = _with_parameters(module, f"{name}.")
-        whole |= _blocks_in(module, f"{name}.")
+        blocks |= _blocks_in(module, f"{name}.")
         at = children.index(name)
         children[at : at + 1] = inner
     head = head_names(model)
@@ -96,15 +97,15 @@ def blocks_of(model: nn.Module) -> list[str]:
     return [name for name in children if name not in behind] or children
 
 
-def _to_open(model: nn.Module, names: Sequence[str], whole: Set[str]) -> str | None:
+def _to_open(model: nn.Module, names: Sequence[str], blocks: Set[str]) -> str | None:
     """Return the first module that gives way to its children; None: all stay."""
     largest = max(names, key=lambda name: _size(model.get_submodule(name)), default="")
     for name in names:
         module = model.get_submodule(name)
         is_container = isinstance(module, _CONTAINERS) and bool(_with_parameters(module, ""))
         holds_blocks = any(_repeats(each) for each in module.modules())
-        if (holds_blocks and (is_container or name not in whole)) or (
-            is_container and name == largest and name not in whole
+        if (holds_blocks and (is_container or name not in blocks)) or (
+            is_container and name == largest and name not in blocks
         ):
             return name
     return None
@@ -125,11 +126,18 @@ def _repeats(module: nn.Module) -> bool:
 
 
 def _blocks_in(module: nn.Module, prefix: str) -> set[str]:
-    """Return the names of the children that are repeated blocks."""
-    names = _with_parameters(module, prefix)
-    kinds = Counter(type(module.get_submodule(name.removeprefix(prefix))) for name in names)
-    at_least = 1 if _repeats(module) else _SIDE_BY_SIDE
-    return {name for name in names if kinds[type(module.get_submodule(name.removeprefix(prefix)))] >= at_least}
+    """Return the names of the children that are repeated blocks, and no towers of blocks side by side."""
+    children = {f"{prefix}{name}": child for name, child in module.named_children() if _size(child)}
+    if _repeats(module):
+        return set(children)
+    kinds = Counter(type(child) for child in children.values())
+    return {n for n, child in children.items() if kinds[type(child)] >= _SIDE_BY_SIDE and not _is_tower(child)}
+
+
+def _is_tower(module: nn.Module) -> bool:
+    """Whether it holds a list of blocks, or three or more in a row: two in a row are a branch."""
+    rows = [each for each in module.modules() if _repeats(each)]
+    return any(isinstance(each, nn.ModuleList) or len(each) > _BRANCH for each in rows if isinstance(each, _CONTAINERS))
 
 
 def _with_parameters(module: nn.Module, prefix: str) -> list[str]:
