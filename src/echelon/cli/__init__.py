@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.errors import USER_ERROR_EXIT_CODE, JobFailed, UserError
 from echelon.core.system import short_spins, why_unsupported
 
 
@@ -78,6 +78,11 @@ def _run() -> int:
             raise
         _say(str(error))
         code = USER_ERROR_EXIT_CODE
+    except JobFailed as error:
+        if debug:
+            raise
+        _say(str(error))
+        code = 1
     except OSError as error:
         if debug or error.errno != errno.ENAMETOOLONG:
             raise

@@ -1,7 +1,6 @@
 """`echelon evaluate`, `echelon export` and `echelon report`: commands on a run that exists."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,15 +20,10 @@ def evaluate_command() -> Any:
     def evaluate(run: str, as_json: bool, **options: Any) -> None:
         """Print the metrics of a checkpoint."""
         from echelon import api
-        from echelon.launch.supervisor import JobFailed
         from echelon.records.file import newest
         from echelon.records.kinds import Start
 
-        try:
-            metrics = api.evaluate(run, **options)
-        except JobFailed as failure:
-            print(f"echelon: {failure}", file=sys.stderr)
-            raise SystemExit(1) from None
+        metrics = api.evaluate(run, **options)
         if as_json:
             print(json.dumps(finite_object(dict(metrics)), allow_nan=False))
             return

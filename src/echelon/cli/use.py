@@ -51,17 +51,12 @@ def predict_command() -> Any:
         else:
             api.usable(run, checkpoint, trust, follow_links)
             _check_masks(run, masks)
-            from echelon.launch.supervisor import JobFailed
             from echelon.tasks.base import Writing
 
-            try:
-                with Screen(to_stderr=True) as screen, screen.bar("predicting"):
-                    rows = api.predict(
-                        run, data, masks or None, checkpoint, trust, device, Writing(**writing), workers, follow_links
-                    )
-            except JobFailed as failure:
-                print(f"echelon: {failure}", file=sys.stderr)
-                raise SystemExit(1) from None
+            with Screen(to_stderr=True) as screen, screen.bar("predicting"):
+                rows = api.predict(
+                    run, data, masks or None, checkpoint, trust, device, Writing(**writing), workers, follow_links
+                )
         if out:
             from echelon.inference.predict import write_table
 

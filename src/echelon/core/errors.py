@@ -22,6 +22,10 @@ class UserError(Exception):
     """
 
 
+class JobFailed(Exception):
+    """A run's processes cannot go on: as the message says, or, where it is empty, for the death that was told last."""
+
+
 @contextmanager
 def naming(setting: str) -> Iterator[None]:
     """Let a refusal name the setting that it is about, where what refuses does not know it.

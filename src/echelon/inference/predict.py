@@ -17,6 +17,7 @@ from pyarrow import csv, parquet
 
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
+from echelon.core.json_values import finite
 from echelon.data import EvalLoader, LoaderConfig, Shard
 from echelon.data.decode import open_picture
 from echelon.data.masks import mask_of_image
@@ -238,12 +239,3 @@ def write_table(path: Path, rows: Sequence[PredictedRow]) -> None:
 def json_line(row: PredictedRow) -> str:
     """Return a row as one line of JSON; a number that is none is null."""
     return json.dumps(finite(row.plain()), ensure_ascii=False)
-
-
-def finite(value: Any) -> Any:
-    """Return plain values for JSON, with null for numbers that are none."""
-    if isinstance(value, Mapping):
-        return {name: finite(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(each) for each in value]
-    return None if (isinstance(value, float) and value != value) or value in (float("inf"), float("-inf")) else value

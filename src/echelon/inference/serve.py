@@ -30,8 +30,9 @@ from starlette.routing import Route
 
 from echelon.core.errors import UserError
 from echelon.core.files import scratch_folder
+from echelon.core.json_values import finite
 from echelon.inference import Text
-from echelon.inference.predict import PredictedRow, finite, predict_samples
+from echelon.inference.predict import PredictedRow, predict_samples
 from echelon.inference.samples import SampleKind, kind_of
 from echelon.reporting.live.server import HOSTS, ImpatientProtocol
 from echelon.run.machine import say

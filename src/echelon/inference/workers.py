@@ -13,14 +13,14 @@ import torch
 
 from echelon.config import RunConfig
 from echelon.config.validate import Nodes
-from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.errors import USER_ERROR_EXIT_CODE, JobFailed, UserError
 from echelon.core.files import scratch_folder, write_atomic
 from echelon.core.stop import StopFlag
 from echelon.inference.predict import BatchShare, MaskOutput, PredictedRow, device_of, predict_samples
 from echelon.launch.fork_server import start_import_server
 from echelon.launch.places.local import Local
 from echelon.launch.plan import LaunchPlan, check_processes, thread_count, usable_cores, visible_gpus
-from echelon.launch.supervisor import Death, JobFailed, Refused, Watch, supervise
+from echelon.launch.supervisor import Death, Refused, Watch, supervise
 from echelon.run.job import EvaluationFiles
 from echelon.run.machine import ranks_here
 from echelon.run.parcel import Parcel

@@ -13,7 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from echelon.core.errors import LEFT_EXIT_CODE, RESCUED_EXIT_CODE, STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from echelon.core.errors import (
+    LEFT_EXIT_CODE,
+    RESCUED_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    USER_ERROR_EXIT_CODE,
+    JobFailed,
+    UserError,
+)
 from echelon.core.stop import StopFlag, signal_name
 from echelon.core.units import format_seconds
 from echelon.launch.changes import Change
@@ -168,10 +175,6 @@ class Watch:
             look()
 
         return replace(self, on_look=both)
-
-
-class JobFailed(Exception):
-    """The run cannot go on: as the message says, or, where it is empty, for the death that was told last."""
 
 
 class FirstMachineGone(Exception):

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from echelon.checkpoint.files import check_whole
 from echelon.config import RunConfig, StrategyConfig
 from echelon.config.validate import Nodes
-from echelon.core.errors import UserError
+from echelon.core.errors import JobFailed, UserError
 from echelon.core.files import scratch_folder
 from echelon.core.stop import StopFlag
 from echelon.launch.culprit import Living
 from echelon.launch.fork_server import start_import_server
 from echelon.launch.places.local import Local
 from echelon.launch.plan import LaunchPlan, check_processes, is_worker, thread_count, usable_cores, visible_gpus
-from echelon.launch.supervisor import Death, JobFailed, Refused, Watch, supervise
+from echelon.launch.supervisor import Death, Refused, Watch, supervise
 from echelon.observe.screen import Screen
 from echelon.run.job import EVALUATOR, EvaluationFiles
 from echelon.run.machine import ranks_here

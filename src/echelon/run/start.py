@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from echelon.config import Resolved, RunConfig
 from echelon.config.validate import Nodes, check_batch
 from echelon.coordinator.config import CONTINUES
-from echelon.core.errors import LEFT, UserError, naming
+from echelon.core.errors import LEFT, JobFailed, UserError, naming
 from echelon.core.files import allow_open_files, full_disk_in_words
 from echelon.core.model_names import check_model_name
 from echelon.core.stop import StopFlag, Stopped, stop_if_asked, stop_on_signals
@@ -24,7 +24,7 @@ from echelon.launch.logs import prepare_logs
 from echelon.launch.places.base import STOP_S, Place
 from echelon.launch.places.cluster import PlaceFiles
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
-from echelon.launch.supervisor import FirstMachineGone, JobFailed, Refused, StopCut, supervise
+from echelon.launch.supervisor import FirstMachineGone, Refused, StopCut, supervise
 from echelon.observe.callbacks import check_callbacks, check_methods
 from echelon.observe.environment import command_given_t, is_own_command
 from echelon.observe.loggers.base import own_loggers

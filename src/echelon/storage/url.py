@@ -8,7 +8,10 @@ import re
 import shutil
 import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
@@ -69,15 +72,16 @@ def open_store(place: str) -> Store:
     return RemoteStore(url)
 
 
-def _create_in_place(path: Path, data: bytes) -> None:
-    """Write a file that is not there; nothing is left of it where that fails.
+@contextmanager
+def _flushed(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that is not there, and flush what is written to the disk; nothing of it is left where that fails.
 
     Raises:
         FileExistsError: it is there.
     """
     with path.open("xb") as file:
         try:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         except BaseException:
@@ -114,25 +118,20 @@ class LocalStore(Store):
         except OSError as error:
             if error.errno in (errno.EEXIST, errno.ENOENT, errno.ENOSPC, errno.EDQUOT):
                 raise
-            _create_in_place(path, data)  # a disk without links
+            with _flushed(path) as file:  # a disk without links
+                file.write(data)
         finally:
             unfinished.unlink(missing_ok=True)
 
     def _written(self, path: Path, data: bytes | Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
-        try:
-            with unfinished.open("wb") as file:
-                if isinstance(data, Path):
-                    with data.open("rb") as source:
-                        shutil.copyfileobj(source, file, 1 << 20)
-                else:
-                    file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
+        with _flushed(unfinished) as file:
+            if isinstance(data, Path):
+                with data.open("rb") as source:
+                    shutil.copyfileobj(source, file, 1 << 20)
+            else:
+                file.write(data)
         return unfinished
 
     def get(self, key: str) -> bytes:

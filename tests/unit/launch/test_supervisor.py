@@ -9,12 +9,12 @@ from typing import ClassVar
 
 import pytest
 
-from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, JobFailed, UserError
 from echelon.core.stop import StopFlag
 from echelon.launch.link import Host
 from echelon.launch.places import PlaceChoice
 from echelon.launch.places.base import Event, Exited, Group, Job, Place, Process, Restart, Started
-from echelon.launch.supervisor import Aftermath, Death, JobFailed, Refused, Remedy, StopCut, Watch, supervise
+from echelon.launch.supervisor import Aftermath, Death, Refused, Remedy, StopCut, Watch, supervise
 
 
 class Script(Place):

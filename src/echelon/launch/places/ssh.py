@@ -350,9 +350,7 @@ class Ssh(Cluster):
                 if part.died:
                     try:
                         self._start_again(submission, job, number)
-                    except (
-                        UserError
-                    ) as error:  # a host that has just booted may not have its disks yet: it is asked again
+                    except UserError as error:  # just booted, it may not have its disks yet: it is asked again
                         print(f"echelon: {self.hosts[number]} does not start its part again yet: {error}", flush=True)
         return _state_of(parts)
 
