@@ -165,8 +165,9 @@ class Layout:
             if self.ranks != world_size:
                 others = self.ranks // self.size(Axis.DP)
                 fill = "" if world_size % others else "dp=-1 or "
+                there = "is 1 worker" if world_size == 1 else f"are {world_size} workers"
                 raise UserError(
-                    f"--parallel {self}: {self.ranks} ranks, but there are {world_size} workers; "
+                    f"--parallel {self}: {self.ranks} ranks, but there {there}; "
                     f"write {fill}--workers {self.ranks}"
                 )
             return self._checked()

@@ -335,7 +335,7 @@ _EXPECTED = {
     "float": "a number",
     "bool": "true or false",
     "str": "a word",
-    "Quantity": "a quantity such as 8h",
+    "Quantity": "a quantity such as 8h or 24GB",
     "Range": "a range such as 1:4",
 }
 

@@ -128,7 +128,7 @@ class Place:
 
 def test_bind_takes_quantities_ranges_and_lists() -> None:
     assert bind(parse_spec("slurm(8h, nodes=2, hosts=a)"), Place) == Place(Quantity(8.0, "h"), Range(2, 2), ("a",))
-    with pytest.raises(UserError, match="time must be a quantity such as 8h, not '8'"):
+    with pytest.raises(UserError, match="time must be a quantity such as 8h or 24GB, not '8'"):
         bind(parse_spec("slurm(8)"), Place)
 
 
