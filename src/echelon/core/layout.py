@@ -167,8 +167,7 @@ class Layout:
                 fill = "" if world_size % others else "dp=-1 or "
                 there = "is 1 worker" if world_size == 1 else f"are {world_size} workers"
                 raise UserError(
-                    f"--parallel {self}: {self.ranks} ranks, but there {there}; "
-                    f"write {fill}--workers {self.ranks}"
+                    f"--parallel {self}: {self.ranks} ranks, but there {there}; write {fill}--workers {self.ranks}"
                 )
             return self._checked()
         rest, odd = divmod(world_size, self.fixed)
