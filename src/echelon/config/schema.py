@@ -139,6 +139,12 @@ class DataConfig:
     )
     eval_batch_size: int = setting(0, "samples per evaluation step and worker; 0: as in training", above=0)
     image_size: int = setting(0, "side of the square image in pixels; 0: from the data (ImageNet-sized: 224)", above=0)
+    normalise: str = setting(
+        "auto",
+        "mean and standard deviation of pixels, from 0 to 1: auto (those that published --weights were trained with; "
+        "else measured, of images beyond 96 pixels ImageNet's), measured, imagenet, or numbers of all channels or of "
+        "each, such as 0.5,0.5,0.5/0.25,0.25,0.25",
+    )
     follow_links: bool = setting(False, "follow links that lead out of the data folder")
     augment: Literal["auto", "none", "flip_crop", "imagenet"] = setting(
         "auto",

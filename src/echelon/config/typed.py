@@ -126,6 +126,8 @@ class TrainSettings(ResumeSettings, total=False):
     """samples per evaluation step and worker; 0: as in training [default: 0]"""
     image_size: int
     """side of the square image in pixels; 0: from the data (ImageNet-sized: 224) [default: 0]"""
+    normalise: str
+    """mean and standard deviation of pixels, from 0 to 1: auto (those that published --weights were trained with; else measured, of images beyond 96 pixels ImageNet's), measured, imagenet, or numbers of all channels or of each, such as 0.5,0.5,0.5/0.25,0.25,0.25 [default: 'auto']"""
     augment: Literal["auto", "none", "flip_crop", "imagenet"]
     """augmentation: auto (by image size; none for digits, letters and road signs), none, flip_crop (pad and crop), imagenet (random resized crop) [default: 'auto']"""
     transform: str | Callable[[Any], Any]

@@ -6,6 +6,7 @@ process that starts a run. Without a network that is refused at once, with where
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable
@@ -22,6 +23,8 @@ FILES = ("model.safetensors", "pytorch_model.bin")
 OF_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 REACHED_WITHIN_S = 3.0
 
+Pixels = tuple[float, ...]
+HALF: tuple[Pixels, Pixels] = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 T = TypeVar("T")
 
 
@@ -52,6 +55,55 @@ def locate_weights(weights: str, model_name: str, brings: bool = False) -> Path:
     name = weights.removeprefix(HUB)
     folder = Path(name).expanduser()
     return folder if folder.exists() else _of_hub(name, brings)
+
+
+def pixels_of(weights: str, model_name: str) -> tuple[Pixels, Pixels] | None:
+    """Return mean and standard deviation of pixels, in [0, 1], that published weights were trained with.
+
+    Args:
+        weights: as for `locate_weights`.
+        model_name: as described.
+
+    Returns:
+        None where nothing tells them: of weights of a file, of a run, and of what is no model of images.
+    """
+    library, _, name = model_name.partition("/")
+    if library == "transformers" and weights:
+        folder = Path(weights.removeprefix(HUB)).expanduser()
+        return _of_preprocessor(folder) or _of_preprocessor(Path(name).expanduser())
+    if weights != PRETRAINED:
+        return None
+    if library == "timm":
+        from timm.models import get_pretrained_cfg
+
+        cfg = get_pretrained_cfg(name, allow_unregistered=True)
+        return None if cfg is None else (tuple(cfg.mean), tuple(cfg.std))
+    if library == "torchvision":
+        return _pixels_of_torchvision(name)
+    return None
+
+
+def _pixels_of_torchvision(name: str) -> tuple[Pixels, Pixels] | None:
+    from torchvision import models
+
+    if name in ("googlenet", "inception_v3"):
+        # Built for weights they turn ImageNet's normalisation into this one themselves; built without, they do not.
+        return HALF
+    transforms = models.get_model_weights(name)["DEFAULT"].transforms()
+    mean, std = getattr(transforms, "mean", ()), getattr(transforms, "std", ())
+    return (tuple(mean), tuple(std)) if mean and std else None
+
+
+def _of_preprocessor(folder: Path) -> tuple[Pixels, Pixels] | None:
+    """Return what the folder of a model of transformers says of its images; None: it says nothing."""
+    file = folder / "preprocessor_config.json"
+    if not file.is_file():
+        return None
+    known = json.loads(file.read_text(encoding="utf-8"))
+    mean, std = known.get("image_mean"), known.get("image_std")
+    if not mean or not std or not known.get("do_normalize", True):
+        return None
+    return tuple(mean), tuple(std)
 
 
 def _of_timm(name: str, brings: bool) -> Path:

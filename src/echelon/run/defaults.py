@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from echelon.tasks.base import Task
 
 
+_OF_LIBRARIES = ("timm/", "torchvision/", TRANSFORMERS)
 _TRANSFORMERS_LR, _TRANSFORMERS_NEW_LR = 5e-5, 5e-4
 """At most, with models of transformers and adamw: where their weights move, as in its own trainer; of what is new."""
 
@@ -43,7 +44,7 @@ def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data:
     Raises:
         UserError: the task cannot be built, or data that decides on it cannot be read.
     """
-    suggested = _with_warmup(_with_task_defaults(resolved, task, opens_data))
+    suggested = _with_pixels(_with_warmup(_with_task_defaults(resolved, task, opens_data)))
     config, name = suggested.config, "optimizer.lr"
     described = {resolved.origins[name], resolved.origins["optimizer.name"]} != {DEFAULT}
     if described or not config.model.weights:
@@ -56,6 +57,21 @@ def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data:
         return suggested
     config = replace(config, optimizer=replace(config.optimizer, lr=rate))
     return Resolved(config, {**suggested.origins, name: "--weights"})
+
+
+def _with_pixels(resolved: Resolved) -> Resolved:
+    """Normalise images as published weights know them, where nobody set how."""
+    config, name = resolved.config, "data.normalise"
+    if resolved.origins[name] != DEFAULT or not config.model.weights or not config.model.name.startswith(_OF_LIBRARIES):
+        return resolved
+    from echelon.data.normalise import as_text
+    from echelon.models.pretrained import pixels_of
+
+    pixels = pixels_of(config.model.weights, config.model.name)
+    if pixels is None:
+        return resolved
+    config = replace(config, data=replace(config.data, normalise=as_text(*pixels)))
+    return Resolved(config, {**resolved.origins, name: "--weights"})
 
 
 def _with_warmup(resolved: Resolved) -> Resolved:

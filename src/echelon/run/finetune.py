@@ -19,7 +19,7 @@ from echelon.trainer.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, has_checkpoi
 
 OF_THE_RUN = (
     *("model.channels_last", "data.image_size", "data.context", "data.transform", "data.eval_transform"),
-    *("data.input", "data.target", "data.columns", "data.augment", "data.features"),
+    *("data.input", "data.target", "data.columns", "data.augment", "data.features", "data.normalise"),
 )
 """Settings of a run that one tuned from it begins with, beside model, weights and tokeniser."""
 

@@ -63,6 +63,7 @@ def unread_notes(config: DataConfig, source: Source) -> list[str]:
         "time": draws,
         "negatives": draws,
         "decode": images,
+        "normalise": bool(info.mean),
         "on_bad_image": images or sounds,
     }
     return list(_told(config, {name: f"for data {info.name}" for name, reads in read.items() if not reads}))

@@ -12,6 +12,7 @@ from echelon.core.registry import Registry
 from echelon.data.base import DataOutline, DataRequest, Source
 from echelon.data.by_url import check_there, local_path
 from echelon.data.measures import measured_as, measures_for
+from echelon.data.normalise import normalised, read_normalise
 from echelon.data.parts import TEST, VALIDATION
 from echelon.data.sources.base import SourceKind
 from echelon.data.transforms import Transforms, own_transform
@@ -47,7 +48,7 @@ def open_data(
     encoding = Encoding.AUTO if task == AUTO else build_task(task).encoding
     kind, request = _asked(DataRequest(config, seed, encoding, task, folder, tell_whole=tell_whole))
     kept, source = measures_for(request), replace(kind.open(request), reads=kind.reads)
-    return source if kept is None else measured_as(source, kept)
+    return normalised(source if kept is None else measured_as(source, kept), config.normalise)
 
 
 def outline_of(request: DataRequest) -> DataOutline | None:
@@ -112,7 +113,7 @@ class SourceChoice:
         check_source(self.config.source)
 
     def check_options(self, transforms: Transforms) -> None:
-        """Refuse a file of weights, or transforms, that are not there.
+        """Refuse a file of weights, or transforms, that are not there, and a normalisation that is none.
 
         Args:
             transforms: a caller's own, which need no name.
@@ -121,6 +122,7 @@ class SourceChoice:
             UserError: names the setting.
         """
         check_weights(self.config.sample_weights)
+        read_normalise(self.config.normalise)
         own_transform("--transform", self.config.transform, transforms.training, self.seed)
         own_transform("--eval-transform", self.config.eval_transform, transforms.evaluation, self.seed)
 

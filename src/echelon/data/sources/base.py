@@ -14,6 +14,7 @@ from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.decode import CannotDecode
 from echelon.data.images import ImageArray, ImageFiles, ImageItems, ImageRanges, Images
+from echelon.data.normalise import MEASURED
 from echelon.data.order import Indices, split
 from echelon.data.sample_index import SampleIndex
 from echelon.data.statistics import IMAGENET_MEAN, IMAGENET_STD, SMALL_IMAGE, measure
@@ -153,7 +154,7 @@ def image_source(config: DataConfig, train: Images, evaluation: Images, classes:
         UserError: none of the images that were tried can be read.
     """
     side = config.image_size or _own_size(train)
-    if side > SMALL_IMAGE:
+    if side > SMALL_IMAGE and config.normalise != MEASURED:
         mean, std = IMAGENET_MEAN, IMAGENET_STD
         if isinstance(train, ImageArray) and train.pixels.shape[1] == 1:
             mean, std = measure(train, side)

@@ -64,7 +64,7 @@ def _primary(record: RunRecord, windows: list[Steps]) -> Chart | None:
         traces.append(dots(f"evaluation {primary.title}", steps, [v for _, v in held], "eval", symbol="diamond"))
         for metric in task.curves:
             values = [e.metrics.get(metric.name) for e, _ in held]
-            if any(v is not None and v < 1 for v in values):
+            if any(v is not None and (v < 1 or not metric.percent) for v in values):
                 traces.append(dots(f"evaluation {metric.title}", steps, values, "muted", dash="dot"))
         said += f"Evaluation {primary.title} ends at {held[-1][1]:.4f}."
     if not traces:
