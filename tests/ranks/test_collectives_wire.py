@@ -36,6 +36,7 @@ def count(rank: Rank, hosts: list[Host]) -> dict[str, tuple[int, int]]:
         before, said = read_counters(hosts[rank.index]), hook.wire.total
         for _ in range(STEPS):
             ddp(x).square().sum().backward()
+        dist.barrier()  # what the last step sent has left this machine once the other has answered
         found[spec] = (hook.wire.total - said, (read_counters(hosts[rank.index]) - before).sent_payload_bytes)
         hook.close()
     return found
