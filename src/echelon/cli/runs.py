@@ -10,6 +10,7 @@ from echelon.cli.app import COMMANDS, as_command
 from echelon.cli.settings import parameter, trust_parameter, with_parameters
 from echelon.core.json_values import finite_object
 from echelon.core.output import print_words
+from echelon.core.units import format_metric
 
 _TITLE = 16  # of a metric, in characters: most are shorter
 
@@ -29,7 +30,7 @@ def evaluate_command() -> Any:
             return
         begun = next(newest(Path(run), Start), None)
         titles = [begun.task.title_of(name) if begun else name for name in metrics]
-        values = ["undefined" if value is None else f"{value:.4f}" for value in metrics.values()]
+        values = ["undefined" if value is None else format_metric(value) for value in metrics.values()]
         widest, longest = max(map(len, titles), default=0), max(map(len, values), default=0)
         for title, text in zip(titles, values, strict=True):
             print(f"{title:{max(_TITLE, widest)}} {text:>{longest}}")

@@ -86,6 +86,10 @@ def rounded(value: float, places: int) -> float:
     return round(value, places) + 0.0
 
 
+_SMALLEST_DECIMAL = 0.001  # below it fewer than two of four decimals would tell a value
+_FOURTH_DIGIT = 999.5  # from here on three digits round to a thousand
+
+
 def sentence_case(text: str) -> str:
     """Write a name as it begins a sentence; one with capitals of its own stays as it is.
 
@@ -93,6 +97,15 @@ def sentence_case(text: str) -> str:
     ('Accuracy', 'mIoU')
     """
     return text if any(letter.isupper() for letter in text) else f"{text[:1].upper()}{text[1:]}"
+
+
+def format_metric(value: float) -> str:
+    """Write the value of a metric or a loss: four decimals, of one so small that they would say nothing three digits.
+
+    >>> format_metric(0.91234), format_metric(0.0), format_metric(0.0000213)
+    ('0.9123', '0.0000', '2.13e-05')
+    """
+    return f"{value:.3g}" if 0 < abs(value) < _SMALLEST_DECIMAL else f"{value:.4f}"
 
 
 def format_bytes(n_bytes: float) -> str:
@@ -103,7 +116,7 @@ def format_bytes(n_bytes: float) -> str:
     """
     size = float(n_bytes)
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(size) < 1000:
+        if abs(size) < _FOURTH_DIGIT:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
@@ -115,9 +128,9 @@ def format_seconds(seconds: float) -> str:
     >>> format_seconds(0.0032), format_seconds(75)
     ('3.2 ms', '1m 15s')
     """
-    if seconds < 1:
+    if seconds < _FOURTH_DIGIT / 1000:
         return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from echelon.core.errors import UserError
 from echelon.core.task import Metric
+from echelon.core.units import format_metric
 from echelon.data.loader import EvalLoader
 from echelon.inference.exports.base import Predictor
 from echelon.tasks import nest
@@ -64,9 +65,9 @@ class Agreement:
 
     def __str__(self) -> str:
         name = self.metric.label or self.metric.name
-        metric = "" if self.exported.metric is None else f", {name} {self.exported.metric:.4f}"
+        metric = "" if self.exported.metric is None else f", {name} {format_metric(self.exported.metric)}"
         equal = f"outputs differ by at most {self.difference:.0e}" if self.difference else "outputs are the model's own"
-        return f"evaluated again on {self.samples:,} samples: loss {self.exported.loss:.4f}{metric}; {equal}"
+        return f"evaluated again on {self.samples:,} samples: loss {format_metric(self.exported.loss)}{metric}; {equal}"
 
 
 class _Count:

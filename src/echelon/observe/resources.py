@@ -10,7 +10,7 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +94,21 @@ def _network_bytes() -> tuple[int, int, int]:
     """Bytes sent, received, and sent over the loopback interface, in this process's network namespace."""
     interfaces = psutil.net_io_counters(pernic=True, nowrap=False)
     loopback = [c for name, c in interfaces.items() if name.startswith("lo")]
-    others = [c for name, c in interfaces.items() if not name.startswith("lo")]
+    others = [
+        interfaces[name] for name in carrying_interfaces([name for name in interfaces if not name.startswith("lo")])
+    ]
     return (
         sum(c.bytes_sent for c in others),
         sum(c.bytes_recv for c in others),
         sum(c.bytes_sent for c in loopback),
     )
+
+
+def carrying_interfaces(names: Sequence[str], system: Path = Path("/sys/class/net")) -> list[str]:
+    """Return the interfaces that carry bytes themselves: a bond, a bridge or a VLAN counts what others carry, again."""
+    lowest = [name for name in names if not any((system / name).glob("lower_*"))]
+    devices = [name for name in lowest if (system / name / "device").exists()]
+    return devices or lowest
 
 
 def resident_bytes() -> int:

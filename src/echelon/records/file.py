@@ -253,7 +253,7 @@ class RecordReader(LineReader):
         """Read a folder's record; `only` some types of lines, whose subclasses count, or all."""
         super().__init__(only)
         self._folder, self._detail = folder, detail
-        self._file_id = 0
+        self._file_id, self._beginning = 0, b""
 
     def read(self, to_end: bool = False) -> tuple[bool, list[Record]]:
         """Return whether the record is another one than before (read from its beginning), and the records added.
@@ -272,6 +272,7 @@ class RecordReader(LineReader):
             for file in new:
                 if file.file_id != self._file_id:
                     self._file_id, self.offset = file.file_id, 0
+                self._beginning = file.beginning
                 records += self._read_file(file, to_end or file is not files[-1])
         return replaced, records
 
@@ -280,7 +281,8 @@ class RecordReader(LineReader):
         if self._file_id == 0:
             return files
         for i, file in enumerate(files):
-            if file.file_id == self._file_id and file.size >= self.offset:
+            is_same = file.file_id == self._file_id and file.beginning.startswith(self._beginning)
+            if is_same and file.size >= self.offset:
                 return files[i:]
         return None
 

@@ -130,6 +130,8 @@ def resumed_by(folder: Path, run: object = "") -> str:
     return continuing(run or folder, begun.objects if begun is not None else ())
 
 
-def is_local(start: Start | None) -> bool:
-    """Whether all of a run's ranks are on this machine, as far as its record says."""
-    return start is None or all(host == socket.gethostname() for host in start.hosts)
+def is_local(start: Start | None, launch: Launch | None = None) -> bool:
+    """Whether all of a run's ranks, and the command that started them, are on this machine, as far as is known."""
+    by = launch.by.rpartition(":")[0] if launch is not None else ""
+    hosts = ([] if start is None else [*start.hosts]) + [by] * bool(by)
+    return all(host == socket.gethostname() for host in hosts)

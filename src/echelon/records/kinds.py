@@ -471,7 +471,7 @@ class SlowStep(Record):
         phases: (ranks, phases) seconds, by `phase_names`; None for a rank whose slowest step was another.
         gc_s: by rank, in garbage collections, or None as well.
         after: what came between it and the step before.
-        waited_for: the rank that waited least in it, of a window that was merged with others since.
+        waited_for: the rank that waited least in it; None where one rank steps by itself, and in earlier records.
     """
 
     kind: ClassVar[str] = "slow_step"

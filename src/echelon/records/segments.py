@@ -27,6 +27,7 @@ FAN = 8
 _NAME = re.compile(r"record-(\d{6,})-(\d{6,})-(\d+)\.jsonl")
 _STEADY_S = 2.0  # for which a reader waits until the files fit together
 _POLL_S = 0.01
+_BEGINNING_BYTES = 64
 _BUFFER_BYTES = 256 << 10  # a line has some kB
 
 
@@ -63,8 +64,13 @@ class OpenFile:
 
     @property
     def file_id(self) -> int:
-        """What tells it apart from others, whatever its name."""
+        """What tells it apart from others, whatever its name, while it is open: later its number may be another's."""
         return os.fstat(self.file.fileno()).st_ino
+
+    @property
+    def beginning(self) -> bytes:
+        """Its first bytes, which no other file of the record has: each begins with a moment of its own."""
+        return os.pread(self.file.fileno(), _BEGINNING_BYTES, 0)
 
     @property
     def size(self) -> int:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.core.columns import seconds_column
-from echelon.core.units import format_seconds
+from echelon.core.units import format_metric, format_seconds
 from echelon.observe.screen import QUIET_S
 from echelon.study.base import COMPLETED, PlannedRun
 from echelon.study.folder import RunEnd, run_folder
@@ -166,7 +166,7 @@ def _cells(state: RunStatus, took: str) -> list[Text]:
         str(state.run.seed),
         state.status,
         f"{p.done:.0%}" if state.status in ("running", COMPLETED) else "",
-        f"{p.value:.4f}" if p.value is not None else "",
+        format_metric(p.value) if p.value is not None else "",
         f"{p.samples_per_s:,.0f}" if p.samples_per_s else "",
         took if state.seconds else "",
     ]
@@ -177,7 +177,7 @@ def _line(state: RunStatus, place: str, left_s: float) -> str:
     run, p = state.run, state.progress
     clauses = [f"[{place}] {run.title}, seed {run.seed}: {state.status} in {format_seconds(state.seconds)}"]
     if state.status == COMPLETED and p.value is not None:
-        clauses.append(f"{p.primary.noun or p.primary.title} {p.value:.4f}")
+        clauses.append(f"{p.primary.noun or p.primary.title} {format_metric(p.value)}")
     if state.message:
         clauses.append(state.message)
     if left_s:

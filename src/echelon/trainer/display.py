@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from echelon.config import RunConfig
 from echelon.core.rate_search import STEPS, rate_of
 from echelon.core.task import TaskFacts
+from echelon.core.units import format_metric
 from echelon.observe.phases import PHASES, Phase, phase_share
 from echelon.observe.screen import Bar, Screen
 from echelon.records.kinds import Steps
@@ -98,7 +99,7 @@ class Display(Screen):
             shown |= {"evaluation loss": report.loss} if primary.name != "loss" else {}
             if report.test is not None:
                 shown |= {f"test {primary.title}": report.test.metrics.get(primary.name)}
-            result = "".join(f"  {name} {value:.4f}" for name, value in shown.items() if value is not None)
+            result = "".join(f"  {name} {format_metric(value)}" for name, value in shown.items() if value is not None)
         numbers = self._numbers(totals) if totals.steps else "[its steps were done before; only its evaluation was not]"
         self.say(f"epoch {epoch + 1}/{self._length.epochs}{result}  {numbers}")
 
@@ -109,7 +110,7 @@ class Display(Screen):
         score = f"  train {label} {(totals.correct or 0) / max(1, totals.samples):.3f}" if label else ""
         unit, speed = self.task.speed(totals.samples / max(totals.seconds, 1e-9))
         loss = totals.loss_sum / totals.finite_steps if totals.finite_steps else math.nan
-        return f"train loss {loss:.4f}{score}  {speed:,.0f} {unit}  [of step time: {shown}]"
+        return f"train loss {format_metric(loss)}{score}  {speed:,.0f} {unit}  [of step time: {shown}]"
 
 
 def _percents(totals: EpochTotals) -> dict[str, int]:

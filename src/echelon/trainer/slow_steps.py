@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from echelon.observe.phases import PHASE_NAMES
 from echelon.records.file import Recorder
-from echelon.records.kinds import SlowStep
+from echelon.records.kinds import SlowStep, Steps
 from echelon.trainer.step_watch import SlowestStep, StepWatch
 from echelon.trainer.window import ClosedWindow
 
@@ -33,7 +34,7 @@ class SlowSteps:
         if slowest is not None and self._is_slow(slowest, watch):
             same = [slow if slow and slow.place == slowest.place else None for slow in closed.slowest]
             step = closed.steps.step - closed.steps.count + 1 + slowest.place
-            self._tell(step, same, closed.pauses[slowest.place], watch)
+            self._tell(step, same, closed.pauses[slowest.place], watch, closed.steps)
 
     def look_alone(self, step: int, rank: int, slowest: SlowestStep | None, after: list[str], watch: StepWatch) -> None:
         """Look at a step that was just done by one rank, which steps by itself; `after`: what came before it."""
@@ -49,15 +50,22 @@ class SlowSteps:
         self._count, self._longest_s = self._count + 1, max(slowest.seconds, self._longest_s)
         return True
 
-    def _tell(self, step: int, ranks: Sequence[SlowestStep | None], after: list[str], watch: StepWatch) -> None:
-        self._record.write(
-            SlowStep(
-                step=step,
-                seconds=next(slow.seconds for slow in ranks if slow),
-                median_s=watch.median_s,
-                phase_names=PHASE_NAMES,
-                phases=[slow.phases if slow else None for slow in ranks],
-                gc_s=[slow.gc_s if slow else None for slow in ranks],
-                after=after,
-            )
+    def _tell(
+        self,
+        step: int,
+        ranks: Sequence[SlowestStep | None],
+        after: list[str],
+        watch: StepWatch,
+        window: Steps | None = None,
+    ) -> None:
+        slow = SlowStep(
+            step=step,
+            seconds=next(slow.seconds for slow in ranks if slow),
+            median_s=watch.median_s,
+            phase_names=PHASE_NAMES,
+            phases=[slow.phases if slow else None for slow in ranks],
+            gc_s=[slow.gc_s if slow else None for slow in ranks],
+            after=after,
         )
+        waited_for = slow.critical_rank(window) if window is not None else None
+        self._record.write(replace(slow, waited_for=waited_for))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,12 +82,20 @@ def wandb_rows(file: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.long
-def test_mlflow_writes_its_database_and_goes_on_with_a_run(tmp_path: Path) -> None:
+def test_mlflow_writes_its_database_and_goes_on_with_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
     pytest.importorskip("sqlalchemy", reason="MLflow's database needs sqlalchemy")
     uri, folder = f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "run"
     logger = LOGGERS.build(f'mlflow(experiment=tests, uri="{uri}")')
-    assert told(logger, "mlflow", folder, 4, "stopped") == []
+    log_batch, failures = mlflow.MlflowClient.log_batch, ["the settings were not taken", "nor were they then"]
+
+    def refusing(client: Any, run_id: str, *args: Any, **kwargs: Any) -> None:
+        if failures:
+            raise RuntimeError(failures.pop())
+        log_batch(client, run_id, *args, **kwargs)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", refusing)  # what was made before is found by the next try
+    assert len(told(logger, "mlflow", folder, 4, "stopped")) == 2
     client, run_id = mlflow.MlflowClient(uri), id_of(folder, "mlflow")
     assert client.get_run(run_id).info.status == "KILLED"
     assert told(logger, "mlflow", folder, 8) == []

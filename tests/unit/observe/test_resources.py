@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import psutil
 import pytest
 
-from echelon.observe.resources import EVERY_S, LIST_CHILDREN_EVERY_S, Gpu, Sampler
+from echelon.observe.resources import EVERY_S, LIST_CHILDREN_EVERY_S, Gpu, Sampler, carrying_interfaces
 from echelon.records.kinds import RESOURCE_NAMES, RankResources
 
 
@@ -130,3 +131,16 @@ def test_nvml_counters_of_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     nvml.nvmlDeviceGetUtilizationRates = lost
     with pytest.raises(RuntimeError, match="no counters of GPU-11-22"):
         gpu.read()
+
+
+def test_bytes_of_bonds_bridges_and_vlans_are_counted_once(tmp_path: Path) -> None:
+    for name in ("eth0", "eth1", "bond0", "bond0.100", "br0", "veth7"):
+        (tmp_path / name).mkdir()
+    for name, below in (("bond0", "eth0"), ("bond0", "eth1"), ("bond0.100", "bond0"), ("br0", "veth7")):
+        (tmp_path / name / f"lower_{below}").touch()
+    names = ["eth0", "eth1", "bond0", "bond0.100", "br0", "veth7"]
+    assert carrying_interfaces(names, tmp_path) == ["eth0", "eth1", "veth7"]
+    for name in ("eth0", "eth1"):
+        (tmp_path / name / "device").touch()
+    assert carrying_interfaces(names, tmp_path) == ["eth0", "eth1"]
+    assert carrying_interfaces(["en0"], tmp_path / "none") == ["en0"]

@@ -94,12 +94,13 @@ def test_slow_steps_are_recorded_with_all_ranks_and_bounded(tmp_path: Path) -> N
         steps(watch, clock, [*[0.001] * 9, 0.2])
         pauses = watch.pauses
         facts = watch.close(clock.drain(), None)
-        window = Steps(10 * number + 10, [1.0] * 10, 0.3)
+        window = Steps(10 * number + 10, [1.0] * 10, 0.3, waits=[[0.2] * 10, [0.1] * 10])
         slow.look(ClosedWindow(window, [], [facts.slowest, None], pauses, False, False, False), watch)
     record.close()
     found = read_records(tmp_path, SlowStep)
     assert len(found) == MOST_RECORDED
     assert (found[0].step, found[0].after, found[0].phases[1]) == (10, (), None)
+    assert {slow.waited_for for slow in found} == {1}  # known though the window is thinned
     assert found[0].seconds == pytest.approx(0.21)
     assert found[0].median_s == pytest.approx(0.011)
 

@@ -16,6 +16,7 @@ from echelon.observe.loggers.base import LoggedRun, LoggerSettings, Point
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+_TAG = "echelon.id"  # of the run, by which a later try finds what an earlier one made
 _MOST_PARAMS = 100  # in a request
 _MOST_METRICS = 1000
 _MOST_LETTERS = 500
@@ -48,7 +49,12 @@ class Mlflow(LoggerSettings):
             return _MlflowRun(client, known_as), known_as
         experiment = client.get_experiment_by_name(self.experiment)
         place = experiment.experiment_id if experiment else client.create_experiment(self.experiment)
-        run_id = client.create_run(place, run_name=self.name or run.folder.name).info.run_id
+        ours = client.search_runs([place], filter_string=f"tags.`{_TAG}` = '{new_id}'", max_results=1)
+        if ours:  # made by a try that failed after that
+            run_id = ours[0].info.run_id
+        else:
+            made = client.create_run(place, run_name=self.name or run.folder.name, tags={_TAG: new_id})
+            run_id = made.info.run_id
         settings = [Param(name, str(value)[:_MOST_LETTERS]) for name, value in run.settings.items()]
         for first in range(0, len(settings), _MOST_PARAMS):
             client.log_batch(run_id, params=settings[first : first + _MOST_PARAMS])

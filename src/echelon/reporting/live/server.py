@@ -7,6 +7,7 @@ must name this machine in `Host` (else a page of another site could reach it thr
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import math
 import secrets
@@ -156,6 +157,8 @@ class Guard:
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token.encode()
+        # Browsers keep cookies by host, whatever the port: pages of several machines, through tunnels, have one each.
+        self._cookie = f"echelon-{hashlib.sha256(self._token).hexdigest()[:12]}"
         self._heard_s = -math.inf
 
     def heard(self, seconds: float) -> bool:
@@ -167,9 +170,7 @@ class Guard:
         if scope["type"] != "http":
             return
         request = Request(scope)
-        port = (scope.get("server") or ("", 0))[1]
-        cookie = f"echelon-{port}"
-        refusal = self._refusal(request, cookie)
+        refusal = self._refusal(request)
         if refusal is None:
             self._heard_s = time.monotonic()
 
@@ -179,12 +180,13 @@ class Guard:
                 for name, value in _HEADERS.items():
                     headers[name] = value
                 if refusal is None and "token" in request.query_params:
-                    headers.append("Set-Cookie", f"{cookie}={self._token.decode()}; HttpOnly; SameSite=Strict; Path=/")
+                    value = f"{self._cookie}={self._token.decode()}; HttpOnly; SameSite=Strict; Path=/"
+                    headers.append("Set-Cookie", value)
             await send(message)
 
         await (refusal or self._app)(scope, receive, with_headers)
 
-    def _refusal(self, request: Request, cookie: str) -> Response | None:
+    def _refusal(self, request: Request) -> Response | None:
         name = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
         if name not in HOSTS:
             return PlainTextResponse(f"This page answers to the names {' and '.join(HOSTS)} only.\n", 403)
@@ -192,7 +194,7 @@ class Guard:
             return PlainTextResponse("This page is read-only: GET is all that it answers.\n", 405, {"Allow": "GET"})
         authorization = request.headers.get("authorization", "")
         given = [
-            request.query_params.get("token", ""), request.cookies.get(cookie, ""),
+            request.query_params.get("token", ""), request.cookies.get(self._cookie, ""),
             authorization.removeprefix("Bearer ") if authorization.startswith("Bearer ") else "",
         ]  # fmt: skip
         if not any(hmac.compare_digest(text.encode(), self._token) for text in given):

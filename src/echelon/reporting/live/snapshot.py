@@ -121,7 +121,7 @@ def _status(run: LiveRun, now: float) -> tuple[str, str, bool]:
         return "ended", "its command ended, and did not record how", True
     said = [t for t in (state.last_t, launch.launched_t) if t is not None]
     quiet_s = now - max(said) if said else 0.0
-    nobody_holds = is_held(run.folder) is False and quiet_s > QUIET_S and is_local(state.start)
+    nobody_holds = is_held(run.folder) is False and quiet_s > QUIET_S and is_local(state.start, launch)
     if nobody_holds or (run.deserted and not _began_again(launch, state)):
         return "gone", "its processes are gone, and did not record how it ended: it was killed", True
     if state.start is None or _began_again(launch, state):

@@ -80,7 +80,7 @@ def _mean(a: tuple[float, list[float], int], b: tuple[float, list[float], int]) 
 
 @dataclass
 class LiveState:
-    """All that was read; curves have optimizer steps as x. `value` and `best` are of the task's primary metric.
+    """All that was read; curves have optimizer steps as x. `values` are (step, primary metric) of the evaluations.
 
     `shares`: samples of each rank's part of a full batch; empty: they are equal.
     """
@@ -92,8 +92,7 @@ class LiveState:
     epoch: int = 0
     step: int = 0
     windows: deque[Steps] = field(default_factory=deque)
-    value: float | None = None
-    best: float | None = None
+    values: list[tuple[int, float]] = field(default_factory=list)
     evaluations: int = 0
     checkpoints: int = 0
     events: deque[TimelineEntry] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
@@ -112,6 +111,19 @@ class LiveState:
     def task(self) -> TaskFacts:
         """What is learnt."""
         return self.start.task if self.start else BEFORE_TASKS
+
+    @property
+    def value(self) -> float | None:
+        """The newest evaluation's primary metric."""
+        return self.values[-1][1] if self.values else None
+
+    @property
+    def best(self) -> float | None:
+        """The best primary metric of all evaluations."""
+        best: float | None = None
+        for _, value in self.values:
+            best = value if self.task.primary.better(value, best) else best
+        return best
 
     def curves(self) -> dict[str, Curve]:
         """All curves by name; memory in GB."""
@@ -194,6 +206,7 @@ class LiveRun:
         state.step, state.epoch, state.shares = step, start.start_epoch, start.shares
         state.windows.clear()
         state.resources = []
+        state.values = [(at, value) for at, value in state.values if at <= step]
         for curve in state.curves().values():
             curve.forget_after(step)
         state.events.append(
@@ -213,12 +226,10 @@ def _steps(state: LiveState, window: Steps) -> None:
 
 def _evaluation(state: LiveState, evaluation: Evaluation) -> None:
     state.evaluations += 1
-    primary = state.task.primary
-    value = evaluation.metrics.get(primary.name)
+    value = evaluation.metrics.get(state.task.primary.name)
     if value is None or not math.isfinite(value):
         return
-    state.value = value
-    state.best = value if primary.better(value, state.best) else state.best
+    state.values.append((evaluation.step, value))
     state.value_curve.add(evaluation.step, [value])
 
 

@@ -12,7 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from echelon.core.units import format_bytes, format_seconds
+from echelon.core.json_values import encodable
+from echelon.core.units import format_bytes, format_metric, format_seconds
 from echelon.observe.phases import PHASES, Phase, phase_name
 from echelon.records.kinds import RankResources
 from echelon.reporting.live.snapshot import RankView, RunView
@@ -30,8 +31,8 @@ _SHORT = {Phase.COMMUNICATE.value: "comm."}  # a table of ranks fits 80 columns
 
 
 def plain_text(text: object) -> str:
-    """Text from a record without control characters: a terminal would obey them."""
-    return str(text).translate(_CONTROL)
+    """Text from a record without control characters, which a terminal would obey, and what no stream can write."""
+    return encodable(str(text)).translate(_CONTROL)
 
 
 def frame(s: RunView, height: int = 40) -> RenderableType:
@@ -99,12 +100,16 @@ def _numbers(s: RunView) -> _Items:
     return _Items([Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in _shown(s)])
 
 
+def _metric(value: float | None) -> str:
+    return "" if value is None else format_metric(value)
+
+
 def _shown(s: RunView) -> list[tuple[str, str]]:
-    best = f" (best {s.best:.4f})" if s.best is not None and s.best != s.value else ""
+    best = f" (best {format_metric(s.best)})" if s.best is not None and s.best != s.value else ""
     found = {
-        "train loss": _format(s.loss, ".4f") + " (last 10 s at most)" * (s.loss is not None),
+        "train loss": _metric(s.loss) + " (last 10 s at most)" * (s.loss is not None),
         f"train {s.score_label}": _format(s.train_score, ".3f"),
-        f"evaluation {s.metric}": _format(s.value, ".4f") + best,
+        f"evaluation {s.metric}": _metric(s.value) + best,
         "samples/s": _format(s.samples_per_s, ",.0f"),
         "step": format_seconds(s.step_s) if s.step_s is not None else "",
         "communication": _format(s.communication, ".0%") + " of step time" * (s.communication is not None),

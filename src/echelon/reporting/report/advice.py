@@ -126,7 +126,7 @@ def _about_steps(record: RunRecord, timing: Timing, predictions: Sequence[WayPre
         found.append(Advice(text, _gain(shares["slow rank"])))
     if shares["compute"] >= 0.5:
         found.append(_compute(record, shares["compute"]))
-    if shares["other"] >= _WORTH_SAYING:
+    if shares["other"] >= _WORTH_SAYING and not record.has_servers:  # whose workers had no batch then
         text = f"{shares['other']:.0%} of a step is in no phase (logging, hooks, garbage collection); without that"
         found.append(Advice(text, _gain(shares["other"])))
     return found

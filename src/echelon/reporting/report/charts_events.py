@@ -7,7 +7,7 @@ from collections import Counter
 
 from echelon.core.figure import Chart, Json, color, safe
 from echelon.core.ticks import time_axis
-from echelon.core.units import format_bytes, format_seconds
+from echelon.core.units import format_bytes, format_metric, format_seconds
 from echelon.records.events import (
     CannotGoOn,
     DiskFails,
@@ -126,4 +126,4 @@ def checkpoint_text(saved: Checkpoint) -> str:
 def _evaluation_words(record: RunRecord) -> list[str]:
     primary = record.task.primary
     values = [(e.epoch, e.metrics.get(primary.name)) for e in record.of(Evaluation)]
-    return [f"epoch {epoch + 1}, {primary.title} {math.nan if v is None else v:.4f}" for epoch, v in values]
+    return [f"epoch {epoch + 1}, {primary.title} {format_metric(math.nan if v is None else v)}" for epoch, v in values]

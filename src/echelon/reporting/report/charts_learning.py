@@ -8,7 +8,7 @@ from statistics import median
 from echelon.core.figure import Chart, axis, color, dots, line, pick, thin
 from echelon.core.rate_search import curve_of
 from echelon.core.ticks import count_axis
-from echelon.core.units import sentence_case
+from echelon.core.units import format_metric, sentence_case
 from echelon.records.kinds import Steps
 from echelon.reporting.report.records import RunRecord
 
@@ -52,6 +52,8 @@ def _primary(record: RunRecord, windows: list[Steps]) -> Chart | None:
     """The primary metric of the task, and the share of training samples that it counts where it counts any."""
     task = record.task
     primary, label = task.primary, task.score_label
+    if primary.name == "loss" and not label:
+        return None  # its evaluations are beside the training's
     train = _scores(windows) if label else []
     held = [(e, v) for e in record.kept_evaluations() if (v := e.metrics.get(primary.name)) is not None]
     traces = []
@@ -66,7 +68,7 @@ def _primary(record: RunRecord, windows: list[Steps]) -> Chart | None:
             values = [e.metrics.get(metric.name) for e, _ in held]
             if any(v is not None and (v < 1 or not metric.percent) for v in values):
                 traces.append(dots(f"evaluation {metric.title}", steps, values, "muted", dash="dot"))
-        said += f"Evaluation {primary.title} ends at {held[-1][1]:.4f}."
+        said += f"Evaluation {primary.title} ends at {format_metric(held[-1][1])}."
     if not traces:
         return None
     noun = primary.noun or primary.title

@@ -60,7 +60,9 @@ def find_incidents(record: RunRecord, stretches: list[Sitting]) -> list[Incident
         not_the_last = any(isinstance(line, WorkerDied) for line in until)
         restarted = bound is not None and isinstance(after[bound], Start)
         continued = not_the_last or restarted or _completed(until) or _was_told_late(lines[:i])
-        if not_the_last or not restarted:
+        if (stall_s := _stall_before(record, death, lines[:i])) is not None:
+            cost, lost = stall_s, None
+        elif not_the_last or not restarted:
             cost, lost = None, None
         elif _goes_on(after[len(until) :]):
             cost, lost = _stall_s(record, lines[:i], until), None
@@ -105,6 +107,20 @@ def _cost(record: RunRecord, death: WorkerDied, until_start: Sequence[Record]) -
 def _goes_on(after: Sequence[Record]) -> bool:
     """Whether a start is no restart but a term of those who are left: `after`: what follows it in the record."""
     return any(isinstance(line, Event) and line.name == "members" for line in after[:1])
+
+
+def _stall_before(record: RunRecord, death: WorkerDied, before: Sequence[Record]) -> float | None:
+    """Return the stall where survivors had recorded their new term already when the death was; None: they had not."""
+    newest = next((i for i in reversed(range(len(before))) if isinstance(before[i], Start)), None)
+    if newest is None or not _goes_on(before[newest + 1 :]):
+        return None
+    term, former = before[newest], next((x for x in reversed(before[:newest]) if isinstance(x, Start)), None)
+    told = any(isinstance(line, WorkerDied) for line in before[newest:])
+    trained = any(term.t < w.t <= death.t for w in record.windows)
+    assert isinstance(term, Start)
+    if told or trained or former is None or (term.world_size or 0) >= (former.world_size or 0):
+        return None
+    return _stall_s(record, before[:newest], [term])
 
 
 def _stall_s(record: RunRecord, before: Sequence[Record], until_start: Sequence[Record]) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.core.columns import NONE, Column, bytes_column, moments_column, rows_of, seconds_column
-from echelon.core.units import format_bytes, format_seconds, rounded
+from echelon.core.units import format_bytes, format_metric, format_seconds, rounded
 from echelon.observe.phases import Phase, phase_name, phase_share
 from echelon.records.events import Event, SharesDealt
 from echelon.records.kinds import Checkpoint, End, LinkTraffic, Record, Start
@@ -60,11 +60,13 @@ def headlines(s: Summary) -> list[Headline]:
         if s.eval_samples and primary.percent:
             low, high = wilson_interval(value, s.eval_samples)
             aside = f"95%: {low:.3f} to {high:.3f}"
-        found.append(Headline(primary.title, f"{value:.4f}", aside))
+        found.append(Headline(primary.title, format_metric(value), aside))
     others = [(m.title, v) for m in s.task.headlines if (v := s.metrics.get(m.name)) is not None]
     if others:
         (title, value), *beside = others
-        found.append(Headline(title, f"{value:.4f}", ", ".join(f"{name} {v:.4f}" for name, v in beside)))
+        found.append(
+            Headline(title, format_metric(value), ", ".join(f"{name} {format_metric(v)}" for name, v in beside))
+        )
     if s.whole is not None:
         paused_s = sum(s.whole.pauses.values())
         aside = f"{paused_s / s.whole.seconds:.0%} of it pauses" if s.whole.seconds > 0 else ""
@@ -141,7 +143,7 @@ def evaluation_table(record: RunRecord) -> Table | None:
 
 
 def _four(value: float | None) -> str:
-    return NONE if value is None else f"{value:.4f}"
+    return NONE if value is None else format_metric(value)
 
 
 _KINDS = {Start.kind: "training begins", End.kind: "training ends"}

@@ -6,7 +6,8 @@ import math
 
 from echelon.core.own import continuing
 from echelon.core.rate_search import STEPS
-from echelon.core.units import format_seconds, many, sentence_case
+from echelon.core.units import format_metric, format_seconds, many, sentence_case
+from echelon.reporting.report.incidents import MOST_SLOW_STEPS
 from echelon.reporting.report.summary import Summary
 from echelon.reporting.report.whole_run import BEFORE_STEPS, OTHER, WholeRun
 
@@ -103,23 +104,25 @@ def _accuracy(s: Summary) -> list[str]:
     if value is None:
         unknown = f"No evaluation was recorded: nothing is known of its {primary.noun or primary.title}."
         return [*words, unknown] if s.steps else words
-    said = f"{sentence_case(primary.title)} {value:.4f}"
+    said = f"{sentence_case(primary.title)} {format_metric(value)}"
     if s.eval_samples:
         said += f" on {samples_of_primary(s)}"
     if s.eval_samples and primary.percent:
         low, high = wilson_interval(value, s.eval_samples)
-        said += f" (95% interval {low:.4f} to {high:.4f})"
+        said += f" (95% interval {format_metric(low)} to {format_metric(high)})"
     if s.eval_step is not None and s.eval_step < s.steps:
         said += f", after step {s.eval_step}: no later one was evaluated"
     words.append(f"{said}.")
     chosen_by = s.validation.get(primary.name)
     if s.tested and chosen_by is not None:
         words.append(
-            f"That is of the test set; the checkpoint was chosen by validation data, with {chosen_by:.4f} there."
+            "That is of the test set; the checkpoint was chosen by validation data, with "
+            f"{format_metric(chosen_by)} there."
         )
-    if s.best is not None and not s.tested and f"{s.best:.4f}" != f"{value:.4f}":
+    if s.best is not None and not s.tested and format_metric(s.best) != format_metric(value):
         words.append(
-            f"The best was {s.best:.4f} at step {s.best_step}, whose checkpoint is kept: the last is not the best one."
+            f"The best was {format_metric(s.best)} at step {s.best_step}, whose checkpoint is kept: the last is not "
+            "the best one."
         )
     return words
 
@@ -147,7 +150,8 @@ def _bound(s: Summary) -> list[str]:
             "compute": "Computing (forward, backward and update)",
             "communication": "Waiting for servers" if s.served else "Communication",
         }
-        words = [f"{names.get(s.bound.kind, 'What is in no phase')} bounds this run: {share} of a step of {step}."]
+        idle = "Waiting for a batch (while others evaluate, begin or end)" if s.served else "What is in no phase"
+        words = [f"{names.get(s.bound.kind, idle)} bounds this run: {share} of a step of {step}."]
         words += _rank_words(s)
     return words + _slow_steps(s)
 
@@ -155,7 +159,8 @@ def _bound(s: Summary) -> list[str]:
 def _slow_steps(s: Summary) -> list[str]:
     if s.slow_steps:
         worst, n = s.slow_steps[0], len(s.slow_steps)
-        others = f" {n - 1} more took over 3 times the median." if n > 1 else ""
+        more = f"At least {n - 1}" if n >= MOST_SLOW_STEPS else str(n - 1)
+        others = f" {more} more took over 3 times the median." if n > 1 else ""
         return [
             f"The slowest step ({worst.step}) took {format_seconds(worst.seconds)}; the median "
             f"of the steps before it was {format_seconds(worst.median_s)}: {worst.cause}.{others}"

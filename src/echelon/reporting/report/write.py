@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from echelon.core.files import write_atomic
+from echelon.core.json_values import encodable
 from echelon.reporting.report.charts_cost import time_charts, traffic_charts
 from echelon.reporting.report.charts_events import timeline_chart
 from echelon.reporting.report.charts_learning import learning_charts
@@ -53,15 +54,10 @@ def write_report(run: Path, alone: bool = False, known: RunRecord | None = None)
     """
     record = known or load_run(run)
     summary = summarise(record)
-    write_atomic(run / REPORT_FILE, _encodable(render_run(record, summary, "" if alone else find_shared_script(run))))
+    write_atomic(run / REPORT_FILE, encodable(render_run(record, summary, "" if alone else find_shared_script(run))))
     numbers = {**summary.to_json(), "words": closing_words(summary)}
     write_atomic(run / SUMMARY_FILE, json.dumps(numbers, indent=2, allow_nan=False) + "\n")
     return summary
-
-
-def _encodable(text: str) -> str:
-    """Replace lone surrogates, which JSON may carry and no file can."""
-    return text.encode(errors="replace").decode()
 
 
 def render_run(record: RunRecord, summary: Summary, shared_script: str = "") -> str:

@@ -17,6 +17,7 @@ from echelon.records.going import is_held
 from echelon.records.kinds import Resources, Start, Steps
 from echelon.reporting.live.snapshot import QUIET_S, look, to_json
 from echelon.reporting.live.state import Curve, LiveRun
+from echelon.reporting.live.terminal import plain_text
 from tests.unit.reporting.live.runs import USED, append, make_live_run, resources, start, steps
 
 
@@ -43,9 +44,9 @@ def test_another_record_in_its_place_is_read_from_its_beginning(tmp_path: Path) 
     append(run, start(), steps(50, 101.0))
     live = watched(run)
     assert live.state.step == 50
-    (run / "record.jsonl").rename(run / "former.jsonl")  # so that its file number is not used again at once
-    append(run, start(), steps(5, 102.0))
-    assert live.refresh() and live.state.step == 5 and len(live.state.loss_curve.points()) == 1
+    (run / "record.jsonl").unlink()  # its file number may be used again at once
+    append(run, start(t=101.5), *(steps(5, 102.0 + i) for i in range(9)))
+    assert live.refresh() and live.state.step == 5 and len(live.state.loss_curve.points()) == 9
     (run / "record.jsonl").unlink()
     assert live.refresh() and not live.state.start
 
@@ -82,12 +83,17 @@ def test_warm_up_and_earlier_epochs_are_not_what_training_is_now(tmp_path: Path)
     assert s.loss == 2.0 and s.step_s == pytest.approx(0.1)
 
 
+def evaluation(step: int, top1: float) -> dict[str, object]:
+    return {"t": 102.0, "kind": "evaluation", "step": step, "metrics": {"top1": top1}}
+
+
 def test_what_a_restart_undoes_is_forgotten(tmp_path: Path) -> None:
     append(tmp_path, start(), steps(10, 101.0), steps(20, 102.0, loss=9.0))
     append(tmp_path, {"t": 103.0, "kind": "event", "name": "worker_died", "message": "rank 1 died"})
+    append(tmp_path, evaluation(10, 0.5), evaluation(20, 0.9))
     append(tmp_path, start(10, 104.0), steps(15, 105.0))
     s = look(watched(tmp_path), now=106.0)
-    assert s.step == 15 and s.attempts == 2 and s.loss == 1.0
+    assert s.step == 15 and s.attempts == 2 and s.loss == 1.0 and (s.value, s.best) == (0.5, 0.5)
     assert [x for x, _ in to_json(watched(tmp_path), s)["curves"]["loss"]] == [10, 15]
     assert [(e.name, e.bad) for e in s.events] == [("start", False), ("worker_died", True), ("start", False)]
 
@@ -131,6 +137,21 @@ def test_how_a_run_stands(tmp_path: Path) -> None:
     assert status(103.0) == ("stopped", True)
     launch.write_text(json.dumps({"launched_t": 104.0}))
     assert status(105.0) == ("starting", False)  # resumed
+
+
+def test_a_run_that_another_machine_starts_is_not_gone(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    for by, status in (("node17:42", "starting"), (f"{socket.gethostname()}:42", "gone")):
+        (tmp_path / "launch.json").write_text(json.dumps({"launched_t": 99.0, "by": by}))
+        assert look(watched(tmp_path), 100.0 + QUIET_S).status == status
+
+
+def test_names_that_are_no_utf8_are_shown_as_well_as_they_can_be(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.jpg")
+    append(tmp_path, start(), {"t": 101.0, "kind": "event", "name": "bad_image", "message": name})
+    run = watched(tmp_path)
+    assert json.dumps(to_json(run, look(run, 102.0)), ensure_ascii=False).encode().count(b"caf?.jpg") == 1
+    assert plain_text(name) == "caf?.jpg"
 
 
 def test_a_run_whose_launcher_and_ranks_were_killed_is_gone_at_once(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from echelon.core.figure import Chart, color
+from echelon.core.task import Metric, TaskFacts
 from echelon.records.events import Event, RankFailed
 from echelon.records.kinds import Checkpoint, End, Evaluation, Pause, Start, Steps
 from echelon.reporting import report
@@ -123,3 +124,28 @@ def test_a_note_does_not_look_like_a_failure() -> None:
     assert table is not None and [row[1] for row in table.rows] == [
         "training begins", "settings", "rank failed", "training ends",
     ]  # fmt: skip
+
+
+def of_task(facts: TaskFacts, **metrics: float) -> RunRecord:
+    held = [Evaluation(step, 0, 0.4, metrics, 0.1, 100, t=step + 0.5) for step in (11, 22)]
+    begun = Start(t=0.0, launched_t=-5.0, world_size=1, task=facts)
+    return RunRecord("run", [begun, window(11, 11), window(22, 11), *held, End("completed", "", 60.0, t=55.0)])
+
+
+def test_where_the_loss_is_the_metric_its_evaluations_are_in_its_one_chart() -> None:
+    record = of_task(TaskFacts("supervised", "supervised", "sample", Metric("loss", "min")), loss=0.4)
+    charts = learning_charts(record)
+    assert [chart.id for chart in charts].count("loss") == 1
+    assert [trace["name"] for trace in charts_of(record)["loss"].traces] == ["training", "evaluation"]
+
+
+def test_a_second_metric_above_one_is_drawn_too_and_a_share_that_is_always_one_is_not() -> None:
+    facts = TaskFacts(
+        "t",
+        "t",
+        "token",
+        Metric("chrf", "max"),
+        curves=[Metric("perplexity", "min"), Metric("top5", "max", percent=True)],
+    )
+    charts = charts_of(of_task(facts, chrf=31.0, perplexity=7.5, top5=1.0))
+    assert [trace["name"] for trace in charts["chrf"].traces] == ["evaluation chrf", "evaluation perplexity"]

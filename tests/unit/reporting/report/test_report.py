@@ -12,6 +12,8 @@ import pytest
 
 from echelon.core.errors import UserError
 from echelon.reporting.report import Summary, closing_words, write_report
+from echelon.reporting.report.incidents import find_incidents
+from echelon.reporting.report.records import load_run
 from echelon.reporting.report.timing import SlowRank, chance_of_slowest, independent
 from echelon.reporting.report.words import wilson_interval
 from tests.unit.reporting.report.fixtures import LiveState, make_run, tell, write_record
@@ -94,6 +96,26 @@ def test_windows_that_are_close_are_one_observation() -> None:
     assert chance_of_slowest(2, independent(6, 12.0), ranks=2) == pytest.approx(0.5)
     assert chance_of_slowest(0, 0, ranks=4) == 1.0
     assert independent(15, 28.0, ratio=4.6) == 15, "a busy core makes no rank four times as slow"
+
+
+def test_a_death_that_is_told_after_the_survivors_went_on_has_a_cost(tmp_path: Path) -> None:
+    lines = tell(SHORT)
+    begun, windows = next(x for x in lines if x["kind"] == "start"), [x for x in lines if x["kind"] == "steps"]
+    last, following = windows[4], windows[5]
+    place, t = lines.index(following), last["t"]
+    for line in lines[place:]:
+        line["t"] += 3.0  # for which they stood still
+    term = {**begun, "t": t + 0.5, "world_size": 1, "start_step": last["step"], "hosts": ["a"], "pids": [1]}
+    told = [
+        term,
+        {"t": t + 0.51, "kind": "event", "name": "members", "message": "rank 0 goes on", "members": [0]},
+        {"t": t + 0.52, "kind": "event", "name": "worker_died", "message": "rank 1 died: SIGKILL", "rank": 1},
+        {**begun, "t": t + 5.0, "start_step": following["step"]},  # the newcomer's
+    ]
+    rewrite(tmp_path, [*lines[:place], *told[:3], following, told[3], *lines[place + 1 :]])
+    record = load_run(tmp_path)
+    (death,) = find_incidents(record, [])
+    assert death.cost_s == pytest.approx(3.0) and death.lost_steps is None and death.continued
 
 
 @pytest.mark.parametrize("workers", [1, 2])

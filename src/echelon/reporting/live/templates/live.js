@@ -9,18 +9,19 @@
   if (query.has("token")) history.replaceState(null, "", location.pathname); // the cookie has it: keep it off the screen
 
   const number = (v, digits = 0) => v === null || v === undefined ? "–" : v.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  const metric = (v) => v && Math.abs(v) < 0.001 ? String(Number(v.toPrecision(3))) : number(v, 4);
   const percent = (v, scale = 100) => v === null || v === undefined ? "–" : `${Math.round(v * scale)}%`;
   const seconds = (s) => {
     if (s === null || s === undefined) return "–";
-    if (s < 1) return `${Number((s * 1e3).toPrecision(3))} ms`;
-    if (s < 60) return `${Number(s.toPrecision(3))} s`;
+    if (s < 0.9995) return `${Number((s * 1e3).toPrecision(3))} ms`;
+    if (s < 59.95) return `${Number(s.toPrecision(3))} s`;
     const whole = Math.round(s), minutes = Math.floor(whole / 60);
     return minutes < 60 ? `${minutes}m ${whole % 60}s` : `${Math.floor(minutes / 60)}h ${minutes % 60}m`;
   };
   const bytes = (b) => {
     if (b === null || b === undefined) return "–";
     for (const unit of ["B", "kB", "MB", "GB"]) {
-      if (Math.abs(b) < 1000) return `${unit === "B" ? Math.round(b) : Number(b.toPrecision(3))} ${unit}`;
+      if (Math.abs(b) < 999.5) return `${unit === "B" ? Math.round(b) : Number(b.toPrecision(3))} ${unit}`;
       b /= 1000;
     }
     return `${Number(b.toPrecision(3))} TB`;
@@ -191,8 +192,8 @@
     headlines([
       ["Step", number(s.step), s.total_steps ? `of ${number(s.total_steps)} (${percent(s.done)}), epoch ${s.epoch} of ${s.epochs}` : ""],
       ["Time", seconds(s.elapsed_s), s.eta_s === null ? "" : `about ${seconds(s.eta_s)} left`],
-      [`Evaluation ${s.metric}`, number(s.value, 4), s.best !== null && s.best !== s.value ? `best ${number(s.best, 4)}` : ""],
-      ["Train loss", number(s.loss, 4), `of the last 10 s at most${s.train_score === null ? "" : `; train ${s.score_label} ${number(s.train_score, 3)}`}`],
+      [`Evaluation ${s.metric}`, metric(s.value), s.best !== null && s.best !== s.value ? `best ${metric(s.best)}` : ""],
+      ["Train loss", metric(s.loss), `of the last 10 s at most${s.train_score === null ? "" : `; train ${s.score_label} ${number(s.train_score, 3)}`}`],
       ["Samples/s", number(s.samples_per_s), s.step_s === null ? "" : `a step takes ${seconds(s.step_s)}`],
       ["Communication", percent(s.communication), `of step time${s.wire_bytes_per_step === null ? "" : `; ${bytes(s.wire_bytes_per_step)} sent a step by all ranks`}`],
       ["Checkpoints", number(s.checkpoints), s.attempts > 1 ? `begun ${s.attempts} times` : ""],
