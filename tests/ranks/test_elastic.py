@@ -351,3 +351,14 @@ def test_codecs_of_averages_keep_what_they_have_not_sent(sync: str, codec: str, 
         assert waits.abs().max() > 0.1 or codec.startswith("powersgd"), "something waits"
         counted = moved(run.folder) + waits
         torch.testing.assert_close(counted, torch.full_like(counted, EPOCHS), rtol=0, atol=1e-5)
+
+
+@pytest.mark.long
+def test_one_that_all_others_left_comes_to_the_end(tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        words = ("--workers", "2", "--compression", "int8", "--elastic", "on", "--max-restarts", "0", "--epochs", "20")
+        run = runs.train("digits", "--model", "mlp", *words, *SMALL, folder="run")
+        run.wait_for_step(20)
+        os.kill(run.pids()[1], signal.SIGKILL)
+        assert run.end() == 0, run.errors()
+        assert run.records("end")[-1]["status"] == "completed"

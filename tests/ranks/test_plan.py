@@ -42,6 +42,8 @@ def test_a_run_is_planned_on_other_machines(tmp_path: Path) -> None:
             (("--at", "workers=256"), "cannot be divided by 256 workers"),
             ((), "--at is missing"),
             (("--at", "workers=4", "--model", "mlp"), "model.name belongs to the run"),
+            (("--at", "workers=4", "--page", "no/where.html"), "--page no/where.html: no is no folder that you may"),
+            (("--at", "workers=4", "--batch-size", "auto"), "--batch-size auto is chosen for this machine's memory"),
         ):
             refused = runs.start("plan", trained.folder, *words)
             assert refused.end() == 2 and said in refused.errors(), refused.errors()

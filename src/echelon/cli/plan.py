@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from echelon.cli.settings import overrides_of, parameter, trust_parameter, with_
 from echelon.config import build
 from echelon.config.machines import read_machines
 from echelon.core.columns import Column, rows_of, seconds_column
+from echelon.core.errors import UserError
 from echelon.core.output import print_words
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ def command() -> Any:
         if history:
             _show_history(Path(history))
             return
+        if not as_json:
+            _check_page(Path(page))
         machines = read_machines(at or ())
         resolved = build(Path(config) if config else None, overrides_of(settings))
         from echelon.planning.request import plan as planned
@@ -83,6 +87,12 @@ def command() -> Any:
         trust_parameter(),
     ]  # fmt: skip
     return as_command(with_settings(plan, extra), "plan", f"{COMMANDS['plan'][1]}\n\n{ABOUT}")
+
+
+def _check_page(page: Path) -> None:
+    """Refuse a page that cannot be written, before anything is measured for it."""
+    if not os.access(page.parent, os.W_OK):
+        raise UserError(f"--page {page}: {page.parent} is no folder that you may write to: name another, or use --json")
 
 
 def _show_history(folder: Path) -> None:

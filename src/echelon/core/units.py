@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -128,6 +129,8 @@ def format_seconds(seconds: float) -> str:
     >>> format_seconds(0.0032), format_seconds(75)
     ('3.2 ms', '1m 15s')
     """
+    if seconds == math.inf:
+        return "never"
     if seconds < _FOURTH_DIGIT / 1000:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 59.95:

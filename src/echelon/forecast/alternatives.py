@@ -104,7 +104,9 @@ def record_alternatives(run: TrainingRun, resolved: ResolvedRun) -> int:
     only touched rows of tables travel: other ways send whole tables, or as many rows as the data has it.
     """
     world, described = run.world, resolved.described.strategy.compression
-    if world.group is None or run.parts.split is not None or not resolved.sync.sums_in_backward:
+    if world.group is None or world.size < 2:  # one that others have left, too
+        return 0
+    if run.parts.split is not None or not resolved.sync.sums_in_backward:
         return 0
     if sparse_tables(run.parts.local_model):
         return 0

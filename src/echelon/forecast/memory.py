@@ -113,7 +113,7 @@ def rehearse_layout(run: ResolvedRun, info: DataInfo, ranks: int, model: nn.Modu
         peaks = tuple(
             rehearse(run, info, model, Role(alone, rank, cuts, pulls_rows), samples) for rank in range(layout.pp)
         )
-    except NEEDS_VALUES as error:
+    except (*NEEDS_VALUES, RuntimeError) as error:  # such as that of `.numpy()`, which has no type of its own
         return Rehearsed(stages, notes, (), f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
     return Rehearsed(stages, notes, peaks)
 

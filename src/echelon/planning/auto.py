@@ -7,6 +7,7 @@ fit, layouts that do are run instead, those that send least first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from echelon.planning.layout_memory import WHOLE, FittingLayouts, LayoutMemory, 
 from echelon.planning.layouts import DescribedModel
 from echelon.planning.plan import Length, RunEstimate, make_plan
 from echelon.planning.steps import Replicated
-from echelon.planning.trial import DEFAULTS, try_out
+from echelon.planning.trial import DEFAULTS, try_out, workers_of
 from echelon.records.events import WayTried
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import measure
@@ -74,7 +75,9 @@ def choose(resolved: Resolved, tolerance: float, free: frozenset[str]) -> AutoCh
         UserError: a choice is already made by hand, several machines take part, nothing fits, or a trial failed.
     """
     config = resolved.config
-    _check(resolved, free)
+    _check(resolved, free, tolerance)
+    if workers_of(config) < 2:
+        return AutoChoice({}, ["--auto: one worker has nobody to agree with: the defaults stay."])
     asked = _Asked(free, {name: canonical(name, _value(config, name)) for name in _SPECS if free and name not in free})
     if not asked.layout:
         return _by_calibration(config, tolerance, asked)
@@ -121,12 +124,11 @@ def _by_calibration(config: RunConfig, tolerance: float, asked: _Asked) -> AutoC
     described = DescribedModel.of(base) if len(asked.layouts) > 1 else None
     predictions = make_plan(known, length, [machines], described).answers[0].predictions
     default = next(p for p in predictions if p.candidate.is_default)
-    steps = min(length.steps, config.training.max_steps or length.steps)
     if asked.given and not _is(default, asked.given):
         default = _given({**_plain(asked.free - {_PARALLEL}), **asked.given}, predictions)
-        record = try_out(_with(base, default), default.label)
+        record = try_out(_steady(_with(base, default)), default.label)
     fitting = [p for p in predictions if asked.allows(p)]
-    found = _measured(base, fitting, default, (record, tolerance, steps))
+    found = _measured(base, fitting, default, (record, tolerance, length.steps))
     chosen = {name: text for name, text in found.settings.items() if name in asked.free or not asked.free}
     return replace(found, settings=chosen)
 
@@ -134,9 +136,17 @@ def _by_calibration(config: RunConfig, tolerance: float, asked: _Asked) -> AutoC
 def _divided(config: RunConfig, fitting: FittingLayouts, flag: str) -> AutoChoice:
     """Choose among layouts that divide the model: what is measured to be fastest of those that send least."""
     tried = fitting.layouts[:MOST_DIVIDED] if len(fitting.layouts) > 1 else ()
-    seconds = {layout: _step_s(try_out(_laid_out(config, layout), layout)) for layout in tried}
+    seconds: dict[str, float] = {}
+    failed: list[str] = []
+    for layout in tried:
+        try:
+            seconds[layout] = _step_s(try_out(_laid_out(config, layout), layout))
+        except UserError as error:
+            if len(failed) + 1 == len(tried):  # none of them trains
+                raise
+            failed.append(f"{flag}: {layout} is not taken: {error}.")
     best = min(seconds, key=lambda layout: seconds[layout], default=fitting.layouts[0])
-    words = [f"{flag}: {layout} takes {format_seconds(taken)} a step." for layout, taken in seconds.items()]
+    words = [*failed, *(f"{flag}: {layout} takes {format_seconds(taken)} a step." for layout, taken in seconds.items())]
     if len(fitting.layouts) > MOST_DIVIDED:
         words.append(f"{flag}: {', '.join(fitting.layouts[MOST_DIVIDED:])} would fit, too, and was not run.")
     words.append(f"{flag}: {best}: whole replicas do not fit.")
@@ -183,13 +193,15 @@ def _given(settings: Mapping[str, str], predictions: Sequence[RunEstimate]) -> R
     return found[0]
 
 
-def _check(resolved: Resolved, free: frozenset[str]) -> None:
+def _check(resolved: Resolved, free: frozenset[str], tolerance: float) -> None:
     given = [name for name in _SETTINGS if resolved.origins[name] != "default"]
-    if resolved.config.training.accumulate == 0 and (not free or _PARALLEL in free):
-        raise UserError("--accumulate auto cuts batches until one layout fits: give --parallel, or --accumulate N")
+    if resolved.config.training.accumulate == 0:
+        raise UserError("--accumulate auto cuts batches until one choice fits: give --accumulate N, or choose by hand")
     if given and not free:
         raise UserError(f"--auto chooses {', '.join(given)}: leave it out, or leave out --auto")
     what = ", ".join(f"--{name.removeprefix('strategy.')} auto" for name in _SETTINGS if name in free) or "--auto"
+    if math.isnan(tolerance):
+        raise UserError("--tolerance nan: give the points of accuracy that a choice may cost, such as 0.3")
     if resolved.config.data.batch_size == 0:
         raise UserError(f"{what} tries ways with one batch: give --batch-size N instead of auto")
     if nodes_of(resolved.config).most > 1 or place_of(resolved.config).cluster() is not None:
@@ -245,10 +257,12 @@ def _measured(
     elif best.candidate.exact:
         words.append(f"--auto: {best.label}, {default_s / best_s:.2f}x as fast a step; it trains like one process.")
     else:
-        cost = (
-            f"costs up to {POINTS[best.label]:g} points where that was measured; `echelon compare` measures it on yours"
+        known = f"costs up to {_points(best.label)} where that was measured"
+        cost = known if best.label in POINTS else "costs what was not measured"
+        words.append(
+            f"--auto: {best.label}, {default_s / best_s:.2f}x as fast a step; it {cost}; `echelon compare` measures it "
+            "on yours."
         )
-        words.append(f"--auto: {best.label}, {default_s / best_s:.2f}x as fast a step; it {cost}.")
     return AutoChoice(_settings(best), words, trials)
 
 

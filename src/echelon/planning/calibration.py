@@ -16,8 +16,8 @@ from statistics import NormalDist, median, stdev
 from echelon.core.errors import UserError
 from echelon.core.link import Link
 from echelon.observe.phases import Phase
-from echelon.records.kinds import Alternative, Alternatives, Checkpoint, Evaluation
-from echelon.reporting.report.predictions import network_seconds, networks_part
+from echelon.records.kinds import Alternative, Checkpoint, Evaluation
+from echelon.reporting.report.predictions import network_seconds, networks_part, newest_alternatives
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import Timing, measure
 from echelon.run.resolve import link_of
@@ -138,18 +138,18 @@ def calibrate(records: Sequence[RunRecord], residual: float = RESIDUAL) -> Calib
     """
     measured = [(record, _timing(record)) for record in records]
     record, timing = measured[0]
-    start, recorded, communication = record.last_start, record.of(Alternatives), networks_part(timing)
-    if start is None or communication is None or not recorded:
+    start, recorded, communication = record.last_start, newest_alternatives(record), networks_part(timing)
+    if start is None or communication is None or recorded is None:
         raise UserError(
             f"{record.name} does not say what other ways to communicate cost: plan from a run that ended, of "
             "--sync allreduce with at least 2 workers that each have the whole model"
         )
-    ways = {tuple(way.settings.items()): way for way in recorded[-1].rows if way.settings}
-    now = next((way for way in ways.values() if way.settings == recorded[-1].now), None)
+    ways = {tuple(way.settings.items()): way for way in recorded.rows if way.settings}
+    now = next((way for way in ways.values() if way.settings == recorded.now), None)
     if now is None or now.wire_bytes <= 0 or start.world_size < 2:
         raise UserError(f"{record.name} does not say what its own way to communicate costs: train it again")
     ranks, batch = start.world_size, start.batch_size or 1
-    latency_s = recorded[-1].latency_s
+    latency_s = recorded.latency_s
     network_s = network_seconds(communication, latency_s, (now, now))[0]
     moving_s = max(0.0, network_s - latency_s * now.rounds)
     backward_s = timing.phases.get(Phase.BACKWARD, 0.0)

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from echelon.config import RunConfig
 from echelon.config.machines import Machines
+from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo
 from echelon.forecast.memory import Rehearsed, forecast, rehearse_layout
-from echelon.models import build_untried, hints_for
+from echelon.models import build_model, build_untried, hints_for
+from echelon.models.base import ModelInput
 from echelon.optim.traits import least_state
 from echelon.parallel.blocks import find_blocks
 from echelon.parallel.deferred_init import without_memory
@@ -66,6 +69,22 @@ def of_workers(candidate: PlannedWay, workers: int) -> PlannedWay:
     )
 
 
+def _built(config: ModelConfig, data: ModelInput) -> nn.Module:
+    """Build a model without memory; with it, where its constructor needs values, or its first batch tells its shapes.
+
+    Raises:
+        UserError: it cannot be built for such data.
+    """
+    with without_memory():
+        try:
+            model = build_untried(config, data)
+        except (RuntimeError, TypeError, ValueError):  # of tensors without values; what is wrong with it comes again
+            model = None
+    if model is None or any(is_lazy(parameter) for parameter in model.parameters()):
+        return build_model(config, data)
+    return model
+
+
 @dataclass
 class DescribedModel:
     """A model and its data, as a run describes them, with what was found of each layout so far.
@@ -85,8 +104,7 @@ class DescribedModel:
         """Open the data and build the model, without memory where it can be."""
         run = resolve(replace(config, strategy=replace(config.strategy, parallel="fsdp=2", compression="none")))
         info = run.source.open().info
-        with without_memory():
-            return DescribedModel(config, info, build_untried(config.model, model_input(info, run.task.fitted(info))))
+        return DescribedModel(config, info, _built(config.model, model_input(info, run.task.fitted(info))))
 
     def learn(self, measured: Sequence[MeasuredMemory]) -> None:
         """Compare what runs took with what is forecast of them: no forecast has processes and libraries' caches."""

@@ -59,7 +59,7 @@ def as_json(plan: PlanReport) -> JsonObject:
     """Return the plan as plain values; seconds, bytes."""
     return finite_object(
         {
-            "source": plan.known.source,
+            "source": plan.source,
             "steps": plan.length.steps,
             "batch": plan.length.batch,
             "machines": [
@@ -114,7 +114,7 @@ def _charts(plan: PlanReport, answer: PlannedMachines, number: int) -> Iterator[
 
 def _scaling(plan: PlanReport, answer: PlannedMachines, shown: Sequence[RunEstimate], number: int) -> Chart:
     """Draw steps a second over workers, of ways that can be asked for any number."""
-    workers = answer.machines.workers
+    known, workers = answer.known, answer.machines.workers
     counts = sorted({max(2, round(workers * 2**e)) for e in range(-6, 2)} & set(range(2, plan.length.batch + 1)))
     traces = []
     movable = [p for p in answer.predictions if p.fits and p.candidate.way.for_any_workers]
@@ -123,7 +123,7 @@ def _scaling(plan: PlanReport, answer: PlannedMachines, shown: Sequence[RunEstim
     for place, prediction in enumerate(drawn):
         seconds = [
             predict(
-                plan.known,
+                known,
                 plan.length,
                 replace(answer.machines, workers=count),
                 of_workers(prediction.candidate, count),
@@ -132,12 +132,12 @@ def _scaling(plan: PlanReport, answer: PlannedMachines, shown: Sequence[RunEstim
         ]
         rates = [plan.length.batch / s for s in seconds]
         traces.append(line(prediction.label, counts, rates, _COLORS[place % len(_COLORS)], mode="lines+markers"))
-    ideal = [plan.known.batch / max(1e-9, sum(plan.known.compute(plan.known.batch / plan.known.workers, 1.0).values()))]
+    alone = known.batch / max(1e-9, sum(known.compute(known.batch / known.workers, 1.0).values()))
     return Chart(
         id=f"scaling-{number}",
         title="Samples a second over workers",
         caption="Predicted for a global batch that stays as it is: a rank's share becomes smaller. One process of the "
-        f"calibration computes {ideal[0] / plan.known.workers:,.0f} samples a second.",
+        f"calibration computes {alone / known.workers:,.0f} samples a second.",
         label="Samples a second over the number of workers, for the fastest ways",
         traces=traces,
         layout={

@@ -104,8 +104,9 @@ class Change:
 
 @dataclass(frozen=True)
 class PlannedMachines:
-    """The answer for one description of machines: predictions by time, those that fit first."""
+    """The answer for one description of machines, and what it follows from: predictions, those that fit first."""
 
+    known: Calibration
     machines: Machines
     predictions: tuple[RunEstimate, ...]
     changes: tuple[Change, ...]
@@ -129,6 +130,11 @@ class PlanReport:
     length: Length
     answers: tuple[PlannedMachines, ...]
 
+    @property
+    def source(self) -> str:
+        """What it follows from, in words: runs, or the rates of several devices."""
+        return "; ".join(dict.fromkeys(answer.known.source for answer in self.answers))
+
 
 def make_plan(
     known: Calibration, length: Length, machines: Sequence[Machines], described: DescribedModel | None
@@ -151,7 +157,7 @@ def make_plan(
             )
         found = candidates(known, each, described, length.batch)
         predictions = _sorted(predict(known, length, each, candidate) for candidate in found)
-        answers.append(PlannedMachines(each, predictions, _changes(known, length, each, predictions, described)))
+        answers.append(PlannedMachines(known, each, predictions, _changes(known, length, each, predictions, described)))
     return PlanReport(known, length, tuple(answers))
 
 

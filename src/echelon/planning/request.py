@@ -23,9 +23,11 @@ from echelon.planning.layouts import DescribedModel
 from echelon.planning.plan import Length, PlanReport, make_plan
 from echelon.records.file import newest
 from echelon.records.kinds import Alternative, Start
+from echelon.records.segments import RECORD_FILE
 from echelon.reporting.report.records import CONFIG_FILE, load_run
 from echelon.run.defaults import with_task_defaults
 from echelon.run.residuals import half_width, residuals_of
+from echelon.run.resolve import resolve
 from echelon.run.trust import check_trust
 from echelon.tasks import nest
 from echelon.torch_compat import NEEDS_VALUES
@@ -70,14 +72,18 @@ def request_of(resolved: Resolved, machines: tuple[Machines, ...], trust: bool) 
         UserError: it names code that is not trusted, or changes what a run cannot be planned with.
     """
     source = resolved.config.data.source
-    if not (Path(source) / CONFIG_FILE).is_file():
+    if not ((Path(source) / CONFIG_FILE).is_file() and (Path(source) / RECORD_FILE).is_file()):
         check_trust(resolved, trust)
+        if resolved.config.training.accumulate == 0:
+            raise UserError("--accumulate auto is chosen for this machine's memory: give --accumulate N to plan with")
         return PlanRequest(with_task_defaults(resolved).config, machines)
     given = {name for name, origin in resolved.origins.items() if origin != DEFAULT}
     if more := sorted(given - {"data.source", *_OF_RUNS}):
         raise UserError(
             f"{more[0]} belongs to the run {source}: of a run, only --batch-size and --epochs may be others"
         )
+    if _OF_RUNS[0] in given and resolved.config.data.batch_size == 0:
+        raise UserError("--batch-size auto is chosen for this machine's memory: give --batch-size N to plan with")
     of_run = build(Path(source) / CONFIG_FILE, {})
     check_trust(of_run, trust)
     batch, epochs = resolved.config.data.batch_size, resolved.config.training.epochs
@@ -158,8 +164,8 @@ def rate(described: DescribedModel, machines: Machines) -> Calibration:
         flops = 6 * parameters * _tokens(described)
         notes.append("Operations of this model cannot be counted without values: 6 a parameter and token are taken.")
     per_sample_s = flops / (machines.tflops * 1e12 * REACHED)
-    update_s = 4 * parameters * _UPDATE_PASSES / _MEMORY_BYTES_PER_S
-    gradient = 4.0 * parameters
+    gradient = _gradient_bytes(described, 4.0 * parameters)
+    update_s = gradient * _UPDATE_PASSES / _MEMORY_BYTES_PER_S
     rounds = max(1.0, gradient / _BUCKET_BYTES)
     tail = min(1.0, _BUCKET_BYTES / gradient)
     phases = {phase.value: PhaseCost(0.0, 0.0) for phase in Phase}
@@ -182,6 +188,18 @@ def rate(described: DescribedModel, machines: Machines) -> Calibration:
         precise=False,
         notes=tuple(notes),
     )  # fmt: skip
+
+
+def _gradient_bytes(described: DescribedModel, of_all: float) -> float:
+    """Return the bytes of gradients: of what is trained, where the run trains a part of the model."""
+    if resolve(described.config).tuning.changes_nothing:
+        return of_all
+    batch = described.config.data.batch_size
+    try:
+        peaks = described.rehearsed({"strategy.parallel": "dp=-1"}, 1, batch).peaks
+    except UserError:  # values matter to the model
+        return of_all
+    return float(sum(peaks[0].gradients))
 
 
 def forward_flops(described: DescribedModel) -> float:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import TextIO
 
 from echelon.config import RunConfig, to_yaml
 from echelon.config.schema import TrackingConfig
 from echelon.core.errors import UserError
-from echelon.core.files import write_atomic
+from echelon.core.files import scratch_folder, write_atomic
 from echelon.planning.calibration import Calibration, calibrate
 from echelon.reporting.report.records import RunRecord, load_run
+from echelon.run.start import launch_request, plan_of
 
 STEPS = 40
 DEFAULTS = {"parallel": "dp=-1", "sync": "allreduce", "compression": "none"}
 """Of which a record says what other ways would cost."""
 _DEADLINE_S = 900.0
+_STOPS_WITHIN_S = 60.0
 
 
 def calibrate_by_runs(config: RunConfig) -> Calibration:
@@ -27,15 +31,23 @@ def calibrate_by_runs(config: RunConfig) -> Calibration:
     What the runs print goes to standard error; their folders are removed.
 
     Raises:
-        UserError: a run was refused, failed, or took no step.
+        UserError: a run was refused, failed, or took no step; or it would have one worker.
     """
+    if workers_of(config) < 2:
+        raise UserError("plan measures what 2 workers send each other, and there would be 1: give --workers 2")
     batch = config.data.batch_size
     base = replace(config, strategy=replace(config.strategy, **DEFAULTS))
     records = [try_out(_with_batch(base, batch), f"batches of {batch}")]
     start, half = records[0].last_start, batch // 2
-    if start is not None and half >= start.world_size:  # fewer samples than workers cannot be divided
+    parts = config.training.accumulate * (start.world_size if start is not None else 0)
+    if 0 < parts <= half:  # fewer samples than workers, or their micro-batches, cannot be divided
         records.append(try_out(_with_batch(base, half), f"batches of {half}"))
     return calibrate(records)
+
+
+def workers_of(config: RunConfig) -> int:
+    """Return how many workers a run has on this machine."""
+    return plan_of(launch_request(config), Path(config.run)).workers
 
 
 def _with_batch(config: RunConfig, batch: int) -> RunConfig:
@@ -53,19 +65,48 @@ def try_out(config: RunConfig, what: str) -> RunRecord:
     """
     training = replace(config.training, max_steps=STEPS, max_time="", eval_every=0, early_stop=0, profile=0)
     saving = replace(config.checkpoint, mirror="")
-    config = replace(config, run="", training=training, checkpoint=saving, tracking=TrackingConfig())
+    launch = replace(config.launch, on="local", nodes="1", rendezvous="", log_dir="")
+    config = replace(config, run="", training=training, checkpoint=saving, tracking=TrackingConfig(), launch=launch)
     print(f"trying {what}: up to {STEPS} steps", file=sys.stderr, flush=True)
-    with TemporaryDirectory(prefix="echelon-plan-") as folder:
-        run, file = Path(folder) / "run", Path(folder) / "run.yaml"
+    with scratch_folder() as folder:
+        run, file = folder / "run", folder / "run.yaml"
         write_atomic(file, to_yaml(config))
         words = [sys.executable, "-m", "echelon", "train", "--config", str(file), "--run", str(run), "--trust"]
-        try:
-            ended = subprocess.run(words, stdout=sys.stderr, timeout=_DEADLINE_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise UserError(f"a trial with {what} did not end in {_DEADLINE_S:g} s") from None
-        if ended.returncode:
+        code = _ended(words, what)
+        if code:
             raise UserError(
-                f"a trial with {what} ended with code {ended.returncode}, see above: a model that this machine cannot "
-                "train is planned with tflops=... in --at"
+                f"a trial with {what} ended with code {code}, see above: a model that this machine cannot train is "
+                "planned with tflops=... in --at"
             )
         return load_run(run)
+
+
+def _ended(words: Sequence[str], what: str) -> int:
+    """Run a command to its end; returns its exit code. Whatever comes between, it has ended before its folder goes.
+
+    Raises:
+        UserError: it did not end in time.
+    """
+    # A session of its own: it is told to stop by this process alone, once.
+    with subprocess.Popen(words, stdout=_screen(), start_new_session=True) as trial:
+        try:
+            return trial.wait(_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"a trial with {what} did not end in {_DEADLINE_S:g} s") from None
+        finally:
+            if trial.poll() is None:
+                trial.terminate()
+                try:
+                    trial.wait(_STOPS_WITHIN_S)
+                finally:
+                    trial.kill()
+
+
+def _screen() -> TextIO | int:
+    """Return where trials print: standard error, where that is a file (in a notebook it may be none)."""
+    for stream in (sys.stderr, sys.__stderr__):
+        with suppress(AttributeError, OSError, ValueError):
+            if stream is not None:
+                stream.fileno()
+                return stream
+    return subprocess.DEVNULL

@@ -64,7 +64,7 @@ def opening(plan: PlanReport) -> list[str]:
     known, length = plan.known, plan.length
     calibrated = f"{known.workers} workers, batches of {known.batch}" if known.precise else "nothing measured"
     return [
-        f"Planned from {known.source} ({calibrated}): {length.epochs} epochs of {length.train_size:,} samples in "
+        f"Planned from {plan.source} ({calibrated}): {length.epochs} epochs of {length.train_size:,} samples in "
         f"batches of {length.batch}, {length.steps:,} steps.",
         *known.notes,
     ]
@@ -95,7 +95,8 @@ def _memory(prediction: RunEstimate) -> int:
 
 def _change_words(change: Change) -> str:
     now, then = change.before, change.best
-    gain = now.run_s.value / then.run_s.value if then.run_s.value else 1.0
+    is_told = 0 < then.run_s.value < math.inf and now.run_s.value < math.inf
+    gain = f", {now.run_s.value / then.run_s.value:.2f}x as fast" if is_told else ""
     stays = f"{then.label} stays best" if change.same else f"{then.label} becomes best"
     cost = f", for {then.money.value:,.2f}" if then.money.value else ""
-    return f"With {change.what}, {stays}: {format_seconds(then.run_s.value)}, {gain:.2f}x as fast{cost}."
+    return f"With {change.what}, {stays}: {format_seconds(then.run_s.value)}{gain}{cost}."

@@ -82,11 +82,19 @@ def residuals_of(folder: Path) -> list[Residual]:
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder of runs")
     found = []
-    for run in (each for each in folder.iterdir() if (each / RECORD_FILE).exists()):
+    for run in (each for each in folder.iterdir() if _has_record(each)):
         for event in newest(run, WayPredicted, WayTried):
             if isinstance(event, WayPredicted | WayTried) and event.predicted_s and event.step_s > 0:
                 found.append(Residual(event.t, run.name, event.way, event.predicted_s, event.step_s))
     return sorted(found, key=lambda residual: residual.when)
+
+
+def _has_record(folder: Path) -> bool:
+    """Whether a folder holds a record; one that this user may not enter holds none."""
+    try:
+        return (folder / RECORD_FILE).exists()
+    except OSError:
+        return False
 
 
 def half_width(residuals: Sequence[Residual]) -> float | None:

@@ -44,3 +44,7 @@ def test_a_small_metric_is_not_nothing() -> None:
         "0.0010",
         "2e-05",
     ]
+
+
+def test_what_never_ends_is_said() -> None:
+    assert format_seconds(float("inf")) == "never"

@@ -76,12 +76,12 @@ class WayPrediction:
 
 def predict(record: RunRecord, timing: Timing | None, whole_run: WholeRun | None) -> list[WayPrediction]:
     """Predict a step, and the run, with each alternative that was recorded, the fastest first; none: nothing was."""
-    recorded = record.of(Alternatives)
+    recorded = newest_alternatives(record)
     communication = networks_part(timing)
-    if timing is None or communication is None or not recorded or not timing.step_s:
+    if timing is None or communication is None or recorded is None or not timing.step_s:
         return []
-    ways, latency_s = [way for way in recorded[-1].rows if _is_sound(way)], recorded[-1].latency_s
-    now = next((w for w in ways if w.settings == recorded[-1].now), None)
+    ways, latency_s = [way for way in recorded.rows if _is_sound(way)], recorded.latency_s
+    now = next((w for w in ways if w.settings == recorded.now), None)
     if now is None or now.wire_bytes <= 0:
         return []
     predictions = []
@@ -93,6 +93,12 @@ def predict(record: RunRecord, timing: Timing | None, whole_run: WholeRun | None
             run_s = _runs(record, whole_run, timing.step_s - then_s)
             predictions.append(WayPrediction(label, way.settings, timing.step_s, then_s, *sent, *run_s))
     return sorted(predictions, key=lambda p: p.then_s)
+
+
+def newest_alternatives(record: RunRecord) -> Alternatives | None:
+    """Return what other ways cost the ranks that the run had last; None: these have not measured it."""
+    start, recorded = record.last_start, record.of(Alternatives)
+    return recorded[-1] if recorded and (start is None or recorded[-1].t >= start.t) else None
 
 
 def networks_part(timing: Timing | None) -> Communication | None:
