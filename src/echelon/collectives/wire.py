@@ -45,6 +45,16 @@ def is_small(parameter: torch.Tensor) -> bool:
     return parameter.dim() < 2 or parameter.numel() < SMALL_NUMEL
 
 
+def nothing_to_encode(compression: str, parameters: Iterable[torch.nn.Parameter]) -> str:
+    """Say that a codec has nothing to do, because all parameters that train are sent whole; empty: it has."""
+    if not all(is_small(parameter) for parameter in parameters if parameter.requires_grad):
+        return ""
+    return (
+        f"--compression {compression} does nothing: parameters of one dimension, or of fewer than {SMALL_NUMEL:,} "
+        "elements, are sent whole, and the model trains no others"
+    )
+
+
 def framing_bytes(messages: int, on_gpu: bool) -> int:
     """Bytes that gloo adds to messages: three control blocks of 48 (as counted on an interface); NCCL adds none."""
     return 0 if on_gpu else 144 * messages

@@ -49,7 +49,8 @@ class Quantity:
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
-            raise UserError(f"unknown unit {self.unit!r}: {nearest(self.unit, UNITS)}known: {', '.join(UNITS)}")
+            near = nearest(self.unit.replace("bps", "bit"), UNITS)  # how rates are written elsewhere
+            raise UserError(f"unknown unit {self.unit!r}: {near}known: {', '.join(UNITS)}")
 
     @property
     def kind(self) -> str:

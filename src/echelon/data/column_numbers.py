@@ -7,16 +7,28 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from echelon.core.errors import UserError
 
+_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 _SECONDS = {"d": 86_400.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 def is_string(values: pa.ChunkedArray) -> bool:
     """Whether a column holds strings."""
     return bool(pa.types.is_string(values.type) or pa.types.is_large_string(values.type))
+
+
+def stray(values: pa.ChunkedArray) -> str:
+    """Say which value of strings is the first that is no number, where most of them are; else the first of all."""
+    matched = pc.match_substring_regex(values, _NUMBER) if is_string(values) else None
+    if matched is None or 2 * (pc.sum(matched).as_py() or 0) < len(values):
+        first = next((value for value in values.slice(0, 1000).to_pylist() if value is not None), None)
+        return "" if first is None else f", such as {str(first)[:60]!r}"
+    place = pc.index(pc.fill_null(matched, True), False).as_py()
+    return f" (most are numbers, but not such as {values[place].as_py()!r})" if place >= 0 else ""
 
 
 def unit_of(kind: pa.DataType) -> str:

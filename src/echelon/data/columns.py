@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from echelon.core.errors import UserError, nearest
 from echelon.core.files import write_atomic
 from echelon.data.base import DataInfo, DataRequest
-from echelon.data.column_numbers import as_numbers, is_string, read_strings, unit_of
+from echelon.data.column_numbers import as_numbers, is_string, read_strings, stray, unit_of
 from echelon.data.ragged import RaggedArray
 from echelon.data.tokenisers import Tokeniser, tokeniser_for
 from echelon.tasks.nest import Nest, TensorSpec
@@ -440,8 +440,10 @@ def classes_of(name: str, values: pa.ChunkedArray, measured: MeasuredColumns) ->
     known = measured.of(name, known_values, values, are_classes=True).known
     if len(known) < 2 or (2 * len(known) > len(values) + 2 and not measured.has(name)):
         numbers = " Numbers are for --task regression" if is_whole(values) else ""
+        strays = stray(values) if is_string(values) else ""
         raise UserError(
-            f"column {name} has {len(known)} different values in {len(values)} rows: are these classes?{numbers}"
+            f"column {name} has {len(known)} different values in {len(values)} rows{strays}: are these classes?"
+            f"{numbers}"
         )
     places = pc.index_in(values, value_set=_value_set(name, values, known))
     if places.null_count:

@@ -22,7 +22,7 @@ from echelon.config import DataConfig
 from echelon.core.errors import UserError, nearest
 from echelon.data.base import DataRequest
 from echelon.data.class_folders import FolderLinks
-from echelon.data.column_numbers import is_string
+from echelon.data.column_numbers import is_string, stray
 from echelon.data.columns import Form, MeasuredColumns, form_of
 from echelon.data.file_names import TABLES
 from echelon.data.kept_info import read_info
@@ -35,7 +35,6 @@ _SPLIT_NAMES = ("split", "set", "part", "subset", "fold")
 NO_SPLIT = "none"
 """As `--split`: no column divides the rows."""
 _LISTED_VALUES = 5
-_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 
 
 def is_folder_of_tables(path: Path) -> bool:
@@ -305,16 +304,6 @@ def read_rows(path: Path) -> pa.Table:
     """
     file = TablePart.of(path)
     return file.read(file.names)
-
-
-def stray(values: pa.ChunkedArray) -> str:
-    """Say which value of strings is the first that is no number, where most of them are; else the first of all."""
-    matched = pc.match_substring_regex(values, _NUMBER) if is_string(values) else None
-    if matched is None or 2 * (pc.sum(matched).as_py() or 0) < len(values):
-        first = next((value for value in values.slice(0, 1000).to_pylist() if value is not None), None)
-        return "" if first is None else f", such as {str(first)[:60]!r}"
-    place = pc.index(pc.fill_null(matched, True), False).as_py()
-    return f" (most are numbers, but not such as {values[place].as_py()!r})" if place >= 0 else ""
 
 
 def _difference(tables: Sequence[pa.Table]) -> str:

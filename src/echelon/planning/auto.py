@@ -40,8 +40,6 @@ FASTER = 1.05
 TRIED = 2
 MOST_DIVIDED = 3
 """Layouts that are run where whole replicas do not fit."""
-AGREEMENTS = 20
-"""Of a run with fewer, what periods cost was not measured."""
 _SETTINGS = ("strategy.parallel", "strategy.sync", "strategy.compression")
 _PARALLEL, *_SPECS = _SETTINGS
 
@@ -226,7 +224,7 @@ def _measured(
     record, tolerance, steps = given
     default_s = _step_s(record)
     ahead = [p for p in predictions if p.step.seconds.value * WORTH < default.step.seconds.value]
-    long_enough = [p for p in ahead if _agreements(p, steps) >= AGREEMENTS]
+    long_enough = [p for p in ahead if p.is_long_enough]
     allowed = [p for p in long_enough if _cost(p) <= tolerance]
     rejected = [p for p in long_enough if p not in allowed]
     words = [f"--auto: {_named(default)} takes {format_seconds(default_s)} a step."]
@@ -294,12 +292,6 @@ def _tried(way: str, seconds: float, predicted_s: float | None = None) -> WayTri
 
 def _named(prediction: RunEstimate) -> str:
     return "the default (allreduce, none)" if prediction.candidate.is_default else prediction.label
-
-
-def _agreements(prediction: RunEstimate, steps: int) -> float:
-    way = prediction.candidate.way
-    period = way.cost.period if isinstance(way, Replicated) else 1
-    return steps / period if period > 1 else float("inf")
 
 
 def _cost(prediction: RunEstimate) -> float:

@@ -17,8 +17,9 @@ from echelon.core.errors import UserError
 from echelon.core.link import Link
 from echelon.planning.calibration import Calibration
 from echelon.planning.layouts import DescribedModel, PlannedWay, candidates
-from echelon.planning.steps import Estimate, StepForecast, interval
+from echelon.planning.steps import Estimate, Replicated, StepForecast, interval
 from echelon.records.kinds import Alternative
+from echelon.reporting.report.predictions import FEWEST_AGREEMENTS, agreements_in
 from echelon.run.resolve import agreements, checkpoint_interval
 
 SHOWN = 3
@@ -73,6 +74,7 @@ class RunEstimate:
     Attributes:
         run_s: seconds from the command to the end; `money`: of all workers for as long, 0 where no price is said.
         fits: whether a rank's memory holds it; True where memory was not said or is not known.
+        agreements: of the run, where replicas do not agree in each step.
     """
 
     candidate: PlannedWay
@@ -81,11 +83,17 @@ class RunEstimate:
     run_s: Estimate
     money: Estimate
     fits: bool
+    agreements: float | None = None
 
     @property
     def label(self) -> str:
         """How one writes the way."""
         return self.candidate.way.label
+
+    @property
+    def is_long_enough(self) -> bool:
+        """Whether the run has so many agreements that what such a way costs in accuracy was measured."""
+        return self.agreements is None or self.agreements >= FEWEST_AGREEMENTS
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,13 @@ class PlannedMachines:
     @property
     def best(self) -> list[RunEstimate]:
         """The fastest that fit."""
-        return [p for p in self.predictions if p.fits][:SHOWN]
+        return [p for p in self.predictions if p.fits and p.is_long_enough][:SHOWN]
+
+    @property
+    def too_short(self) -> list[RunEstimate]:
+        """Those that would be faster than the best, and that the run is too short for."""
+        shortest_s = min((p.run_s.value for p in self.best), default=0.0)
+        return [p for p in self.predictions if p.fits and not p.is_long_enough and p.run_s.value < shortest_s]
 
     @property
     def best_exact(self) -> RunEstimate | None:
@@ -182,7 +196,9 @@ def predict(known: Calibration, length: Length, machines: Machines, candidate: P
     run_s = run_s.times(1 + known.checkpoint_s / every_s).times(_failures(known, every_s, machines))
     memory = candidate.memory_bytes
     fits = memory is None or memory <= _USED_SHARE * machines.memory_bytes
-    return RunEstimate(candidate, machines, step, run_s, run_s.times(machines.price_per_hour / 3600), fits)
+    way = candidate.way
+    agreements = agreements_in(length.steps, way.cost.period if isinstance(way, Replicated) else 1)
+    return RunEstimate(candidate, machines, step, run_s, run_s.times(machines.price_per_hour / 3600), fits, agreements)
 
 
 def _failures(known: Calibration, every_s: float, machines: Machines) -> float:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
 from echelon.config import RunConfig, to_yaml
 from echelon.config.schema import TrackingConfig
@@ -28,7 +26,7 @@ _STOPS_WITHIN_S = 60.0
 def calibrate_by_runs(config: RunConfig) -> Calibration:
     """Train twice for a while, with half of the batch the second time; returns what the records say.
 
-    What the runs print goes to standard error; their folders are removed.
+    What a run prints goes to standard error where it fails; their folders are removed.
 
     Raises:
         UserError: a run was refused, failed, or took no step; or it would have one worker.
@@ -72,8 +70,9 @@ def try_out(config: RunConfig, what: str) -> RunRecord:
         run, file = folder / "run", folder / "run.yaml"
         write_atomic(file, to_yaml(config))
         words = [sys.executable, "-m", "echelon", "train", "--config", str(file), "--run", str(run), "--trust"]
-        code = _ended(words, what)
+        code = _ended(words, folder / "printed", what)
         if code:
+            print((folder / "printed").read_text(errors="replace"), file=sys.stderr, flush=True)
             raise UserError(
                 f"a trial with {what} ended with code {code}, see above: a model that this machine cannot train is "
                 "planned with tflops=... in --at"
@@ -81,14 +80,20 @@ def try_out(config: RunConfig, what: str) -> RunRecord:
         return load_run(run)
 
 
-def _ended(words: Sequence[str], what: str) -> int:
+def _ended(words: Sequence[str], printed: Path, what: str) -> int:
     """Run a command to its end; returns its exit code. Whatever comes between, it has ended before its folder goes.
+
+    Args:
+        printed: the file for what it prints, which would read like the run that it is tried for.
 
     Raises:
         UserError: it did not end in time.
     """
     # A session of its own: it is told to stop by this process alone, once.
-    with subprocess.Popen(words, stdout=_screen(), start_new_session=True) as trial:
+    with (
+        printed.open("wb") as file,
+        subprocess.Popen(words, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True) as trial,
+    ):
         try:
             return trial.wait(_DEADLINE_S)
         except subprocess.TimeoutExpired:
@@ -100,13 +105,3 @@ def _ended(words: Sequence[str], what: str) -> int:
                     trial.wait(_STOPS_WITHIN_S)
                 finally:
                     trial.kill()
-
-
-def _screen() -> TextIO | int:
-    """Return where trials print: standard error, where that is a file (in a notebook it may be none)."""
-    for stream in (sys.stderr, sys.__stderr__):
-        with suppress(AttributeError, OSError, ValueError):
-            if stream is not None:
-                stream.fileno()
-                return stream
-    return subprocess.DEVNULL

@@ -9,6 +9,7 @@ from echelon.core.columns import Column, bytes_column, seconds_column
 from echelon.core.units import format_bytes, format_seconds
 from echelon.planning.plan import Change, PlannedMachines, PlanReport, RunEstimate
 from echelon.planning.steps import Estimate
+from echelon.reporting.report.predictions import FEWEST_AGREEMENTS
 
 _WIDE = 1.5
 
@@ -83,6 +84,9 @@ def answer_words(answer: PlannedMachines) -> list[str]:
         words[0] += " What accuracy it costs is not predicted: `echelon compare` measures it."
         if exact is not None:
             words.append(f"Of those that train like one process: {exact.label}, {span_of(exact.run_s)}.")
+    if answer.too_short:
+        named = "; ".join(p.label for p in answer.too_short)
+        words.append(f"Faster, but not for so short a run: {named} would agree fewer than {FEWEST_AGREEMENTS} times.")
     if best[0].step.communicate_s > 0.1 * best[0].step.seconds.value:
         share = best[0].step.communicate_s / best[0].step.seconds.value
         words.append(f"Communication that nothing hides is {share:.0%} of its step.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import MethodType
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon.collectives import registry as paths
 from echelon.collectives.ddp import take_momentum
+from echelon.collectives.wire import nothing_to_encode
 from echelon.compression import read as read_codec
 from echelon.core.errors import UserError, naming
 from echelon.core.state_tree import StateTree
@@ -73,6 +75,9 @@ def wrap(
     _check(plain, ddp, stepped)
     codec, path = read_codec(compression), paths.build(collective)
     settings.check(codec)
+    unused = nothing_to_encode(compression, plain.parameters()) if codec.encodes else ""
+    if unused and group is not None and group.rank() == 0:
+        warnings.warn(unused.removeprefix("--"), stacklevel=2)
     if settings.encodes_gradients and codec.encodes and group is not None:
         codec = take_momentum(codec, stepped)
     if group is not None and ddp is None:

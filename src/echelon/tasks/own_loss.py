@@ -98,8 +98,8 @@ class OwnLoss:
         if value.ndim:
             if self._task.unit == SAMPLE and value.numel() != rows:
                 raise UserError(
-                    f"{FLAG}: it returned {list(value.shape)} for {rows} samples: return one number for each sample, "
-                    "or their sum or mean"
+                    f"{FLAG}: it returned {list(value.shape)} for {rows} samples, of outputs {_described(outputs)} and "
+                    f"targets {_described(targets)}: return one number for each sample, or their sum or mean"
                 )
             return value.sum()
         return value * self._task.units(targets) if self._reduction == _MEAN else value

@@ -542,7 +542,9 @@ def assemble(
     run.balance = None if is_newcomer else _balancer(ground, cursor, path)
     if resolved.tuning.changes_later:
         run.retuning = ground.retuning(saver, progress, path, pristine)
-    notes += [*length_notes(resolved, ground.steps, world.size), *unbalanced, *_model_notes(resolved, run_parts, world)]
+    whole = sent_whole_notes(resolved, run_parts.model, world.size)
+    notes += [*length_notes(resolved, ground.steps, world.size, encodes=not whole), *unbalanced, *whole]
+    notes += _model_notes(resolved, run_parts, world)
     _record_start(ground, run, cursor, path)
     _tell_beginning(ground, work, run, [*notes, *chosen], restored is not None)
     if world.leads:
@@ -579,10 +581,9 @@ def _model_notes(resolved: ResolvedRun, run_parts: RunParts, world: World) -> li
     """Say what the model's layers mean for a run of several workers."""
     synced = resolved.config.model.sync_batchnorm
     tables = table_notes(resolved, run_parts.model, world.size)
-    whole = sent_whole_notes(resolved, run_parts.model, world.size)
     normed = batchnorm_notes(resolved, run_parts.model, world.size)
     normed += still_notes(resolved, run_parts.model)
-    return [*tables, *whole, *normed, *worker_notes(run_parts.model, world.data_size, synced)]
+    return [*tables, *normed, *worker_notes(run_parts.model, world.data_size, synced)]
 
 
 def _connecting(membership: Membership | None) -> AbstractContextManager[None]:
@@ -789,7 +790,7 @@ def _step_settings(config: RunConfig, world: World) -> StepSettings:
 def _display(config: RunConfig, steps_per_epoch: int, world: World, cursor: Cursor, task: Task) -> Display:
     steps = config.training.epochs * steps_per_epoch
     total = min(steps, config.training.max_steps or steps)
-    return Display(RunLength.of(config, total), task.facts(), world.leads, cursor.step)
+    return Display(RunLength.of(config, total, steps_per_epoch), task.facts(), world.leads, cursor.step)
 
 
 def rank_seed(seed: int, rank: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from echelon.collectives.reducer import check_combination
-from echelon.collectives.wire import SMALL_NUMEL, is_small
+from echelon.collectives.wire import nothing_to_encode
 from echelon.config import OptimizerConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
@@ -322,13 +322,18 @@ def _model_notes(run: ResolvedRun) -> list[str]:
     return [f"texts are cut by the tokeniser in {folder}, the model's own; --tokeniser names another"]
 
 
-def length_notes(run: ResolvedRun, steps: int, ranks: int) -> list[str]:
-    """Say, in sentences, what begins and ends a run of so many steps, and whether it is too short for its choices."""
+def length_notes(run: ResolvedRun, steps: int, ranks: int, encodes: bool = True) -> list[str]:
+    """Say, in sentences, what begins and ends a run of so many steps, and whether it is too short for its choices.
+
+    Args:
+        encodes: the codec has something to encode.
+    """
     if ranks == 1 or run.sync.uses_servers:
         return []
     given, messages = run.described.strategy, run.sync.messages(steps)
     notes = [f"--sync {given.sync}: {note}" for note in run.sync.length_notes(steps)]
-    return [*notes, *(f"--compression {given.compression}: {note}" for note in run.compression.length_notes(messages))]
+    of_codec = run.compression.length_notes(messages) if encodes else []
+    return [*notes, *(f"--compression {given.compression}: {note}" for note in of_codec)]
 
 
 def _momentum_notes(run: ResolvedRun) -> list[str]:
@@ -357,12 +362,8 @@ def sent_whole_notes(run: ResolvedRun, model: nn.Module, ranks: int) -> list[str
     """Say where a codec has nothing to encode, because all parameters that train are sent whole."""
     if not run.compression.encodes or run.sync.uses_servers or ranks == 1:
         return []
-    if not all(is_small(parameter) for parameter in model.parameters() if parameter.requires_grad):
-        return []
-    return [
-        f"--compression {run.described.strategy.compression} does nothing: parameters of one dimension, or of fewer "
-        f"than {SMALL_NUMEL:,} elements, are sent whole, and the model trains no others"
-    ]
+    note = nothing_to_encode(run.described.strategy.compression, model.parameters())
+    return [note] if note else []
 
 
 def batchnorm_notes(run: ResolvedRun, model: nn.Module, ranks: int) -> list[str]:

@@ -20,15 +20,20 @@ _NAMES = {Phase.COMMUNICATE: "communication"}
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long the run is, in optimizer steps and epochs; `epochs` is 0 where it searches a learning rate."""
+    """How long the run is, in optimizer steps and epochs; `epochs` is 0 where it searches a learning rate.
+
+    Attributes:
+        steps_per_epoch: 0: not known.
+    """
 
     total_steps: int
     epochs: int
+    steps_per_epoch: int = 0
 
     @classmethod
-    def of(cls, config: RunConfig, total_steps: int) -> RunLength:
+    def of(cls, config: RunConfig, total_steps: int, steps_per_epoch: int = 0) -> RunLength:
         """Return what is shown of a run of so many steps; a search is ended from outside, long before."""
-        return cls(STEPS, 0) if config.optimizer.lr_find else cls(total_steps, config.training.epochs)
+        return cls(STEPS, 0) if config.optimizer.lr_find else cls(total_steps, config.training.epochs, steps_per_epoch)
 
 
 @dataclass
@@ -101,6 +106,8 @@ class Display(Screen):
                 shown |= {f"test {primary.title}": report.test.metrics.get(primary.name)}
             result = "".join(f"  {name} {format_metric(value)}" for name, value in shown.items() if value is not None)
         numbers = self._numbers(totals) if totals.steps else "[its steps were done before; only its evaluation was not]"
+        if 0 < totals.steps < self._length.steps_per_epoch:  # the others came before a resume, or do not come
+            numbers += f" ({totals.steps} of {self._length.steps_per_epoch} steps)"
         self.say(f"epoch {epoch + 1}/{self._length.epochs}{result}  {numbers}")
 
     def _numbers(self, totals: EpochTotals) -> str:

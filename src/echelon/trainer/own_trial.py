@@ -218,6 +218,8 @@ def _wrong_task(task: Task, outputs: Any, targets: Nest, device: torch.device) -
         return f"its metrics cannot take outputs {shapes}: {type(error).__name__}: {said}{_place(error)}{hint}"
     try:
         found = metrics.compute()
+    except UserError as error:  # of a metric that is no number: more samples do not mend that
+        return str(error)
     except Exception:  # noqa: BLE001
         return ""
     if not isinstance(found, EvaluationResult):

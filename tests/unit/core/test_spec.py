@@ -150,3 +150,8 @@ def test_bind_fills_fields_and_widens_integers() -> None:
 def test_bind_refuses_in_words(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         bind(parse_spec(text), TopK)
+
+
+def test_rates_as_others_write_them_are_understood_in_the_refusal() -> None:
+    with pytest.raises(UserError, match="unknown unit 'gbps': did you mean gbit"):
+        parse_spec("f(link=1gbps)")

@@ -18,7 +18,7 @@ from echelon.forecast.simulator import SimulatedTask, makespan, simulate
 from echelon.observe.phases import Phase
 from echelon.planning.calibration import Calibration, MeasuredMemory, PhaseCost
 from echelon.planning.layouts import DescribedModel, PlannedWay, of_workers
-from echelon.planning.plan import Length, over_steps, predict
+from echelon.planning.plan import Length, make_plan, over_steps, predict
 from echelon.planning.steps import (
     GATHER_STRETCH,
     GATHERED_S,
@@ -29,6 +29,7 @@ from echelon.planning.steps import (
     Sharded,
     pipeline_tasks,
 )
+from echelon.planning.words import answer_words
 from echelon.records.kinds import Alternative
 
 MINUTE = CheckpointInterval(None, 60.0)
@@ -171,6 +172,16 @@ def test_what_does_not_fit_is_said() -> None:
     candidate = PlannedWay(Replicated(NONE), {}, exact=True, memory_bytes=10**9)
     fits = [predict(KNOWN, length, slow("1gbit", memory_bytes=m), candidate).fits for m in (math.inf, 2e9, 1.05e9, 1e9)]
     assert fits == [True, True, False, False]
+
+
+def test_a_way_that_agrees_too_seldom_in_so_short_a_run_is_not_recommended() -> None:
+    seldom = replace(KNOWN, ways=(NONE, Alternative({"strategy.sync": "local(period=8)"}, 8, 4e6, 1.0, 0.0, 1.0)))
+    for train_size, best in ((800, "none"), (80_000, "local(period=8)")):
+        length = Length(64, 2, train_size, 2, MINUTE)
+        (answer,) = make_plan(seldom, length, [slow("10mbit")], None).answers
+        assert answer.best[0].label == best
+        assert [p.label for p in answer.too_short] == ["local(period=8)"] * (best == "none")
+        assert ("agree fewer than 20 times" in " ".join(answer_words(answer))) == (best == "none")
 
 
 def test_a_run_is_as_long_as_its_steps_allow() -> None:

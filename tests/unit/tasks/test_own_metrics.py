@@ -127,3 +127,14 @@ def test_a_metric_that_is_no_number_is_refused() -> None:
 
 def test_metrics_of_names_know_the_classes() -> None:
     assert read_metrics("MulticlassAccuracy", 3)["multiclass_accuracy"].num_classes == 3
+
+
+def test_a_binary_metric_takes_the_probability_of_the_second_of_two_classes() -> None:
+    data = DataInfo("d", ("no", "yes"), 1, 1, 8, 8, shape=(2,), dtype="float32")
+    metrics = (
+        choice(**{"training.metrics": "F1Score(task=binary)+BinaryAUROC"}).fitted(data).metrics(torch.device("cpu"))
+    )
+    logits, targets = torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 3.0], [1.0, 0.5]]), torch.tensor([0, 1, 0, 1])
+    metrics.update(logits, targets)
+    found = metrics.compute().metrics
+    assert found["binary_f1_score"] == pytest.approx(0.5) and found["binary_auroc"] == pytest.approx(0.5)

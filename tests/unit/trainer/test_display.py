@@ -46,7 +46,7 @@ def test_a_search_of_the_learning_rate_is_shown_by_its_rate(
 
 
 def test_the_line_of_an_epoch_is_of_its_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    display = Display(RunLength(16, 2), BEFORE_TASKS, visible=True)
+    display = Display(RunLength(16, 2, 8), BEFORE_TASKS, visible=True)
     progress = RunProgress(Recorder(None), Listeners(), display)
     progress.window(window(0, 4, 1.0, (0.1, 0.3), loss=3.0), [])
     progress.window(window(0, 8, 3.0, (0.3, 0.9), loss=1.0), [])
@@ -61,6 +61,7 @@ def test_the_line_of_an_epoch_is_of_its_steps(capsys: pytest.CaptureFixture[str]
     assert (
         "epoch 2/2" in second and "40 samples/s" in second and "of step time: backward 50% communication 50%" in second
     )
+    assert "steps)" not in first and second.endswith("(4 of 8 steps)")
     assert "top-1 0.7500" in third and "its steps were done before" in third and "samples/s" not in third
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from echelon.core.errors import UserError
 from echelon.data.base import CLASS_NUMBER, DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import SOUND_FILES, FolderLinks
-from echelon.data.column_numbers import as_numbers, is_string
+from echelon.data.column_numbers import as_numbers, is_string, stray
 from echelon.data.columns import (
     UNSEEN,
     Form,
@@ -56,7 +56,7 @@ from echelon.data.ragged import RaggedArray
 from echelon.data.sample_index import RowSampleIndex
 from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.data.sources.transcripts import Recordings, plain_text, transcribed
-from echelon.data.table_files import TableParts, check_known, is_folder_of_tables, listed, says_where, stray
+from echelon.data.table_files import TableParts, check_known, is_folder_of_tables, listed, says_where
 from echelon.tasks.base import Encoding
 from echelon.tasks.nest import Nest, TensorSpec, map_leaves
 
@@ -383,16 +383,22 @@ class _Rows:
         return self._cut(values, targets, info, notes, unknown)
 
     def _unseen(self, encoding: Encoding, targets: NDArray[np.generic], info: DataInfo) -> list[str]:
-        """Say which classes no training row has, and so cannot be learnt."""
-        if encoding is not Encoding.CLASSES or all(info.class_counts):
+        """Say which classes no training row has, and so cannot be learnt, and which no other row has."""
+        if encoding is not Encoding.CLASSES:
             return []
-        lacking = [number for number, count in enumerate(info.class_counts) if not count]
-        names = ", ".join(info.classes[number] for number in lacking[:_NAMED])
-        rows = int(np.isin(targets[self.train :], lacking).sum())
-        return [
-            f"no training row has the class{'es' if len(lacking) > 1 else ''} {names}"
-            f"{' and others' if len(lacking) > _NAMED else ''}: the {rows} other rows of it count as wrong"
-        ]
+        held = np.bincount(targets[self.train :], minlength=len(info.classes))
+        notes = []
+        if lacking := [number for number, count in enumerate(info.class_counts) if not count]:
+            rows = int(held[lacking].sum())
+            wrong = f": the {rows} evaluated rows of it count as wrong" if rows else ", nor has one that is evaluated"
+            notes.append(f"no training row has {self._named_classes(lacking, info)}{wrong}")
+        if unseen := [number for number, count in enumerate(held) if not count and number not in lacking]:
+            notes.append(f"no evaluated row has {self._named_classes(unseen, info)}: how it is learnt is not seen")
+        return notes
+
+    def _named_classes(self, numbers: Sequence[int], info: DataInfo) -> str:
+        names = ", ".join(info.classes[number] for number in numbers[:_NAMED])
+        return f"the class{'es' if len(numbers) > 1 else ''} {names}{' and others' if len(numbers) > _NAMED else ''}"
 
     def _marks_note(self, request: DataRequest, encoding: Encoding, info: DataInfo) -> list[str]:
         """Say that lists hold a mark for each label, and of several targets learnt as numbers that they could be."""

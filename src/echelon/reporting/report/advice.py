@@ -140,7 +140,7 @@ def _input(record: RunRecord, share: float) -> Advice:
 
 def _predicted(predictions: Sequence[WayPrediction], share: float) -> Advice:
     """Say what other ways to communicate would save of the whole run, where the run recorded what they cost."""
-    better = [p for p in predictions if p.gain >= SAYS_SO]
+    better = [p for p in predictions if p.gain >= SAYS_SO and p.is_long_enough]
     if not better:
         text = f"Communication takes {share:.0%} of a step, and no other way that was computed from the record would "
         return Advice(f"{text}save time; a larger --batch-size communicates less often", _gain(share))

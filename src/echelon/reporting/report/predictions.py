@@ -31,6 +31,8 @@ from echelon.reporting.report.timing import Timing, own_work
 from echelon.reporting.report.whole_run import WholeRun
 
 SAYS_SO = 1.05
+FEWEST_AGREEMENTS = 20
+"""Of a run with fewer, what periods cost in accuracy was not measured."""
 """Gains below are not worth saying."""
 _MOST_NAMED = 5
 UNEVEN = 0.25
@@ -57,6 +59,12 @@ class WayPrediction:
     now_bytes: float = 0.0
     run_now_s: float = 0.0
     run_then_s: float = 0.0
+    agreements: float | None = None
+
+    @property
+    def is_long_enough(self) -> bool:
+        """Whether the run has so many agreements that what such a way costs in accuracy was measured."""
+        return self.agreements is None or self.agreements >= FEWEST_AGREEMENTS
 
     @property
     def gain(self) -> float:
@@ -91,8 +99,14 @@ def predict(record: RunRecord, timing: Timing | None, whole_run: WholeRun | None
         if way is not now and then_s > 0:
             sent = way.wire_bytes * way.often, now.wire_bytes * now.often
             run_s = _runs(record, whole_run, timing.step_s - then_s)
-            predictions.append(WayPrediction(label, way.settings, timing.step_s, then_s, *sent, *run_s))
+            agreements = agreements_in(sum(window.count for window in record.windows), way.period)
+            predictions.append(WayPrediction(label, way.settings, timing.step_s, then_s, *sent, *run_s, agreements))
     return sorted(predictions, key=lambda p: p.then_s)
+
+
+def agreements_in(steps: int, period: int) -> float | None:
+    """Return how often replicas agree that do so once in a period; None: in each step."""
+    return steps / period if period > 1 else None
 
 
 def newest_alternatives(record: RunRecord) -> Alternatives | None:
