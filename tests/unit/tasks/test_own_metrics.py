@@ -130,11 +130,10 @@ def test_metrics_of_names_know_the_classes() -> None:
 
 
 def test_a_binary_metric_takes_the_probability_of_the_second_of_two_classes() -> None:
-    data = DataInfo("d", ("no", "yes"), 1, 1, 8, 8, shape=(2,), dtype="float32")
-    metrics = (
-        choice(**{"training.metrics": "F1Score(task=binary)+BinaryAUROC"}).fitted(data).metrics(torch.device("cpu"))
-    )
+    data = DataInfo("d", ("no", "yes"), 1, 1, 8, 8, (4, 4), shape=(2,), dtype="float32")
+    wanted = choice(**{"training.metrics": "F1Score(task=binary)+BinaryAUROC"})
+    metrics = wanted.fitted(data).metrics(torch.device("cpu"))
     logits, targets = torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 3.0], [1.0, 0.5]]), torch.tensor([0, 1, 0, 1])
     metrics.update(logits, targets)
     found = metrics.compute().metrics
-    assert found["binary_f1_score"] == pytest.approx(0.5) and found["binary_auroc"] == pytest.approx(0.5)
+    assert found["f1_score"] == pytest.approx(0.5) and found["binary_auroc"] == pytest.approx(0.5)
