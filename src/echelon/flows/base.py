@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 STEPS_FOLDER = "steps"
@@ -128,6 +129,10 @@ class Flow:
     base: Path
     steps: Mapping[str, FlowStep]
     hash_content: bool = False
+
+    def sorter(self) -> TopologicalSorter[str]:
+        """Return the names of all steps, each after those that must be done before it."""
+        return TopologicalSorter({name: step.before for name, step in self.steps.items()})
 
 
 def step_folder(flow_folder: Path, step: str) -> Path:

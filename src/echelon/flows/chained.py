@@ -8,24 +8,26 @@ next command finds what goes on by its name.
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
 from echelon.core.stop import Stopped, stop_on_signals
 from echelon.flows.base import Flow, FlowStep, StepResources, step_folder
 from echelon.flows.child import hashes_of, is_done
 from echelon.flows.driver import FlowOutcome, Say
-from echelon.flows.fingerprint import fingerprint
+from echelon.flows.fingerprint import StepFingerprint, fingerprint
 from echelon.flows.page import write_page
-from echelon.flows.state import STOPPED, completed_end, last_line, only_driver
-from echelon.launch.places.cluster import ChainedJob, JobPhase, JobState, PlaceSilent, TakesChains
-from echelon.records.kinds import FlowStepEnd
+from echelon.flows.state import COMPLETED, STOPPED, last_line, only_driver
+from echelon.launch.places.cluster import ArrayCluster, ChainedJob, JobPhase, JobState, PlaceSilent, TakesChains
+from echelon.records.kinds import FlowStepEnd, FlowStepStart
 
 POLL_S = 2.0
 _GONE_S = 600.0  # a queue that is silent for so long is left
@@ -41,28 +43,36 @@ def run_chained(flow: Flow, folder: Path, place: TakesChains, say: Say) -> FlowO
         UserError: another command follows the flow, or the place refuses a job.
     """
     with only_driver(folder), stop_on_signals(raises=True):
-        jobs: dict[str, str] = {}
+        chain = _Chain(flow, folder, place, say)
         try:
-            (folder / JOBS_FOLDER).mkdir(exist_ok=True)
-            chain = _Chain(flow, folder, place, say, jobs)
-            kept = _submit(chain) if place.holds_order else []
-            _follow(chain, kept)
+            if place.holds_order:
+                _submit(chain)
+            _follow(chain)
         except Stopped as stop:
-            for name, job in jobs.items():
+            for name, job in chain.jobs.items():
                 _stop(place, name, job, say)
             return FlowOutcome("stopped", folder, signum=stop.signum)
         finally:
             write_page(flow, folder)
-    ran = [name for name in jobs if completed_end(step_folder(folder, name)) is not None]
-    rest = [name for name in flow.steps if name not in ran and name not in kept]
-    failed = [name for name in rest if name in jobs and last_line(step_folder(folder, name)) is not None]
+    ran = [name for name in chain.jobs if name in chain.done]
+    rest = [name for name in flow.steps if name not in chain.done]
+    failed = [name for name in rest if chain.done.issuperset(flow.steps[name].before)]
     blocked = [name for name in rest if name not in failed]
-    return FlowOutcome("partial" if rest else "completed", folder, ran, kept, failed, blocked)
+    return FlowOutcome("partial" if rest else "completed", folder, ran, chain.current, failed, blocked)
 
 
 def _by_priority(flow: Flow) -> list[str]:
     """Return the names of steps in the order in which a queue is given those that could start."""
     return sorted(flow.steps, key=lambda name: -flow.steps[name].priority)  # of equal ones as in the file
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Refuse to go on where the queue does not answer."""
+    try:
+        yield
+    except PlaceSilent as silent:
+        raise UserError(str(silent)) from None
 
 
 @dataclass
@@ -71,21 +81,60 @@ class _Chain:
 
     Attributes:
         jobs: how the queue calls the job of each step that has one.
-        handed: steps that this command has submitted or kept.
+        current: steps that needed no job.
+        done: those, and steps whose jobs have ended well.
+        handed: steps that this command has submitted or kept, with the newest line of their records then: what stood
+            there before says nothing of the job.
+        numbers: of each step among the jobs of its entry of the file, by the entry.
     """
 
     flow: Flow
     folder: Path
     place: TakesChains
     say: Say
-    jobs: dict[str, str]
-    handed: set[str] = field(default_factory=set)
+    jobs: dict[str, str] = field(default_factory=dict)
+    current: list[str] = field(default_factory=list)
+    done: set[str] = field(default_factory=set)
+    handed: dict[str, FlowStepStart | FlowStepEnd | None] = field(default_factory=dict)
+    numbers: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def is_done(self, name: str) -> bool:
-        """Whether a step needs no job."""
+    def line(self, name: str) -> FlowStepStart | FlowStepEnd | None:
+        """Return the newest line of a step's record that was written since it was handed over."""
+        line = last_line(step_folder(self.folder, name))
+        return line if line != self.handed[name] else None
+
+    def now(self, name: str) -> StepFingerprint:
+        """Return the fingerprint of a step whose predecessors are done."""
+        return fingerprint(self.flow, self.flow.steps[name], lambda before: hashes_of(self.folder, before))
+
+    def take(self, name: str) -> None:
+        """Note that a step is about to be submitted, or needs no job."""
+        self.handed[name] = last_line(step_folder(self.folder, name))
+
+    def needs_no_job(self, name: str) -> bool:
+        """Whether a step whose predecessors are done is done too; then it is noted."""
+        if not is_done(self.flow, self.folder, self.flow.steps[name], self.now(name)):
+            return False
+        self.current.append(name)
+        self.done.add(name)
+        self.say(f"{name}: kept")
+        return True
+
+    def ended_well(self, name: str) -> bool:
+        """Whether a step's job came to a good end; without a new line its process may have found the step done."""
+        if name in self.done or name not in self.handed:
+            return name in self.done
+        if (line := self.line(name)) is not None:
+            return isinstance(line, FlowStepEnd) and line.status == COMPLETED
         step = self.flow.steps[name]
-        now = fingerprint(self.flow, step, lambda before: hashes_of(self.folder, before))
-        return is_done(self.flow, self.folder, step, now)
+        return all(map(self.ended_well, step.before)) and is_done(self.flow, self.folder, step, self.now(name))
+
+    def result(self, name: str) -> str:
+        """Return in words how a step's job has ended."""
+        line = self.line(name)
+        if isinstance(line, FlowStepEnd):
+            return f"{line.status}{f' ({line.message})' if line.message else ''}"
+        return COMPLETED if name in self.done else "not begun" if line is None else "cut short"
 
     def known(self, name: str) -> dict[int, str]:
         """Return how the queue calls the jobs of a name that go on, by their numbers.
@@ -93,35 +142,36 @@ class _Chain:
         Raises:
             UserError: it does not answer.
         """
-        try:
+        with _answering():
             return self.place.chained(name)
-        except PlaceSilent as silent:
-            raise UserError(str(silent)) from None
+
+    def numbered(self, group: str, goes_on: bool) -> dict[str, int]:
+        """Return the number of each step of an entry of the file among its jobs.
+
+        Args:
+            goes_on: the queue has jobs of the entry: their numbers stay those of the steps that they were given for.
+        """
+        if group not in self.numbers:
+            names = _numbered(self.flow, self.folder, group, goes_on)
+            (self.folder / JOBS_FOLDER).mkdir(exist_ok=True)
+            write_atomic(_numbers_file(self.folder, group), json.dumps(names))
+            self.numbers[group] = {name: number for number, name in enumerate(names)}
+        return self.numbers[group]
 
     def submit(self, job: ChainedJob) -> dict[int, str]:
         """Submit a job; returns how the queue calls each of it, by its number."""
         return self.place.submit_chained(job)
 
-    def submit_ready(self, ended: Set[str]) -> list[str]:
-        """Submit the steps whose predecessors have all ended well; returns those that are done already.
-
-        Args:
-            ended: steps that are over for good, or kept.
-        """
-        kept = []
+    def submit_ready(self) -> bool:
+        """Submit the steps whose predecessors have all ended well; returns whether one of them needed no job."""
+        before = len(self.current)
         for name in _by_priority(self.flow):
-            step = self.flow.steps[name]
-            if name in self.handed or not {*step.before} <= ended:
+            if name in self.handed or not self.done.issuperset(self.flow.steps[name].before):
                 continue
-            if any(completed_end(step_folder(self.folder, before)) is None for before in step.before):
-                continue  # one failed
-            self.handed.add(name)
-            if self.is_done(name):
-                kept.append(name)
-                self.say(f"{name}: kept")
-            else:
+            self.take(name)
+            if not self.needs_no_job(name):
                 _submit_alike(self, _Alike([name], []))
-        return kept
+        return len(self.current) > before
 
 
 class _Shown(_Chain):
@@ -130,6 +180,10 @@ class _Shown(_Chain):
     def known(self, name: str) -> dict[int, str]:
         """Return nothing: what goes on is shown too."""
         return {}
+
+    def numbered(self, group: str, goes_on: bool) -> dict[str, int]:
+        """Return the numbers that new jobs have; none is noted."""
+        return {name: number for number, name in enumerate(_numbered(self.flow, self.folder, group, goes_on))}
 
     def submit(self, job: ChainedJob) -> dict[int, str]:
         """Show a job."""
@@ -143,12 +197,11 @@ def queued_jobs(flow: Flow, folder: Path, place: TakesChains) -> dict[str, str]:
     Raises:
         UserError: it does not answer.
     """
-    groups: defaultdict[str, list[str]] = defaultdict(list)
-    for name, step in flow.steps.items():
-        groups[step.group].append(name)
-    chain, found = _Chain(flow, folder, place, lambda _: None, {}), {}
-    for group, names in groups.items():
-        jobs = chain.known(_job_name(folder, group))
+    found: dict[str, str] = {}
+    for group in dict.fromkeys(step.group for step in flow.steps.values()):
+        with _answering():
+            jobs = place.chained(_job_name(folder, group))
+        names = _numbered(flow, folder, group, goes_on=bool(jobs))
         found.update({names[number]: job for number, job in jobs.items() if number < len(names)})
     return found
 
@@ -160,8 +213,9 @@ def stop_queued(flow: Flow, folder: Path, place: TakesChains, say: Say) -> list[
         UserError: the queue does not answer.
     """
     jobs = queued_jobs(flow, folder, place)
-    names = [*TopologicalSorter({name: step.before for name, step in flow.steps.items()}).static_order()]
-    stopped = [name for name in reversed(names) if name in jobs]
+    names = [*flow.sorter().static_order()]
+    stopped = [name for name in jobs if name not in flow.steps]  # the file has them no more
+    stopped += [name for name in reversed(names) if name in jobs]
     for name in stopped:
         _stop(place, name, jobs[name], say)
     return stopped
@@ -170,17 +224,13 @@ def stop_queued(flow: Flow, folder: Path, place: TakesChains, say: Say) -> list[
 def chained_texts(flow: Flow, folder: Path, place: TakesChains) -> list[str]:
     """Return exactly what would be submitted of a flow, a text a job or array."""
     texts: list[str] = []
-    _submit(_Shown(flow, folder, place, texts.append, {}))
+    _submit(_Shown(flow, folder, place, texts.append))
     return [text for text in texts if "\n" in text]
 
 
-def _submit(chain: _Chain) -> list[str]:
-    """Submit a job for each step that is not done, of a matrix those that need and wait for the same as one array.
-
-    Returns those that are done.
-    """
-    flow, jobs, kept = chain.flow, chain.jobs, list[str]()
-    sorter = TopologicalSorter({name: step.before for name, step in flow.steps.items()})
+def _submit(chain: _Chain) -> None:
+    """Submit a job for each step that is not done, of a matrix those that need and wait for the same as one array."""
+    flow, jobs, sorter = chain.flow, chain.jobs, chain.flow.sorter()
     sorter.prepare()
     while sorter.is_active():
         order = _by_priority(flow)
@@ -189,16 +239,12 @@ def _submit(chain: _Chain) -> list[str]:
         for name in ready:
             step = flow.steps[name]
             waits_for = tuple(jobs[before] for before in step.before if before in jobs)
-            chain.handed.add(name)
-            if not waits_for and chain.is_done(name):
-                kept.append(name)
-                chain.say(f"{name}: kept")
-            else:
+            chain.take(name)
+            if waits_for or not chain.needs_no_job(name):
                 alike.setdefault((step.group, step.resources, waits_for), []).append(name)
         for (_, _, waits_for), names in alike.items():
             _submit_alike(chain, _Alike(names, waits_for))
         sorter.done(*ready)
-    return kept
 
 
 @dataclass(frozen=True)
@@ -210,17 +256,62 @@ class _Alike:
 
 
 def _submit_alike(chain: _Chain, alike: _Alike) -> None:
-    """Submit those steps whose jobs the queue does not know."""
-    flow, folder, jobs = chain.flow, chain.folder, chain.jobs
-    step = flow.steps[alike.steps[0]]
-    of_group = [name for name, other in flow.steps.items() if other.group == step.group]
-    numbers = {name: of_group.index(name) for name in alike.steps}
+    """Submit those steps whose jobs the queue does not know.
+
+    Raises:
+        UserError: a job of an earlier command runs with what has changed since.
+    """
+    folder, jobs = chain.folder, chain.jobs
+    step = chain.flow.steps[alike.steps[0]]
     known = chain.known(_job_name(folder, step.group))
-    missing = {number: name for name, number in numbers.items() if number not in known}
+    numbers = chain.numbered(step.group, goes_on=bool(known))
+    for name in alike.steps:
+        if numbers[name] in known:
+            _check_current(chain, name, known[numbers[name]], bool(alike.after))
+    missing = {numbers[name]: name for name in alike.steps if numbers[name] not in known}
     given = chain.submit(_job(folder, step, missing, alike.after)) if missing else {}
-    for name, number in numbers.items():
+    for name in alike.steps:
+        number = numbers[name]
         jobs[name] = given[number] if number in given else known[number]
         chain.say(f"{name}: job {jobs[name]}{'' if number in given else ' goes on'}")
+
+
+def _check_current(chain: _Chain, name: str, job: str, waits: bool) -> None:
+    """Refuse to take a job that runs for one of the step as it is now; one that waits will read the new description.
+
+    Args:
+        waits: what the step reads is made anew.
+
+    Raises:
+        UserError: it began with other settings, inputs, code or versions.
+    """
+    line = chain.handed[name]
+    with _answering():
+        begun = isinstance(line, FlowStepStart) and chain.place.state(job).phase is not JobPhase.WAITS
+    if not isinstance(line, FlowStepStart) or not begun:
+        return
+    # its data is left out: the step itself may write to what it names
+    changed = ["inputs"] if waits else [part for part in chain.now(name).changed(line.parts) if part != "data"]
+    if changed:
+        raise UserError(
+            f"{name} runs as job {job}, and its {' and '.join(changed)} changed since it began: end it first: "
+            f"echelon flow stop {chain.folder}"
+        )
+
+
+def _numbers_file(folder: Path, group: str) -> Path:
+    return folder / JOBS_FOLDER / f"{_job_name(folder, group)}.json"
+
+
+def _numbered(flow: Flow, folder: Path, group: str, goes_on: bool) -> list[str]:
+    """Return the steps of an entry of the file in the order of their jobs' numbers.
+
+    Args:
+        goes_on: jobs of the entry do: those that they were given for come first, as they did.
+    """
+    file = _numbers_file(folder, group)
+    before: list[str] = json.loads(file.read_bytes()) if goes_on and file.exists() else []
+    return list(dict.fromkeys([*before, *(name for name, step in flow.steps.items() if step.group == group)]))
 
 
 def _job_name(folder: Path, group: str) -> str:
@@ -266,48 +357,53 @@ class _Followed:
         self.is_over = bool(self.over_since_s) and (step_ended or now - self.over_since_s > _SETTLE_S)
 
 
-def _follow(chain: _Chain, kept: list[str]) -> None:
+def _follow(chain: _Chain) -> None:
     """Wait until no job waits or runs, saying how they fare; where the queue holds no order, submit what can begin.
-
-    Args:
-        kept: steps that are done; those that need no job are added.
 
     Raises:
         UserError: the queue does not answer for ten minutes, or refuses a job.
     """
-    flow, folder, say, jobs = chain.flow, chain.folder, chain.say, chain.jobs
     followed: defaultdict[str, _Followed] = defaultdict(_Followed)
     heard_s = time.monotonic()
     while True:
-        over = {name for name in jobs if followed[name].is_over}
-        while new := chain.submit_ready({*over, *kept}):
-            kept += new
-        if not (going := [name for name in jobs if not followed[name].is_over]):
+        while chain.submit_ready():
+            pass
+        going = {name: job for name, job in chain.jobs.items() if not followed[name].is_over}
+        if not going:
             return
-        for name in going:
-            try:
-                state = chain.place.state(jobs[name])
-            except PlaceSilent as silent:
-                if time.monotonic() - heard_s > _GONE_S:
-                    raise UserError(f"{silent}; the jobs may go on: the same command finds them again") from None
-                continue
-            heard_s = time.monotonic()
-            known = followed[name]
-            line = last_line(step_folder(folder, name))
-            known.look(state, isinstance(line, FlowStepEnd) and line.status != STOPPED)
-            word = f"ended: {_result(folder, name)}" if known.is_over else state.text
-            if word != known.said:
-                say(f"{name}: {word}")
-            known.said = word
-        write_page(flow, folder)
+        try:
+            states = _states(chain.place, [*going.values()])
+        except PlaceSilent as silent:
+            if time.monotonic() - heard_s > _GONE_S:
+                raise UserError(f"{silent}; the jobs may go on: the same command finds them again") from None
+            states = {}
+        heard_s = time.monotonic() if states else heard_s
+        for name, job in going.items():
+            if job in states:
+                _look(chain, name, followed[name], states[job])
+        write_page(chain.flow, chain.folder)
         time.sleep(POLL_S)
 
 
-def _result(folder: Path, name: str) -> str:
-    line = last_line(step_folder(folder, name))
-    if isinstance(line, FlowStepEnd):
-        return f"{line.status}{f' ({line.message})' if line.message else ''}"
-    return "not begun" if line is None else "cut short"
+def _states(place: TakesChains, jobs: Sequence[str]) -> dict[str, JobState]:
+    """Return where jobs are, by one question where the place takes one for all.
+
+    Raises:
+        PlaceSilent: it does not answer now.
+    """
+    return place.states(jobs) if isinstance(place, ArrayCluster) else {job: place.state(job) for job in jobs}
+
+
+def _look(chain: _Chain, name: str, known: _Followed, state: JobState) -> None:
+    """Take a new state of a step's job, and say what is new."""
+    line = chain.line(name)
+    known.look(state, isinstance(line, FlowStepEnd) and line.status != STOPPED)
+    if known.is_over and chain.ended_well(name):
+        chain.done.add(name)
+    word = f"ended: {chain.result(name)}" if known.is_over else state.text
+    if word != known.said:
+        chain.say(f"{name}: {word}")
+    known.said = word
 
 
 def _stop(place: TakesChains, name: str, job: str, say: Say) -> None:

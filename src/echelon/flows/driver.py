@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import psutil
@@ -148,7 +147,7 @@ class _Driver:
     def run(self) -> None:
         """Do all that can be done."""
         order = {name: i for i, name in enumerate(self.flow.steps)}
-        sorter = TopologicalSorter({name: step.before for name, step in self.flow.steps.items()})
+        sorter = self.flow.sorter()
         sorter.prepare()
         while True:
             self._ready += [self.flow.steps[name] for name in sorter.get_ready()]

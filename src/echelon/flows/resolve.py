@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from graphlib import CycleError, TopologicalSorter
+from graphlib import CycleError
 from pathlib import Path
 
 import yaml
@@ -459,7 +459,7 @@ def _needed(
 def _check_order(flow: Flow) -> None:
     """Refuse steps that wait for each other."""
     try:
-        TopologicalSorter({name: step.before for name, step in flow.steps.items()}).prepare()
+        flow.sorter().prepare()
     except CycleError as error:
         names = list(reversed(error.args[1]))
         raise UserError(f"{flow.steps[names[0]].where}: steps wait for each other: {' needs '.join(names)}") from None

@@ -93,7 +93,7 @@ def plan_flow(request: FlowRequest) -> Iterator[str]:
     if place is None:
         check_resources(flow, _resources(request))
     runs: set[str] = set()
-    for name in _in_order(flow):
+    for name in flow.sorter().static_order():
         step = flow.steps[name]
         because = [before for before in step.before if before in runs]
         if because:
@@ -114,12 +114,6 @@ def plan_flow(request: FlowRequest) -> Iterator[str]:
         yield f"{name}: would run{why}"
     if place is not None:
         yield from ("", *(text.rstrip() for text in chained_texts(flow, folder, place)))
-
-
-def _in_order(flow: Flow) -> list[str]:
-    from graphlib import TopologicalSorter
-
-    return list(TopologicalSorter({name: step.before for name, step in flow.steps.items()}).static_order())
 
 
 def _requested(request: FlowRequest) -> tuple[Flow, Path]:

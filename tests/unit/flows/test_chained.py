@@ -76,8 +76,10 @@ def test_what_a_matrix_makes_is_an_array_of_those_that_wait_for_the_same(tmp_pat
     folder.mkdir()
     write_description(folder, file, FlowArguments(str(file), {}, False))
     assert isinstance(queue, TakesChains)
+    shown = chained_texts(load_flow(folder), folder, queue)
+    assert len(shown) == 5 and not (folder / "jobs").exists()
     jobs: dict[str, str] = {}
-    assert _submit(_Chain(load_flow(folder), folder, queue, print, jobs)) == []
+    _submit(_Chain(load_flow(folder), folder, queue, print, jobs))
     found = [(list(job.commands), job.is_array, list(job.after)) for job in queue.jobs]
     assert found == [
         ([0], False, []),
@@ -95,8 +97,7 @@ def test_what_a_matrix_makes_is_an_array_of_those_that_wait_for_the_same(tmp_pat
     _submit(_Chain(load_flow(folder), folder, again, print, jobs))
     assert [list(job.commands) for job in again.jobs] == [[0], [0, 1], [1], [2], [0]]
     assert jobs["tune[seed=1,lr=0.2]"] == "4_3" and jobs["tune[seed=0,lr=0.2]"] == "3_1"
-    shown = chained_texts(load_flow(folder), folder, queue)
-    assert len(shown) == 5 and f"['{queue.jobs[1].name}-0']" in shown[2] and not (folder / "jobs").exists()
+    assert f"['{queue.jobs[1].name}-0']" in shown[2]
 
 
 class Processes(Queue):
@@ -127,6 +128,16 @@ steps:
     command: [sh, -c, "exit 0"]
     needs: [wrong]
 """
+PASSED_ON = """\
+parameters: {v: 1}
+steps:
+  a:
+    command: [sh, -c, "echo ${v} >${folder}/x"]
+    outputs: {x: x}
+  b:
+    command: [sh, -c, "cat ${a.x} >${folder}/y"]
+    outputs: {y: y}
+"""
 
 
 def test_a_queue_without_order_is_given_what_can_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +154,80 @@ def test_a_queue_without_order_is_given_what_can_begin(tmp_path: Path, monkeypat
     assert sorted(again.kept) == ["after", "before"] and len(queue.jobs) == 4
 
 
+class Unlucky(Processes):
+    """A queue whose jobs die before their processes begin."""
+
+    def submit_chained(self, job: ChainedJob) -> dict[int, str]:
+        return Queue.submit_chained(self, job)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_an_end_of_before_is_not_that_of_a_job_that_never_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_order: bool
+) -> None:
+    monkeypatch.setattr("echelon.flows.chained.POLL_S", 0.01)
+    monkeypatch.setattr("echelon.flows.chained._SETTLE_S", 0.0)
+    monkeypatch.setattr(Processes, "holds_order", in_order)
+    file, folder, said = tmp_path / "flow.yaml", tmp_path / "there", list[str]()
+    file.write_text(PASSED_ON)
+    write_description(folder, file, FlowArguments(str(file), {}))
+    assert run_chained(load_flow(folder), folder, Processes(), print).status == "completed"
+    write_description(folder, file, FlowArguments(str(file), {"v": "2"}))
+    outcome = run_chained(load_flow(folder), folder, Unlucky(), said.append)
+    assert (outcome.status, outcome.ran, outcome.failed, outcome.blocked) == ("partial", [], ["a"], ["b"])
+    assert "a: ended: not begun" in said
+    assert run_chained(load_flow(folder), folder, Processes(), print).ran == ["a", "b"]
+
+
+def test_a_step_that_its_job_found_done_has_ended_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.flows.chained.POLL_S", 0.01)
+    monkeypatch.setattr("echelon.flows.chained._SETTLE_S", 0.0)
+    monkeypatch.setattr(Processes, "holds_order", True)
+    file, folder = tmp_path / "flow.yaml", tmp_path / "there"
+    file.write_text(PASSED_ON)
+    write_description(folder, file, FlowArguments(str(file), {}))
+    run_chained(load_flow(folder), folder, Processes(), print)
+    (folder / "steps" / "a" / "x").write_text("damaged")  # done again, and leaves what b has read
+    outcome = run_chained(load_flow(folder), folder, Processes(), print)
+    assert (outcome.status, outcome.ran) == ("completed", ["a", "b"])
+
+
+def test_a_job_that_runs_with_other_settings_is_not_taken_for_the_step(tmp_path: Path) -> None:
+    file, folder, queue = tmp_path / "flow.yaml", tmp_path / "there", Queue()
+    file.write_text(PASSED_ON)
+    write_description(folder, file, FlowArguments(str(file), {}))
+    chain = _Chain(load_flow(folder), folder, queue, print)
+    _submit(chain)
+    queue.goes_on = {job.name: {0: str(number)} for number, job in enumerate(queue.jobs, 1)}
+    began = chain.now("a")
+    (folder / "steps" / "a").mkdir(parents=True)
+    recorder = Recorder(folder / "steps" / "a")
+    recorder.write(FlowStepStart(began.digest, began.parts))
+    recorder.close()
+    _submit(_Chain(load_flow(folder), folder, queue, print))  # as it was
+    write_description(folder, file, FlowArguments(str(file), {"v": "2"}))
+    with pytest.raises(UserError, match=f"a runs as job 1, and its settings changed .* echelon flow stop {folder}"):
+        _submit(_Chain(load_flow(folder), folder, queue, print))
+    queue.state = lambda job: JobState(JobPhase.WAITS, "queued again")  # type: ignore[method-assign]
+    _submit(_Chain(load_flow(folder), folder, queue, print))  # it will begin as described now
+    assert len(queue.jobs) == 2
+
+
+def test_a_jobs_number_stays_that_of_its_step(tmp_path: Path) -> None:
+    file, folder, queue = tmp_path / "flow.yaml", tmp_path / "there", Queue()
+    text = "steps:\n  a:\n    command: echo ${n}\n    matrix: {n: [1, 2]}\n"
+    for values, goes_on, numbers in (("[1, 2]", {}, [0, 1]), ("[0, 1]", {0: "1_0", 1: "1_1"}, [2]), ("[0]", {}, [0])):
+        file.write_text(text.replace("[1, 2]", values))
+        write_description(folder, file, FlowArguments(str(file), {}))
+        queue.goes_on = {queue.jobs[0].name: goes_on} if queue.jobs else {}
+        flow = load_flow(folder)
+        if goes_on:
+            assert queued_jobs(flow, folder, queue) == {"a[n=1]": "1_0", "a[n=2]": "1_1"}
+        _submit(_Chain(flow, folder, queue, print))
+        assert list(queue.jobs[-1].commands) == numbers
+    assert queue.jobs[1].commands[2][-2:] == ["a[n=0]", "0"]
+
+
 def test_an_array_is_of_jobs_that_need_the_same(tmp_path: Path) -> None:
     file, folder, queue = tmp_path / "flow.yaml", tmp_path / "there", Queue()
     file.write_text(
@@ -150,7 +235,7 @@ def test_an_array_is_of_jobs_that_need_the_same(tmp_path: Path) -> None:
         "    settings: {workers: '${n}', seed: '${seed}'}\n"
     )
     write_description(folder, file, FlowArguments(str(file), {}))
-    _submit(_Chain(load_flow(folder), folder, queue, print, {}))
+    _submit(_Chain(load_flow(folder), folder, queue, print))
     assert [(list(job.commands), job.cores) for job in queue.jobs] == [([0, 1], 1), ([2, 3], 2)]
 
 
@@ -185,7 +270,7 @@ def test_jobs_that_nobody_follows_are_shown_and_ended(tmp_path: Path) -> None:
     folder.mkdir()
     write_description(folder, file, FlowArguments(str(file), {}))
     flow = load_flow(folder)
-    _submit(_Chain(flow, folder, queue, print, {}))
+    _submit(_Chain(flow, folder, queue, print))
     names = {job.name: job for job in queue.jobs}
     queue.goes_on = {name: {0: "7"} if not job.is_array else {1: "8_1"} for name, job in names.items()}
     found = queued_jobs(flow, folder, queue)
