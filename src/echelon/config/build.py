@@ -61,6 +61,26 @@ def flag_of(name: str, item: Field[Any]) -> str:
     return traits_of(item).flag or "--" + name.rsplit(".", 1)[-1].replace("_", "-")
 
 
+@cache
+def setting_names() -> Mapping[str, str]:
+    """Return each setting's dotted name by what one may write for it: that, or its flag as a word, `batch_size`."""
+    by_flag = {plain_word(flag_of(name, item).lstrip("-")): name for name, item, _ in leaves()}
+    return {name: name for name, _, _ in leaves()} | by_flag
+
+
+def plain_word(text: str) -> str:
+    """Return how a setting that is written by hand is looked up: `batch_size` for `Batch-Size`."""
+    return text.strip().lower().replace("-", "_")
+
+
+def switch_of(flag: str, text: str) -> str:
+    """Return the option that turns a switch on or off; a text that is neither stays, and the command refuses it."""
+    try:
+        return flag if TypeAdapter(bool).validate_python(text) else f"--no-{flag[2:]}"
+    except ValidationError:
+        return f"{flag}={text}"
+
+
 def hint_for(name: str) -> str:
     """Return `did you mean X? ` for a setting that does not exist, wherever in the schema the nearest one is.
 

@@ -233,6 +233,9 @@ def _outputs(
     if not KINDS[kind].declares:
         raise UserError(f"{_line(file, node)}: {kind} names its outputs itself: {', '.join(outputs)}")
     fields = _fields(file, node, None, f"outputs of {step}")
+    for name, value in fields.items():
+        if "." in name:
+            raise UserError(f"{_line(file, value)}: {name!r} is no name for an output: write it without a dot")
     return {name: _below(_scalar(file, value)) for name, value in fields.items()}
 
 

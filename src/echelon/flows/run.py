@@ -134,6 +134,13 @@ def _requested(request: FlowRequest) -> tuple[Flow, Path]:
     others = [entry for entry in folder.iterdir() if entry.name != LOCK_FILE] if folder.exists() else []
     if others and not (folder / GIVEN_FILE).exists():
         raise UserError(f"{folder} holds something else than a flow: choose another folder with --run")
+    if others and not request.run:
+        owner = Path(load_arguments(folder).file)
+        if owner != path.resolve() and owner.exists():  # else it was moved
+            raise UserError(
+                f"{folder} is the folder of {owner}, whose results would be replaced: choose another folder with "
+                f"--run, give this flow another name (`name: ...`), or go on there with --run {folder}"
+            )
     return flow, folder
 
 

@@ -101,7 +101,9 @@ def load_arguments(folder: Path) -> FlowArguments:
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder}: no flow there; name the folder of one, such as flows/NAME") from None
     except (TypeError, ValueError, KeyError, AttributeError):
-        raise UserError(f"{folder / GIVEN_FILE} is damaged: start the flow from its file") from None
+        raise UserError(
+            f"{folder / GIVEN_FILE} is damaged: start the flow from its file, with --run {folder}"
+        ) from None
 
 
 def load_flow(folder: Path) -> Flow:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from echelon.config.build import flag_of, leaves
+from echelon.config.build import flag_of, leaves, plain_word, setting_names, switch_of
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError, nearest
 from echelon.core.spec import split_top_level
@@ -21,8 +21,7 @@ def full_name(word: str, where: str) -> str:
     Raises:
         UserError: there is no such setting, or the study sets it itself.
     """
-    names = _names()
-    key = word.strip().lower().replace("-", "_")
+    names, key = setting_names(), plain_word(word)
     if key not in names:
         raise UserError(f"{where}: unknown setting {word.strip()!r}: {nearest(key, names)}".rstrip(": "))
     name = names[key]
@@ -34,7 +33,7 @@ def full_name(word: str, where: str) -> str:
 def short_name(name: str) -> str:
     """Return what one writes for a dotted name, such as `sync` or `batch_size`."""
     item = next(item for known, item, _ in leaves() if known == name)
-    return flag_of(name, item).lstrip("-").replace("-", "_").lower()
+    return plain_word(flag_of(name, item).lstrip("-"))
 
 
 def read_try(text: str) -> dict[str, str]:
@@ -82,12 +81,7 @@ def arguments_of(settings: Mapping[str, str]) -> list[str]:
         if not flag.startswith("--"):
             positional.append(value)
         elif kind is bool:
-            options.append(flag if value.lower() in ("true", "yes", "on", "1") else f"--no-{flag[2:]}")
+            options.append(switch_of(flag, value))
         else:
             options += [flag, value]
     return [*positional, *options]
-
-
-def _names() -> dict[str, str]:
-    names = {name: name for name, _, _ in leaves()}
-    return names | {flag_of(name, item).lstrip("-").replace("-", "_").lower(): name for name, item, _ in leaves()}

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from echelon.core.errors import UserError
-from echelon.flows.base import Flow, step_folder
+from echelon.flows.base import Call, Flow, step_folder
+from echelon.flows.kinds import KINDS
 from echelon.flows.page import graph_svg, levels
 from echelon.flows.resolve import read_flow
 from echelon.flows.run import FlowRequest, plan_flow, start_flow
@@ -90,6 +91,24 @@ REFUSED = [
     (f"{STEP}    resources:\n      memory: lots\n      time: 2h\n", "line 5: 'lots' is not a size"),
     (f"{STEP}    settings:\n      model: mlp\n      lr: fast\n", "line 6: step a: --lr"),
     (f"name: a/b\n{STEP}", "line 1: name 'a/b' must be"),
+    (
+        f"{STEP}    settings:\n      epochs: 1\n      lr: [0.1, 0.01]\n",
+        "line 6: step a: 'lr' is 2 values, train takes one",
+    ),
+    (
+        "steps:\n  a:\n    prepare: m:f\n    settings: {classes: [cat, dog]}\n",
+        "'classes' is 2 values, prepare takes one",
+    ),
+    (
+        f"{STEP}    matrix: {{x: [0, 1]}}\n    settings: {{seed: '${{x}}'}}\n"
+        "  b:\n    evaluate: x\n    settings: {data: '${a.run}'}\n",
+        "'data' is 2 values, evaluate takes one: give the step a matrix",
+    ),
+    (f"{STEP}    settings: {{data: cifar10}}\n", "data is no setting here"),
+    (
+        "steps:\n  a:\n    command: echo\n    outputs: {data.csv: data.csv}\n",
+        "line 4: 'data.csv' is no name for an output",
+    ),
 ]
 ABSENT = [
     ("steps:\n  a:\n    train: ./there\n", "line 3: step a: train takes data, and ./there is not there"),
@@ -166,6 +185,41 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, text: str, messag
         _read(tmp_path, text)
     assert message in str(refusal.value) and "flow.yaml" in str(refusal.value) and "\n" not in str(refusal.value)
     assert list(tmp_path.iterdir()) == [tmp_path / "flow.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "options"),
+    [
+        ("train", [("sync_batchnorm", "1"), ("Compile", "t"), ("mixup", "0.1")], ["--sync-batchnorm", "--compile"]),
+        ("train", [("follow_links", "false"), ("optimizer.name", "adamw")], ["--no-follow-links", "--optimizer=adamw"]),
+        ("train", [("checkpoint.every", "10s"), ("data.root", "x")], ["--checkpoint-every=10s", "--data-root=x"]),
+        ("predict", [("follow_links", "false"), ("text", "a"), ("text", "b")], ["--text=a", "--text=b"]),
+        ("evaluate", [("follow_links", "y"), ("workers", "2")], ["--follow-links", "--workers=2"]),
+        (
+            "compare",
+            [("try", "a"), ("seeds", "0"), ("seeds", "5"), ("tune_lr", "1")],
+            ["--try=a", "--tune-lr", "--seeds=0,5"],
+        ),
+    ],
+)
+def test_settings_are_options_of_the_command(kind: str, settings: list[tuple[str, str]], options: list[str]) -> None:
+    words = KINDS[kind].command(Call(Path("there"), ["a"], settings))
+    assert [word for word in words if word in options] == options
+    assert not [word for word in words if word.startswith("--no-") and word not in options]
+
+
+def test_flows_of_one_name_do_not_replace_each_others_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "flow.yaml").write_text("steps:\n  s:\n    command: [sh, -c, exit]\n")
+    start_flow(FlowRequest("a/flow.yaml"), print)
+    assert [*plan_flow(FlowRequest("a/flow.yaml"))] == ["s: kept"]
+    with pytest.raises(UserError, match=r"flows/flow is the folder of .*/a/flow\.yaml"):
+        start_flow(FlowRequest("b/flow.yaml"), print)
+    assert [*plan_flow(FlowRequest("b/flow.yaml", run="flows/flow"))]
+    (tmp_path / "a").rename(tmp_path / "moved")
+    assert [*plan_flow(FlowRequest("moved/flow.yaml"))] == ["s: kept"]
 
 
 @pytest.mark.parametrize(("text", "message"), ABSENT, ids=[message for _, message in ABSENT])
