@@ -67,7 +67,7 @@ def command() -> Any:
         parameter("tune_lr", bool, typer.Option(
             False, "--tune-lr", help="look first, in short runs, for each candidate's best learning rate")),
         parameter("config", str | None, typer.Option(
-            None, "--config", metavar="FILE", help="YAML file of settings for every run")),
+            None, "--config", metavar="FILE", help="YAML file of settings for every run; its seed is left out")),
         parameter("at_once", int, typer.Option(
             0, "--at-once", min=0, metavar="N",
             help="runs that go on at the same time, on a cluster (--on); 0: four there, one on this machine")),

@@ -6,10 +6,14 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from pydantic import TypeAdapter, ValidationError
+
+from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError, naming
 from echelon.core.files import write_atomic
 from echelon.core.own import find_own
 from echelon.records.file import read_records
@@ -23,13 +27,45 @@ def prepare(name: str, folder: Path, settings: dict[str, str]) -> None:
         UserError: there is no such function, or it does not take the settings.
     """
     function = find_own("prepare", name)
-    types = inspect.get_annotations(function, eval_str=True)
     try:
-        given = {key: types[key](value) if types.get(key) in (int, float) else value for key, value in settings.items()}
-        inspect.signature(function).bind(folder, **given)
-    except (TypeError, ValueError) as error:
+        with naming(f"prepare {name}"):
+            values = _typed(function, settings)
+        inspect.signature(function).bind(folder, **values)
+    except (NameError, TypeError, ValueError) as error:
         raise UserError(f"prepare {name}: {error}; it is called with a folder and the step's settings") from None
-    function(folder, **given)
+    function(folder, **values)
+
+
+def _typed(function: Callable[..., object], settings: Mapping[str, str]) -> dict[str, object]:
+    """Return settings as the plain types of a function's parameters; what has another type, or none, stays a text.
+
+    Raises:
+        UserError: a value does not fit its type.
+        NameError: a type of a setting is known to type checkers only.
+    """
+    code = inspect.unwrap(function)
+    annotations = inspect.get_annotations(code)
+    wanted = SimpleNamespace(__annotations__={name: annotations[name] for name in settings if name in annotations})
+    types = get_type_hints(wanted, globalns=getattr(code, "__globals__", None))
+    return {name: _value(name, types.get(name, str), text) for name, text in settings.items()}
+
+
+def _value(name: str, kind: Any, text: str) -> object:
+    if not _is_plain(kind):
+        return text
+    try:
+        return TypeAdapter(kind).validate_python(text)
+    except ValidationError as error:
+        raise UserError(f"{name} is {text!r}: {error.errors()[0]['msg']}") from None
+
+
+def _is_plain(kind: object) -> bool:
+    """Whether a type is one whose values are written as a word."""
+    if get_origin(kind) is Literal:
+        return all(isinstance(each, str) for each in get_args(kind))
+    if get_origin(kind) in (Union, UnionType):
+        return all(map(_is_plain, get_args(kind)))
+    return kind in (bool, int, float, str, Path, type(None))
 
 
 def select(folder: Path, runs: Sequence[Path]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from echelon.config import RunConfig, build
+from echelon.config.build import DEFAULT
 from echelon.config.yaml_file import read_yaml
 from echelon.core.errors import UserError, naming, nearest, shown
 from echelon.core.files import write_atomic
@@ -20,6 +21,7 @@ from echelon.run.data_names import check_data_name
 from echelon.run.resolve import check_names
 from echelon.study.base import DEFAULT_LOSS, Choices, Settings, Study
 from echelon.study.grid import candidates_of, exclusions_of, flatten, planned_runs, terms_of
+from echelon.study.settings import SET_BY_STUDY
 from echelon.study.stages import check_stages
 
 STUDY_FILE = "study.yaml"
@@ -166,11 +168,16 @@ def claim_folder(study: Study | None, request: StudyRequest) -> Path:
 
 
 def _from_config(file: str) -> dict[str, str]:
-    """Return the settings that a YAML file of a run gives, by dotted name."""
+    """Return the settings that a YAML file of a run gives, by dotted name, without what the study sets itself."""
     if not file:
         return {}
+    from echelon.run.machine import say
+
     resolved = build(Path(file))
-    names = [name for name, origin in resolved.origins.items() if origin != "default" and name != "run"]
+    names = [name for name, origin in resolved.origins.items() if origin != DEFAULT]
+    if "training.seed" in names:
+        say(f"{file}: its training.seed is left out: it is {SET_BY_STUDY['training.seed']}")
+    names = [name for name in names if name not in SET_BY_STUDY]
     return {name: str(reduce(getattr, name.split("."), resolved.config)) for name in names}
 
 
@@ -247,7 +254,22 @@ def open_study(path: Path, study: Study | None) -> Study:
         write_atomic(path / STUDY_FILE, to_yaml(study))
     except OSError as error:
         raise UserError(f"--run {path} cannot be written: {error.strerror}") from None
+    _check_written(path / STUDY_FILE, study)
     return study
+
+
+def _check_written(file: Path, study: Study) -> None:
+    """Refuse a study before anything starts whose report could not be written: it is read from the file again.
+
+    Raises:
+        UserError: the file does not hold this study; it is removed.
+    """
+    try:
+        if load_study(file) != study:
+            raise UserError(f"{file} would not be read as the study that it was written for")
+    except UserError:
+        file.unlink()
+        raise
 
 
 def write_choices(path: Path, study: Study) -> Study:

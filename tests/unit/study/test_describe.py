@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from echelon.config import Resolved
+from echelon.config import Resolved, build
+from echelon.config.build import to_yaml
 from echelon.core.errors import UserError
 from echelon.study import from_tries, load_study, open_study, planned_runs
+from echelon.study.base import Study
 from echelon.study.execute import refused_settings
+from echelon.study.file import StudyRequest, requested_study
 from echelon.study.settings import arguments_of, label_of, read_try
 
 STUDY = """\
@@ -167,3 +170,28 @@ def test_what_will_be_refused_is_known_before_anything_starts() -> None:
     assert list(refused) == ["compression=int8", "epochs=0"] and refused["compression=int8"] == "no int8 here"
     with pytest.raises(UserError, match="no run of this study can start: no int8 here"):
         refused_settings(from_tries({}, ["compression=int8"], "2"), no_int8)
+
+
+def test_a_runs_own_file_gives_settings_for_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(build(None, {"data.source": "digits", "training.seed": "5", "run": "there"}).config))
+    study = requested_study(StudyRequest({}, ("sync=allreduce", "compression=int8"), config=str(file)))
+    assert study is not None and study.base["data.source"] == "digits"
+    assert not {"training.seed", "run"} & study.base.keys() and "training.seed is left out" in capsys.readouterr().err
+    assert open_study(tmp_path / "study", study) == load_study(tmp_path / "study" / "study.yaml") == study
+
+
+def test_a_study_that_could_not_be_read_again_is_refused_before_it_starts(tmp_path: Path) -> None:
+    study = Study({"training.seed": "5"}, from_tries({}, ["sync=allreduce"], "3").candidates)
+    with pytest.raises(UserError, match=r"'training\.seed' is not for a candidate to set"):
+        open_study(tmp_path, study)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [("y", "--sync-batchnorm"), ("T", "--sync-batchnorm"), ("1", "--sync-batchnorm"), ("off", "--no-sync-batchnorm"),
+     ("0", "--no-sync-batchnorm"), ("maybe", "--sync-batchnorm=maybe")],
+)  # fmt: skip
+def test_a_switch_is_read_as_a_run_reads_it(text: str, option: str) -> None:
+    assert arguments_of(read_try(f"sync_batchnorm={text}")) == [option]
