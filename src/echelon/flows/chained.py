@@ -25,7 +25,7 @@ from echelon.flows.child import hashes_of, is_done
 from echelon.flows.driver import FlowOutcome, Say
 from echelon.flows.fingerprint import StepFingerprint, fingerprint
 from echelon.flows.page import write_page
-from echelon.flows.state import COMPLETED, STOPPED, last_line, only_driver
+from echelon.flows.state import COMPLETED, STOPPED, last_line, only_driver, step_statuses
 from echelon.launch.places.cluster import ArrayCluster, ChainedJob, JobPhase, JobState, PlaceSilent, TakesChains
 from echelon.records.kinds import FlowStepEnd, FlowStepStart
 
@@ -51,9 +51,10 @@ def run_chained(flow: Flow, folder: Path, place: TakesChains, say: Say) -> FlowO
         except Stopped as stop:
             for name, job in chain.jobs.items():
                 _stop(place, name, job, say)
+            chain.going = {}
             return FlowOutcome("stopped", folder, signum=stop.signum)
         finally:
-            write_page(flow, folder)
+            chain.show()
     ran = [name for name in chain.jobs if name in chain.done]
     rest = [name for name in flow.steps if name not in chain.done]
     failed = [name for name in rest if chain.done.issuperset(flow.steps[name].before)]
@@ -86,6 +87,7 @@ class _Chain:
         handed: steps that this command has submitted or kept, with the newest line of their records then: what stood
             there before says nothing of the job.
         numbers: of each step among the jobs of its entry of the file, by the entry.
+        going: the jobs that are not over, as far as is known.
     """
 
     flow: Flow
@@ -97,6 +99,7 @@ class _Chain:
     done: set[str] = field(default_factory=set)
     handed: dict[str, FlowStepStart | FlowStepEnd | None] = field(default_factory=dict)
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
+    going: dict[str, str] = field(default_factory=dict)
 
     def line(self, name: str) -> FlowStepStart | FlowStepEnd | None:
         """Return the newest line of a step's record that was written since it was handed over."""
@@ -128,6 +131,10 @@ class _Chain:
             return isinstance(line, FlowStepEnd) and line.status == COMPLETED
         step = self.flow.steps[name]
         return all(map(self.ended_well, step.before)) and is_done(self.flow, self.folder, step, self.now(name))
+
+    def show(self) -> None:
+        """Write the flow's page."""
+        write_page(self.flow, self.folder, step_statuses(self.flow, self.folder, self.going.keys()))
 
     def result(self, name: str) -> str:
         """Return in words how a step's job has ended."""
@@ -368,20 +375,20 @@ def _follow(chain: _Chain) -> None:
     while True:
         while chain.submit_ready():
             pass
-        going = {name: job for name, job in chain.jobs.items() if not followed[name].is_over}
-        if not going:
+        chain.going = {name: job for name, job in chain.jobs.items() if not followed[name].is_over}
+        if not chain.going:
             return
         try:
-            states = _states(chain.place, [*going.values()])
+            states = _states(chain.place, [*chain.going.values()])
         except PlaceSilent as silent:
             if time.monotonic() - heard_s > _GONE_S:
                 raise UserError(f"{silent}; the jobs may go on: the same command finds them again") from None
             states = {}
         heard_s = time.monotonic() if states else heard_s
-        for name, job in going.items():
+        for name, job in chain.going.items():
             if job in states:
                 _look(chain, name, followed[name], states[job])
-        write_page(chain.flow, chain.folder)
+        chain.show()
         time.sleep(POLL_S)
 
 

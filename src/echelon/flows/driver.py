@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from echelon.config.build import plain_word, setting_names
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.stop import Stopped, stop_on_signals
 from echelon.core.units import format_seconds
@@ -29,6 +30,7 @@ POLL_S = 0.1
 PAGE_S = 2.0
 _KILL_S = 30.0
 _OUTPUT_FILE = "driver.txt"
+_TRAINS = ("train", "finetune", "compare")
 
 Say = Callable[[str], None]
 
@@ -79,6 +81,8 @@ def run_flow(flow: Flow, folder: Path, there: StepResources, say: Say) -> FlowOu
         UserError: another driver goes on in the folder, or a step needs more than there is.
     """
     check_resources(flow, there)
+    for group in _without_gpus(flow) if there.gpus else ():
+        say(f"{group}: runs on the CPU: give it `resources: {{gpus: 1}}` for a GPU")
     with only_driver(folder), stop_on_signals(raises=True):
         _end_leftovers(folder)
         driver = _Driver(flow, folder, there, say)
@@ -91,6 +95,13 @@ def run_flow(flow: Flow, folder: Path, there: StepResources, say: Say) -> FlowOu
             driver.stop()
             write_page(flow, folder)
         return driver.outcome("partial" if driver.failed else "completed")
+
+
+def _without_gpus(flow: Flow) -> list[str]:
+    """Return the entries of the file that train here, and ask neither for a GPU nor for a device."""
+    steps = [step for step in flow.steps.values() if step.kind in _TRAINS and not step.resources.gpus]
+    asked = {step.name: {setting_names().get(plain_word(name)) for name, _ in step.settings} for step in steps}
+    return list(dict.fromkeys(step.group for step in steps if not asked[step.name] & {"launch.on", "training.device"}))
 
 
 def _end_leftovers(folder: Path) -> None:

@@ -208,22 +208,25 @@ def step_statuses(flow: Flow, folder: Path, queued: Set[str] = frozenset()) -> l
     Args:
         queued: steps that a queue has jobs for, whether or not a driver follows them.
     """
-    is_driven = is_held(folder) is not False and (folder / LOCK_FILE).exists()
     found: dict[str, StepStatus] = {}
     for name in flow.steps:
-        _stand(flow, folder, name, set(flow.steps) if is_driven else queued, found)
+        _stand(flow, folder, name, queued, found)
     return [found[name] for name in flow.steps]
 
 
-def _stand(flow: Flow, folder: Path, name: str, followed: Set[str], known: dict[str, StepStatus]) -> StepStatus:
+def _is_locked(folder: Path) -> bool:
+    """Whether a process of this machine works in a folder, as far as that is known."""
+    return is_held(folder) is not False and (folder / LOCK_FILE).exists()
+
+
+def _stand(flow: Flow, folder: Path, name: str, queued: Set[str], known: dict[str, StepStatus]) -> StepStatus:
     """Return how one step stands, looking at those before it where it has not begun.
 
     Args:
-        followed: steps that somebody works at, if they have begun.
+        queued: steps that a queue works at, if they have begun; those of this machine hold their locks.
     """
     if name in known:
         return known[name]
-    goes_on = name in followed
     step, where = flow.steps[name], step_folder(folder, name)
     line = last_line(where)
     starts = len(read_records(where, FlowStepStart)) if line is not None else 0
@@ -234,10 +237,11 @@ def _stand(flow: Flow, folder: Path, name: str, followed: Set[str], known: dict[
         stands = {COMPLETED: Stands.DONE, STOPPED: Stands.CUT_SHORT}.get(line.status, Stands.FAILED)
         known[name] = StepStatus(step, stands, starts, took, line.message, report)
     elif line is not None:
+        goes_on = name in queued or _is_locked(where)
         stands = Stands.RUNS if goes_on else Stands.CUT_SHORT
         known[name] = StepStatus(step, stands, starts, took + (time.time() - line.t) * goes_on, "", report)
     else:
-        before = [_stand(flow, folder, each, followed, known).stands for each in step.before]
+        before = [_stand(flow, folder, each, queued, known).stands for each in step.before]
         blocked = any(each in (Stands.FAILED, Stands.BLOCKED) for each in before)
         known[name] = StepStatus(step, Stands.BLOCKED if blocked else Stands.WAITS)
     return known[name]

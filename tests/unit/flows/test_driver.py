@@ -17,11 +17,20 @@ from echelon.checkpoint.files import entries
 from echelon.cli.flow import _logs
 from echelon.core.errors import UserError
 from echelon.flows.base import StepResources, step_folder
-from echelon.flows.driver import FlowOutcome
+from echelon.flows.driver import FlowOutcome, run_flow
 from echelon.flows.page import page_text
+from echelon.flows.resolve import read_flow
 from echelon.flows.run import FlowRequest, plan_flow, start_flow
-from echelon.flows.state import Stands, load_flow, only_driver, step_statuses
-from echelon.records.file import read_records
+from echelon.flows.state import (
+    FlowArguments,
+    Stands,
+    load_flow,
+    only_driver,
+    only_start,
+    step_statuses,
+    write_description,
+)
+from echelon.records.file import Recorder, read_records
 from echelon.records.kinds import FlowStepEnd, FlowStepStart
 from echelon.trainer.folder import CONFIG_FILE
 
@@ -216,3 +225,28 @@ def test_a_setting_of_a_fine_tuning_runs_exactly_the_steps_below_it(tmp_path: Pa
 def test_logs_of_no_step_are_asked_for_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="takes a step too, one of a, b"):
         _logs(tmp_path, "", ["a", "b"])
+
+
+def test_a_step_that_was_cut_short_does_not_run_while_a_driver_does_another(tmp_path: Path) -> None:
+    file, folder = tmp_path / "flow.yaml", tmp_path / "there"
+    file.write_text("steps:\n  a:\n    command: echo\n")
+    write_description(folder, file, FlowArguments(str(file), {}))
+    where = step_folder(folder, "a")
+    where.mkdir(parents=True)
+    recorder = Recorder(where)
+    recorder.write(FlowStepStart("x"))
+    recorder.close()
+    with only_driver(folder):
+        assert step_statuses(load_flow(folder), folder)[0].stands is Stands.CUT_SHORT
+        with only_start(where):
+            assert step_statuses(load_flow(folder), folder)[0].stands is Stands.RUNS
+
+
+def test_what_trains_without_a_gpu_where_there_are_some_is_told(tmp_path: Path) -> None:
+    file, told = tmp_path / "flow.yaml", list[str]()
+    settings = ("{}", "{device: cpu}", "{on: ray}")
+    steps = [f"  t{i}: {{train: digits, settings: {each}, needs: [stop]}}" for i, each in enumerate(settings)]
+    steps += ["  g: {train: digits, resources: {gpus: 1}, needs: [stop]}", "  stop: {command: sh -c 'exit 1'}"]
+    file.write_text("\n".join(["steps:", *steps]))
+    run_flow(read_flow(file), tmp_path / "there", StepResources(64, 1e12, 2), told.append)
+    assert [line for line in told if "CPU" in line] == ["t0: runs on the CPU: give it `resources: {gpus: 1}` for a GPU"]
