@@ -734,12 +734,17 @@ class StudyStart(Record):
     launched_t: float
 
 
+def _words(values: Any) -> dict[str, str]:
+    return {str(name): str(value) for name, value in values.items()}
+
+
 @dataclass(frozen=True)
 class RunEnd(Record):
     """A study's own record: how one of its runs ended, why, and how long its command took.
 
     Attributes:
         waited_s: how long the study was occupied with it: its command, and what a process takes to start and to end.
+        settings: those that the study gave it; empty: of a study before these were recorded.
     """
 
     kind: ClassVar[str] = "run"
@@ -748,10 +753,7 @@ class RunEnd(Record):
     message: str = ""
     seconds: float = 0.0
     waited_s: float = 0.0
-
-
-def _words(values: Any) -> dict[str, str]:
-    return {str(name): str(value) for name, value in values.items()}
+    settings: Annotated[Mapping[str, str], _words] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ class RunCommand:
 
     Attributes:
         folder: the run's.
-        silent: it has recorded nothing for half an hour, and is given up.
+        silent: it has recorded nothing for half an hour, and is given up; a queue may hold one back for as long as it
+            likes, and has time limits of its own.
     """
 
     run: PlannedRun
@@ -40,6 +41,7 @@ class RunCommand:
 
     def __post_init__(self) -> None:
         self._heard_s, self._size = time.monotonic(), -1
+        self._queued = self.run.place.cluster() is not None
 
     @classmethod
     def start(cls, path: Path, run: PlannedRun, folder: Path) -> RunCommand:
@@ -65,7 +67,7 @@ class RunCommand:
         size = record.stat().st_size if record.exists() else 0
         if size != self._size:
             self._heard_s, self._size = time.monotonic(), size
-        self.silent = time.monotonic() - self._heard_s > SILENCE_S
+        self.silent = not self._queued and time.monotonic() - self._heard_s > SILENCE_S
         return self.silent
 
     def wait(self) -> None:
@@ -74,9 +76,9 @@ class RunCommand:
             self.process.wait(POLL_S)
 
     def outcome(self) -> tuple[int, str]:
-        """Return the exit code of a command that has ended, and its last line on stderr."""
+        """Return the exit code of a command that has ended, and its last line on stderr; given up, it has failed."""
         if self.silent:
-            return self.process.returncode, f"it recorded nothing for {SILENCE_S / 60:.0f} minutes and was ended"
+            return 1, f"it recorded nothing for {SILENCE_S / 60:.0f} minutes and was ended"
         lines = self.errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return self.process.returncode, lines[-1].removeprefix("echelon: ") if lines else ""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -16,9 +16,11 @@ from typing import Protocol
 from echelon.config import Resolved, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.stop import Stopped, signal_name, stop_on_signals
+from echelon.launch.places.cluster import JobPhase, PlaceFiles
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import CommandEnd, End, RunEnd, StudyStart
 from echelon.reporting.report import write_shared_script
+from echelon.run.elsewhere import state_of
 from echelon.study.array import QueuedRuns, array_cluster
 from echelon.study.base import COMPLETED, PlannedRun, Study
 from echelon.study.collect import collect
@@ -146,7 +148,7 @@ def _stages(path: Path, study: Study) -> Iterator[list[PlannedRun]]:
 
 def _run_missing(path: Path, runs: Sequence[PlannedRun], observer: StudyObserver, record: Recorder, how: How) -> None:
     ends = read_ends(path)
-    over = frozenset(run.name for run in runs if is_over(path, run, {} if how.retry else ends))
+    over = frozenset(run.name for run in runs if is_over(path, run, ends, how.retry))
     observer.began(runs, ends, over)
     missing = deque(run for run in runs if run.name not in over)
     cluster = array_cluster(missing) if missing and how.elsewhere else None
@@ -155,6 +157,7 @@ def _run_missing(path: Path, runs: Sequence[PlannedRun], observer: StudyObserver
         observer.queued(words)
         _follow(queued, observer, record)
         return
+    _check_left(path, missing)
     if missing and not how.elsewhere:
         _warm_up(path, missing[0], observer)
     going: list[RunCommand] = []
@@ -174,6 +177,25 @@ def _run_missing(path: Path, runs: Sequence[PlannedRun], observer: StudyObserver
                 observer.goes_on()
     finally:
         end_all(going)
+
+
+def _check_left(path: Path, runs: Iterable[PlannedRun]) -> None:
+    """Refuse to start runs that go on as jobs of an earlier command, which still write into their folders.
+
+    Raises:
+        UserError: some do, or their place does not answer.
+    """
+    left = []
+    for run in runs:
+        folder, cluster = run_folder(path, run.name), run.place.cluster()
+        job = PlaceFiles(folder).job()
+        if job and cluster is not None and state_of(cluster, job).phase is not JobPhase.ENDED:
+            left.append(str(folder))
+    if left:
+        raise UserError(
+            f"{', '.join(left)}: jobs of an earlier command go on there: wait for their ends, or end each with "
+            "`echelon stop`, then continue the study"
+        )
 
 
 def _follow(queued: QueuedRuns, observer: StudyObserver, record: Recorder) -> None:
@@ -219,7 +241,8 @@ def _warm_up(path: Path, first: PlannedRun, observer: StudyObserver) -> None:
 
 
 def _end_of(run: PlannedRun, folder: Path, outcome: tuple[int, str], waited_s: float) -> RunEnd:
-    return RunEnd(run.name, *_outcome(folder, *outcome), command_seconds(folder, waited_s), waited_s)
+    seconds = command_seconds(folder, waited_s)
+    return RunEnd(run.name, *_outcome(folder, *outcome), seconds, waited_s, dict(run.settings))
 
 
 def command_seconds(folder: Path, waited_s: float) -> float:
@@ -244,7 +267,7 @@ def _outcome(folder: Path, code: int, error: str) -> tuple[str, str]:
     if status in ("stopped", "") and code > _SIGNALLED:  # empty: before it had begun
         return "stopped", "a signal stopped it"
     how = f"its command ended with {signal_name(-code) if code < 0 else f'exit code {code}'}"
-    return "failed", message or error or how
+    return "failed", (message if status == "failed" else "") or error or message or how
 
 
 def refused_settings(study: Study, check: Callable[[Resolved], object]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from echelon.records.file import newest, read_records
 from echelon.records.going import LOCK_FILE
 from echelon.records.kinds import End, RunEnd, Start
 from echelon.study.base import COMPLETED, PlannedRun
-from echelon.study.settings import arguments_of
+from echelon.study.settings import arguments_of, short_name
 
 RUNS_FOLDER = "runs"
 OUTPUT_FOLDER = "output"
@@ -38,12 +38,33 @@ def read_ends(study: Path) -> dict[str, RunEnd]:
     return {end.run: end for end in read_records(study, RunEnd)}
 
 
-def is_over(study: Path, run: PlannedRun, ends: Mapping[str, RunEnd]) -> bool:
-    """Return whether a run is not to be started again: it completed, or was refused, or failed."""
+def is_over(study: Path, run: PlannedRun, ends: Mapping[str, RunEnd], retry: bool = False) -> bool:
+    """Return whether a run is not to be started again: it completed, or was refused, or failed.
+
+    Args:
+        retry: refused and failed runs are.
+
+    Raises:
+        UserError: it completed with other settings than the study has now.
+    """
     end = ends.get(run.name)
-    if end is not None and end.status in SETTLED:
+    changed = _changed(run, end.settings) if end is not None and end.settings else ""
+    if end is not None and end.status in SETTLED and not changed and not retry:
         return True
-    return completed(run_folder(study, run.name))
+    if not completed(run_folder(study, run.name)):
+        return False
+    if changed:
+        raise UserError(f"{study}: {run.name} completed with {changed}: put that back, or choose another --run")
+    return True
+
+
+def _changed(run: PlannedRun, before: Mapping[str, str]) -> str:
+    """Return the first setting that a run was given otherwise before, in words; where it ran may change."""
+    for name in sorted({*run.settings, *before} - {"launch.on"}):
+        then, now = before.get(name, "its default"), run.settings.get(name, "its default")
+        if then != now:
+            return f"{short_name(name)} {then}, which is {now} now"
+    return ""
 
 
 def completed(folder: Path) -> bool:

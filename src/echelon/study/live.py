@@ -15,6 +15,7 @@ from echelon.core.columns import seconds_column
 from echelon.core.units import format_metric, format_seconds
 from echelon.observe.screen import QUIET_S
 from echelon.study.base import COMPLETED, PlannedRun
+from echelon.study.execute import How
 from echelon.study.folder import RunEnd, run_folder
 from echelon.study.progress import CUT_SHORT, UNFINISHED, RunStatus, Tail, progress_at_end, seconds_left
 
@@ -59,7 +60,7 @@ class StudyDisplay:
                 if len(values := {str(run.settings[name]) for run in runs if name in run.settings}) == 1
             ]
             self._print(
-                f"{len(runs) - len(over)} runs{''.join(common)}, {self._pace}, in {self._path}; "
+                f"{len(runs) - len(over)} runs{''.join(common)}, {How(at_once=self._at_once).pace}, in {self._path}; "
                 f"Ctrl-C stops the study, `echelon compare --run {self._path}` continues it"
             )
         self.goes_on()
@@ -104,10 +105,6 @@ class StudyDisplay:
         if not self._console.is_terminal:
             states = list(self._states.values())
             self._print(_line(state, f"{_over(states)}/{len(states)}", seconds_left(states) / self._at_once))
-
-    @property
-    def _pace(self) -> str:
-        return "one after the other" if self._at_once == 1 else f"up to {self._at_once} at once"
 
     def _over(self, state: RunStatus, end: RunEnd) -> None:
         state.status, state.seconds, state.message, state.waited_s = end.status, end.seconds, end.message, end.waited_s
