@@ -9,6 +9,7 @@ from enum import StrEnum
 from statistics import fmean
 
 from echelon.study.base import COMPLETED, Study
+from echelon.study.grid import is_excluded
 from echelon.study.intervals import Interval, mean_interval, ratio_interval, reached_at
 from echelon.study.metric import PrimaryMetric
 from echelon.study.tables import PointRow, RunRow
@@ -122,6 +123,8 @@ def compare(study: Study, runs: Sequence[RunRow]) -> list[ComparisonGroup]:
         mine = [r for r in runs if r.terms == terms.label]
         by_candidate = {c.label: [r for r in mine if r.candidate == c.label] for c in study.candidates}
         planned = [label for label, rows in by_candidate.items() if rows]
+        if all(is_excluded(candidate, terms, study.exclude) for candidate in study.candidates):
+            continue
         target = next((r.target for r in mine if r.target is not None), None)
         base = _done(by_candidate[study.baseline.label])
         compared = [_compare(study, label, by_candidate[label], base) for label in planned]

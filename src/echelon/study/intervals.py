@@ -44,9 +44,14 @@ def mean_interval(values: Sequence[float]) -> Interval:
     if n < FEWEST_SEEDS:
         return Interval(fmean(values), None, None)
     means = sorted(_resampled_means(values))
-    t = _T975[n - 2] if n - 2 < len(_T975) else 1.96
+    t = _t975(n - 1)
     tail = NormalDist().cdf(-math.sqrt(n / (n - 1)) * t)
     return Interval(fmean(values), _quantile(means, tail), _quantile(means, 1 - tail))
+
+
+def _t975(degrees: int) -> float:
+    """Return the 97.5% quantile of Student's t; of many degrees of freedom by Fisher's expansion, to three digits."""
+    return _T975[degrees - 1] if degrees <= len(_T975) else 1.96 + 2.372 / degrees + 2.823 / degrees**2
 
 
 def ratio_interval(over: Sequence[float], under: Sequence[float]) -> Interval:

@@ -84,7 +84,7 @@ def test_whose_gain_is_not_predicted_is_told_with_the_reason(tmp_path: Path) -> 
         Candidate("sync=allreduce", {"strategy.sync": "allreduce"}),
         Candidate("sync=local(period=4)", {"strategy.sync": "local(period=4)"}),
         Candidate("lr=1", {"optimizer.lr": "1"}),
-        Candidate("again", {}),
+        Candidate("as it is", {}),
     )
     study = Study({"data.source": "digits"}, candidates, seeds=(0, 1))
     report = write_study(make_study(tmp_path, study, {c.label: Planted() for c in candidates}))

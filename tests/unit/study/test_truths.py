@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist, stdev
 
 import pytest
 
@@ -153,6 +155,14 @@ def test_each_set_of_terms_has_a_comparison_of_its_own(tmp_path: Path) -> None:
     assert sum(w.startswith("[link=10mbit] ") for w in report.words) >= 2
 
 
+def test_terms_under_which_all_is_excluded_have_no_comparison(tmp_path: Path) -> None:
+    study = from_tries({"data.source": "digits"}, [BASE, "lr=1"], "3")
+    terms = tuple(Terms(f"link={link}", {"launch.link": link}) for link in ("1gbit", "10gbit"))
+    study = replace(study, terms=terms, exclude=({"launch.link": ["10gbit"]},))
+    report = write_study(make_study(tmp_path, study, {BASE: Planted(), "lr=1": Planted()}))
+    assert [group.terms for group in report.groups] == ["link=1gbit"]
+
+
 def test_equal_terms_are_checked_and_said(tmp_path: Path) -> None:
     same = studied(tmp_path / "same", {BASE: Planted(), "lr=1": Planted(affinity=("0-1", "0-1", "0-1"))})
     assert "The same for all runs: threads of each worker: 1, cores it may use: 0-1." in same.words
@@ -202,6 +212,10 @@ def test_intervals() -> None:
     assert many == mean_interval([float(i % 10) for i in range(100)])
     assert many.low is not None and many.high is not None
     assert many.high - many.low == pytest.approx(2 * 1.96 * 2.872 / math.sqrt(99), rel=0.05)
+    normal = [NormalDist().inv_cdf((i + 0.5) / 17) for i in range(17)]
+    seventeen = mean_interval(normal)  # Student's t of 16 degrees of freedom is 2.120
+    assert seventeen.low is not None and seventeen.high is not None
+    assert seventeen.high - seventeen.low == pytest.approx(2 * 2.120 * stdev(normal) / math.sqrt(17), rel=0.03)
     ratio = ratio_interval([2, 4, 6], [1, 2, 3])
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2, 2, 2))
 
