@@ -512,9 +512,9 @@ def compare(
     if objects := [name for name, value in settings.items() if callable(value)]:
         raise UserError(f"{objects[0]}: each run of a study is a command: name code of yours as 'module:name'")
     base = {name: str(value) for name, value in _by_setting(settings).items()}
-    if tries:
-        base |= {"data.source": data, "model.name": model}
-    elif data != "digits":
+    if tries or model != "auto":
+        base["model.name"] = model
+    if tries or data != "digits":
         base["data.source"] = data
     count = "" if seeds is None else str(seeds) if isinstance(seeds, int) else ",".join(map(str, seeds))
     request = StudyRequest(base, tuple(tries), count, tune_lr=tune_lr, equal_time=equal_time)

@@ -37,6 +37,11 @@ def test_dir_lists_the_public_names_alone() -> None:
         ({"tries": ["compression=int8"], "seed": 3}, "write seeds=3"),
         ({}, "nothing to compare|no candidate"),
         ({"tries": ["compresion=int8"]}, "unknown setting"),
+        (
+            {"data": "study.yaml", "model": "resnet20"},
+            "describes the whole study: write there what model.name should be",
+        ),
+        ({"run": "study", "model": "resnet20"}, "no candidate to compare"),
     ],
 )
 def test_a_study_that_cannot_be_is_refused_in_one_line(call: dict, message: str) -> None:

@@ -9,8 +9,10 @@ from statistics import fmean
 from echelon.core.units import format_seconds
 from echelon.study.base import BASELINE_TIME, COMPLETED, Stage, Study
 from echelon.study.compare import metric_of
+from echelon.study.grid import run_places
 from echelon.study.intervals import Interval, mean_interval
 from echelon.study.metric import PrimaryMetric
+from echelon.study.stages import epochs_of
 from echelon.study.tables import RunRow
 
 _LATE = 1.05
@@ -56,7 +58,12 @@ def compare_in_time(study: Study, rows: Sequence[RunRow]) -> list[TimeGroup]:
             continue
         mine = [r for r in rows if r.terms == terms.label and r.status == COMPLETED and r.final is not None]
         metric, epochs = metric_of(mine), study.choices.epochs.get(terms.label, {})
-        ends = {label: _ends(mine, label, n) for label, n in epochs.items()}
+        planned = {
+            place.candidate.label: epochs_of(place.settings(study))
+            for place in run_places(study)
+            if place.terms == terms and place.candidate.label in epochs
+        }
+        ends = {label: _ends(mine, label, n, planned.get(label)) for label, n in epochs.items()}
         base = ends.get(study.baseline.label, {})
         step_statuses = [_result(label, n, ends[label], base, metric) for label, n in epochs.items()]
         known = sorted((s for s in step_statuses if s.value is not None), key=lambda s: -metric.score(s.value or 0.0))
@@ -65,10 +72,14 @@ def compare_in_time(study: Study, rows: Sequence[RunRow]) -> list[TimeGroup]:
     return groups
 
 
-def _ends(rows: Sequence[RunRow], label: str, epochs: int) -> dict[int, RunRow]:
-    """Return a candidate's runs of so many epochs by seed."""
-    wanted = [r for r in rows if r.candidate == label and r.stage in (Stage.TIME, Stage.EPOCHS)]
-    return {r.seed: r for r in wanted if epochs and round(r.epochs or 0.0) == epochs}
+def _ends(rows: Sequence[RunRow], label: str, epochs: int, planned: int | None) -> dict[int, RunRow]:
+    """Return a candidate's runs of so many epochs by seed; any may have stopped early.
+
+    Args:
+        planned: epochs of its runs of the study itself.
+    """
+    stage = Stage.EPOCHS if epochs == planned else Stage.TIME
+    return {r.seed: r for r in rows if epochs and (r.candidate, r.stage) == (label, stage)}
 
 
 def _result(

@@ -41,6 +41,8 @@ def rate_runs(study: Study) -> list[PlannedRun]:
     runs = []
     for place in _first_of_each(plain):
         settings = place.settings(plain)
+        if _built(settings) is None:
+            continue
         for factor in FACTORS:
             tried = {**settings, **_shortened(settings), _RATE: f"{rate_of_settings(settings) * factor:.6g}"}
             name = f"lr-{place.number:02d}-x{factor:g}-s{place.seed}"
@@ -49,16 +51,21 @@ def rate_runs(study: Study) -> list[PlannedRun]:
 
 
 def best_rates(study: Study, rows: Sequence[RunRow]) -> dict[str, str]:
-    """Return the learning rate that reached most, of each candidate with a run that ended; earlier choices stay."""
+    """Return the learning rate that reached most, of each candidate with a run that converged; earlier choices stay."""
     rates: dict[str, str] = dict(study.choices.rates)
     tried = [r for r in rows if r.stage == Stage.RATES and r.status == COMPLETED and r.final is not None and r.lr]
+    has_loss = any(r.eval_loss is not None for r in tried)  # else nothing records one, not even that it was not finite
     for candidate in study.candidates:
         twin = next(c for c in study.candidates if dict(c.settings) == dict(candidate.settings))
-        mine = [r for r in tried if r.candidate == twin.label and math.isfinite(r.eval_loss or 0.0)]
+        mine = [r for r in tried if r.candidate == twin.label and (not has_loss or _is_finite(r.eval_loss))]
         if mine and candidate.label not in rates:
             best = max(mine, key=lambda r: (r.primary.score(r.final or 0.0), -(r.eval_loss or 0.0)))
             rates[candidate.label] = f"{best.lr:.6g}"
     return rates
+
+
+def _is_finite(loss: float | None) -> bool:
+    return loss is not None and math.isfinite(loss)
 
 
 def epochs_in_time(study: Study, rows: Sequence[RunRow]) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
@@ -130,8 +137,8 @@ def check_stages(study: Study) -> None:
         _given_s(study)
     except UserError as error:
         raise UserError(f"{error}; or {BASELINE_TIME}, for what the baseline takes") from None
-    limited = next((r for r in planned_runs(study) if int(r.settings.get(_STEPS) or 0)), None)
-    if limited is not None:
+    configs = [_built(run.settings) for run in planned_runs(study)]
+    if any(config.training.max_steps for config in configs if config is not None):
         raise UserError(
             "--equal-time gives candidates the epochs that end in the time: give --epochs instead of --max-steps"
         )
@@ -139,14 +146,27 @@ def check_stages(study: Study) -> None:
 
 def epochs_of(settings: Settings) -> int:
     """Return the epochs of a run: as given, or as its task suggests."""
-    given = settings.get(_EPOCHS)
-    return int(given) if given else _described(settings).training.epochs
+    config = _built(settings) if settings.get(_EPOCHS) else None
+    return (config or _described(settings)).training.epochs
 
 
 def rate_of_settings(settings: Settings) -> float:
     """Return the learning rate of a run: as given, or as its task, or the weights that it starts from, suggest."""
-    given = settings.get(_RATE)
-    return float(given) if given else _described(settings).optimizer.lr
+    config = _built(settings) if settings.get(_RATE) else None
+    return (config or _described(settings)).optimizer.lr
+
+
+def _built(settings: Settings) -> RunConfig | None:
+    """Return a run's description without what its task suggests; None: the run is refused, alone, when it begins."""
+    return _built_once(tuple(sorted(settings.items())))
+
+
+@cache
+def _built_once(settings: tuple[tuple[str, str], ...]) -> RunConfig | None:
+    try:
+        return build(None, dict(settings)).config
+    except UserError:
+        return None
 
 
 def _described(settings: Settings) -> RunConfig:
@@ -184,6 +204,7 @@ def _first_of_each(study: Study) -> Iterator[RunPlace]:
 
 
 def _shortened(settings: Settings) -> dict[str, str]:
-    steps = int(settings.get(_STEPS) or 0)
+    config = _built(settings)
+    steps = config.training.max_steps if config is not None else 0
     fewer = {_STEPS: str(max(1, steps // SHORTER))} if steps else {}
     return {_EPOCHS: str(max(1, round(epochs_of(settings) / SHORTER))), **fewer, "training.eval_every": "0"}

@@ -11,9 +11,10 @@ import pytest
 
 from echelon.core.errors import UserError
 from echelon.study import from_tries, load_study, open_study, planned_runs, write_study
-from echelon.study.base import COMPLETED, Choices, PlannedRun, Study
+from echelon.study.base import COMPLETED, Choices, PlannedRun, Stage, Study
 from echelon.study.collect import collect
-from echelon.study.file import write_choices
+from echelon.study.equal_time import compare_in_time
+from echelon.study.file import checked, write_choices
 from echelon.study.folder import run_folder
 from echelon.study.stages import (
     all_runs,
@@ -25,6 +26,7 @@ from echelon.study.stages import (
     rate_runs,
     time_runs,
 )
+from echelon.study.tables import RunRow
 from tests.unit.study.fixtures import EPOCHS, Planted, write_run
 
 BASE, INT8 = "sync=allreduce", "compression=int8"
@@ -91,6 +93,35 @@ def test_a_rate_that_never_ended_a_run_is_left_as_it_is(tmp_path: Path) -> None:
     open_study(tmp_path, STUDY)
     write(tmp_path, rate_runs(STUDY), lambda run: Planted(status="failed", epochs=2))
     assert best_rates(STUDY, collect(tmp_path, STUDY)[0]) == {}
+
+
+def test_a_rate_whose_loss_was_not_finite_is_not_chosen(tmp_path: Path) -> None:
+    open_study(tmp_path, STUDY)
+    write(tmp_path, rate_runs(STUDY), lambda run: replace(at_rate(run), finite=run.settings["optimizer.lr"] != "0.2"))
+    assert best_rates(STUDY, collect(tmp_path, STUDY)[0])[BASE] == "0.1"
+
+
+@pytest.mark.parametrize("wrong", ["lr=abc", "epochs=ten", "max_steps=1k"])
+def test_a_candidate_that_is_refused_is_refused_alone(wrong: str) -> None:
+    study = replace(from_tries({}, [BASE, wrong], "1"), tune_lr=True, equal_time="baseline")
+    assert checked(study) is study
+    assert {run.candidate for run in rate_runs(study)} == {BASE}
+
+
+def test_runs_that_stopped_early_count_in_equal_time() -> None:
+    study = replace(
+        from_tries({"training.epochs": "10", "training.early_stop": "2"}, [BASE, INT8], "1"), equal_time="1h"
+    )
+    study = replace(study, choices=Choices({}, {"": 3600.0}, {"": {BASE: 10, INT8: 20}}))
+    rows = [
+        RunRow("a", BASE, "", 0, "completed", "", run_s=60.0, epochs=6.0, metric="top1", metrics={"top1": 0.9}),
+        RunRow("b", INT8, "", 0, "completed", "", run_s=60.0, epochs=6.0, metrics={"top1": 0.9}),
+        RunRow(
+            "time-b", INT8, "", 0, "completed", "", stage=Stage.TIME, run_s=70.0, epochs=7.0, metrics={"top1": 0.95}
+        ),
+    ]
+    (group,) = compare_in_time(study, rows)
+    assert {s.candidate: s.value for s in group.step_statuses} == {BASE: 0.9, INT8: 0.95}
 
 
 def test_equal_time_is_the_epochs_that_end_in_it(tmp_path: Path) -> None:
