@@ -133,11 +133,11 @@ class RecordCopy:
             if chunk.position:
                 return
             self.feed, self.position, self._is_complete = chunk.feed, 0, False
-            self._coming.write_bytes(b"")
         if chunk.position != self.position:
             return
-        if chunk.data:
+        if chunk.data or not self._is_complete:
             with (self._path if self._is_complete else self._coming).open("ab") as file:
+                file.truncate(self.position)  # beyond it is what an older feed, or a write to a full disk, left
                 file.write(chunk.data)
             self.position += len(chunk.data)
         if chunk.is_end and not self._is_complete:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
-from echelon.launch.record_copy import RecordCopy, RecordFeed
+import pytest
+
+from echelon.launch.record_copy import RecordChunk, RecordCopy, RecordFeed
 from echelon.records.file import Recorder, read_records
 from echelon.records.kinds import Start, Steps
 
@@ -72,3 +75,21 @@ def test_what_is_lost_or_repeated_changes_nothing_and_a_new_feed_counts_once_it_
     record.close()
     for each in (feed, anew):
         each.close()
+
+
+def test_what_a_full_disk_cut_short_is_written_once(tmp_path: Path) -> None:
+    copy, lines = RecordCopy(tmp_path), [b'{"step": %d}\n' % step for step in range(1000)]
+    first, second = b"".join(lines[:500]), b"".join(lines[500:])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for feed in ("begun", "begun anew"):
+        for data, position, fits in ((first, 0, 100), (second, len(first), len(first) + 100)):
+            chunk = RecordChunk(feed, position, data, is_end=True)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (fits, hard))
+            try:
+                with pytest.raises(OSError):
+                    copy.take(chunk)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert copy.position == position
+            copy.take(chunk)
+        assert (tmp_path / "record-copy.jsonl").read_bytes() == first + second
