@@ -273,3 +273,15 @@ def test_an_array_of_runs_whose_tasks_go_on_by_their_own_numbers(
     assert (runs[1].run / "logs" / "slurm.out").exists() and not (runs[0].run / "logs" / "slurm.out").exists()
     phases = {job: state.phase for job, state in place.states(jobs).items()}
     assert phases == {"12_0": JobPhase.RUNS, "12_1": JobPhase.ENDED, "12_2": JobPhase.WAITS}
+
+
+def test_a_percent_sign_in_a_folder_stands_for_itself() -> None:
+    place, run = _build("slurm"), Submission(Path("/home/me/runs/50%n"), Path("/home/me"))
+    chained = ChainedJob("tune", run.run / "a%j.sh", {0: ["echo"]}, is_array=True)
+    array = RunArray("study", run.run / "a%j.sh", [run], at_once=1)
+    for text, outputs in (
+        (place.text(run), ["/home/me/runs/50%%n/logs/slurm.out", "/home/me/runs/50%%n/logs/node%n.out"]),
+        (place.chained_text(chained), ["/home/me/runs/50%%n/a%%j-%a.out"]),
+        (place.array_text(array), ["/home/me/runs/50%%n/a%%j.out"]),
+    ):
+        assert [word.removeprefix("--output=") for word in text.split() if word.startswith("--output=")] == outputs

@@ -155,7 +155,7 @@ class Slurm(ArrayCluster):
         yield f"--signal=B:TERM@{self._notice_s()}"
         yield "--requeue"
         yield "--open-mode=append"
-        yield f"--output={shlex.quote(str(output))}"
+        yield f"--output={_output_file(output.parent, _literal(output.name))}"
         yield f"--chdir={shlex.quote(str(folder))}"
         if self.extra:
             yield self.extra
@@ -168,7 +168,7 @@ class Slurm(ArrayCluster):
             stop=shlex.quote(str(files.stop)),
             script=shlex.quote(str(files.text)),
             jobs=shlex.quote(str(files.jobs)),
-            output=shlex.quote(str(submission.run / "logs" / "node%n.out")),
+            output=_output_file(submission.run / "logs", "node%n.out"),
             command=shlex.join(submission.command),
         )
         options = self._options(submission.run.name, submission.run / "logs" / "slurm.out", submission.folder)
@@ -213,8 +213,8 @@ class Slurm(ArrayCluster):
             "--kill-on-invalid-dep=yes",
             f"--signal=B:TERM@{self._notice_s()}",
         ]
-        output = job.script.with_name(f"{job.script.stem}{'-%a' * job.is_array}.out")
-        options += [f"--output={shlex.quote(str(output))}"]
+        output = f"{_literal(job.script.stem)}{'-%a' * job.is_array}.out"
+        options += [f"--output={_output_file(job.script.parent, output)}"]
         options += [f"--array={','.join(map(str, job.commands))}"] if job.is_array else []
         # The step's process keeps to its time itself; Slurm gives notice before its own, up to a minute early.
         options += [f"--time={math.ceil((job.time_s + self._notice_s()) / 60) + 1}"] if job.time_s else []
@@ -327,6 +327,15 @@ class Slurm(ArrayCluster):
 def _head(options: Iterable[str]) -> str:
     """Return the first lines of a batch script."""
     return "".join(["#!/bin/bash\n", *(f"#SBATCH {option}\n" for option in options)])
+
+
+def _output_file(folder: Path, pattern: str) -> str:
+    """Return a file for Slurm's --output, quoted: what begins with % in the pattern alone stands for something."""
+    return shlex.quote(f"{_literal(str(folder))}/{pattern}")
+
+
+def _literal(text: str) -> str:
+    return text.replace("%", "%%")
 
 
 def _sbatch(script: Path) -> str:
