@@ -28,9 +28,11 @@ def parse_rendezvous(text: str) -> Address:
     Address(host='node0', port=29400)
 
     Raises:
-        UserError: host or port is missing.
+        UserError: host or port is missing, or the host is an IPv6 address.
     """
     host, _, port = text.rpartition(":")
+    if host.startswith("[") or host.count(":") > 1:
+        raise UserError(f"--rendezvous {text}: machines meet by IPv4: write a host's name, or its IPv4 address")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(f"--rendezvous {text!r}: write HOST:PORT, for example node0:29400")
     return Address(host, int(port))

@@ -11,35 +11,40 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from echelon.core.address import Address
 from echelon.core.errors import UserError
 
 NETWORK_S = 30.0  # a machine that has just started, or whose cable was out, may have its network by then
 _AGAIN_S = 0.25
-_DOWN = (errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
+_DOWN = (errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, socket.EAI_AGAIN)
+_UNKNOWN = (socket.EAI_NONAME, socket.EAI_NODATA)
 _ELSEWHERE = "198.51.100.1"  # reserved for documentation: nobody has it
 
 
-def own_address(rendezvous: Address, say: Callable[[str], None] | None = None) -> str:
+def own_address(rendezvous: Address, say: Callable[[str], None] | None = None, name_s: float = 0.0) -> str:
     """Return this machine's address on the way to the rendezvous: host names often lead to loopback.
 
-    Where no network leads there, it is waited for; `say` is told so, once.
+    Where no network leads there, or no name server answers, it is waited for; `say` is told so, once.
+
+    Args:
+        name_s: how long a name that nobody knows is waited for: a place makes that of its first machine known late.
 
     Raises:
         UserError: the host is unknown, or after `NETWORK_S` there is still no way to it.
     """
-    ends = time.monotonic() + NETWORK_S
+    begun = time.monotonic()
     while True:
         try:
             return _own_address(rendezvous.host, rendezvous.port)
         except OSError as error:
             reason = f"--rendezvous {rendezvous}: cannot be reached ({error.strerror})"
-            if error.errno not in _DOWN or time.monotonic() > ends:
+            is_down, is_unknown = error.errno in _DOWN, error.errno in _UNKNOWN
+            most_s = max(name_s, NETWORK_S) if is_down else name_s if is_unknown else 0.0
+            if time.monotonic() - begun >= most_s:
                 raise UserError(reason) from None
         if say is not None:
-            say(f"{reason}; waiting up to {NETWORK_S:g} s for a network")
+            say(f"{reason}; waiting up to {most_s:g} s for {'a network' if is_down else 'its name'}")
             say = None
         time.sleep(_AGAIN_S)
 
@@ -108,12 +113,11 @@ def own_number(voters: Sequence[Address], machines: int, say: Callable[[str], No
 
 
 def _own_address(host: str, port: int) -> str:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    own = _address_towards(family, address)
+    own = _address_towards((_ipv4_of(host), port))
     if not ipaddress.ip_address(own).is_loopback:
         return own
     try:  # this is the first machine, and knows its own name by loopback: others come by the default route
-        return _address_towards(socket.AF_INET, (_ELSEWHERE, port))
+        return _address_towards((_ELSEWHERE, port))
     except OSError:  # there are no other machines
         return own
 
@@ -125,12 +129,16 @@ def listening_addresses(rendezvous: Address) -> list[str]:
         UserError: the host is unknown.
     """
     own = own_address(rendezvous)
-    of_name = socket.getaddrinfo(rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM)[0][4][0]
-    return list(dict.fromkeys((own, str(of_name))))
+    return list(dict.fromkeys((own, _ipv4_of(rendezvous.host))))
 
 
-def _address_towards(family: int, address: tuple[Any, ...]) -> str:
-    with socket.socket(family, socket.SOCK_DGRAM) as way:
+def _ipv4_of(host: str) -> str:
+    """Return a host's IPv4 address: machines meet by these."""
+    return str(socket.getaddrinfo(host, None, family=socket.AF_INET)[0][4][0])
+
+
+def _address_towards(address: tuple[str, int]) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect(address)  # chooses a route, sends nothing
         own: str = way.getsockname()[0]
         return own
@@ -138,5 +146,5 @@ def _address_towards(family: int, address: tuple[Any, ...]) -> str:
 
 def is_own(host: str, address: str) -> bool:
     """Whether a host is this machine, which has an address."""
-    target = str(socket.getaddrinfo(host, None)[0][4][0])
+    target = _ipv4_of(host)
     return target == address or ipaddress.ip_address(target).is_loopback

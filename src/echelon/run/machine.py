@@ -164,14 +164,13 @@ def _round_settings(run: ResolvedRun, plan: LaunchPlan) -> RoundSettings:
 
 @contextmanager
 def _among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path, scratch: Path) -> Iterator[Machine]:
-    from echelon.launch.addresses import own_address
     from echelon.launch.machines import FirstMachine, OtherMachine, StateReport
     from echelon.launch.meeting import Meeting, SecretSource, interface_of
     from echelon.messages.identity import PUBLIC_SECRET, make_secret, write_secret
     from echelon.messages.key_values import KeyValueTables
 
     rendezvous = _rendezvous(plan)
-    own, folder = own_address(rendezvous), path / SECRET_FOLDER
+    own, folder = _own_address(run, plan), path / SECRET_FOLDER
     arrival = _arrival(plan, common_settings(run.described), own)
     terms = _round_settings(run, plan)
     job = ranks_job(plan, interface=interface_of(own))
@@ -220,13 +219,12 @@ def _with_servers(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Record
 
 def _watch_first(run: ResolvedRun, plan: LaunchPlan, path: Path, part: ServerPart) -> FirstMachineWatch:
     """Begin to ask the first machine whether it is there; roles wait for its scheduler for `--timeout`."""
-    from echelon.launch.addresses import own_address
     from echelon.launch.machines import FirstMachineContact, FirstMachineWatch
     from echelon.launch.meeting import SecretSource
 
     rendezvous = _rendezvous(plan)
     secret = SecretSource(path / ROLES_FOLDER, plan.trusted_network)
-    arrival = _arrival(plan, common_settings(run.described), own_address(rendezvous))
+    arrival = _arrival(plan, common_settings(run.described), _own_address(run, plan))
     lost_s, patience_s = run.timeout_s / 2, run.machine_patience_s
     first = FirstMachineContact(rendezvous, secret, arrival, part.scheduler)
     return FirstMachineWatch(first, say, lost_s, patience_s)
@@ -284,12 +282,11 @@ def _servers_on_links(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Re
 @contextmanager
 def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[ServerPart]:
     """Meet the other machines at the rendezvous: the first one has the scheduler, servers are spread over all."""
-    from echelon.launch.addresses import own_address
     from echelon.launch.meeting import Admission, Arrival, Meeting, Register, Shape
     from echelon.messages.identity import read_secret, write_secret
 
     rendezvous = _rendezvous(plan)
-    own, settings = own_address(rendezvous), server_settings(run.sync)
+    own, settings = _own_address(run, plan), server_settings(run.sync)
     layout = run.layout_for(plan.workers * plan.nodes.most)
     shape = Shape(plan.nodes.least, plan.nodes.most, settings.servers, settings.replicas)
     arrival = _arrival(plan, common_settings(run.described), own)
@@ -387,6 +384,19 @@ def _rendezvous(plan: LaunchPlan) -> Address:
     if plan.trusted_network and SECRET_VARIABLE in os.environ:
         raise UserError(f"--trusted-network goes without a secret: unset {SECRET_VARIABLE}, or leave it out")
     return plan.rendezvous
+
+
+def _own_address(run: ResolvedRun, plan: LaunchPlan) -> str:
+    """Return this machine's address on the way to the first one.
+
+    Raises:
+        UserError: no way leads there.
+    """
+    from echelon.launch.addresses import own_address
+
+    if plan.node_rank is None:  # its user named the host
+        return own_address(_rendezvous(plan))
+    return own_address(_rendezvous(plan), say, run.machine_patience_s if plan.meets_again else run.timeout_s)
 
 
 def _is_first(plan: LaunchPlan, rendezvous: Address, own_address: str) -> bool:

@@ -7,10 +7,11 @@ import os
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from echelon.core.address import Address
+from echelon.core.address import Address, parse_rendezvous
 from echelon.core.errors import UserError
 from echelon.launch import addresses
 
@@ -21,10 +22,10 @@ def test_a_network_that_is_down_is_waited_for_and_a_name_that_nobody_knows_is_no
     there, said, downs = Address("127.0.0.1", 29400), list[str](), [errno.ENETUNREACH, errno.ENETDOWN]
     real = addresses._address_towards
 
-    def towards(family: int, address: tuple[object, ...]) -> str:
+    def towards(address: tuple[str, int]) -> str:
         if downs:
             raise OSError(downs[-1], os.strerror(downs.pop()))
-        return real(family, address)
+        return real(address)
 
     monkeypatch.setattr(addresses, "_address_towards", towards)
     assert addresses.own_address(there, said.append) and not downs
@@ -37,6 +38,47 @@ def test_a_network_that_is_down_is_waited_for_and_a_name_that_nobody_knows_is_no
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: (_ for _ in ()).throw(socket.gaierror(-2, "no name")))
     with pytest.raises(UserError, match="no name"):
         addresses.own_address(there)
+
+
+@pytest.mark.parametrize(
+    "number, name_s, words",
+    [
+        (socket.EAI_AGAIN, 0.0, "for a network"),  # just booted: no name server answers
+        (socket.EAI_NONAME, 600.0, "up to 600 s for its name"),  # a place names its first machine late
+        (socket.EAI_NODATA, 600.0, "for its name"),
+    ],
+)
+def test_a_name_that_is_not_known_yet_is_waited_for(
+    number: int, name_s: float, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, said, real = [number], list[str](), socket.getaddrinfo
+
+    def resolve(host: str, *arguments: Any, **named: Any) -> Any:
+        if failures:
+            raise socket.gaierror(failures.pop(), "no name")
+        return real("127.0.0.1" if host == "job-0.job" else host, *arguments, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert addresses.own_address(Address("job-0.job", 29400), said.append, name_s) and not failures
+    assert len(said) == 1 and words in said[0]
+
+
+def test_a_host_with_ipv6_too_is_met_by_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.getaddrinfo
+
+    def resolve(host: str, port: Any, family: int = 0, **named: Any) -> Any:
+        loopback = "127.0.0.1" if family == socket.AF_INET else "::1"
+        return real(loopback if host == "node0" else host, port, family, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert "127.0.0.1" in addresses.listening_addresses(Address("node0", 29400))
+    assert addresses.is_own("node0", "10.0.0.1")
+
+
+@pytest.mark.parametrize("text", ["::1:29400", "[2001:db8::1]:29400"])
+def test_an_ipv6_address_is_refused_in_words(text: str) -> None:
+    with pytest.raises(UserError, match=r"machines meet by IPv4: write a host's name, or its IPv4 address"):
+        parse_rendezvous(text)
 
 
 HOLDS = """
