@@ -20,8 +20,11 @@ from echelon.launch.places.ssh import RANK_VARIABLE, Ssh
 
 SSH = """#!/bin/sh
 while [ "$1" = -o ] || [ "$1" = -p ]; do shift 2; done
+[ "$1" = -4 ] && shift
 host=$1; shift
 [ -e {folder}/silent-$host ] && {{ echo "connect to host $host: no route" >&2; exit 255; }}
+[ -e {folder}/greets ] && cat {folder}/greets
+[ -e {folder}/no-shell ] && exit 0
 export SSH_CONNECTION="10.0.0.9 5 10.0.0.1 22" XDG_STATE_HOME={folder}/state-$host
 exec sh -c "$*"
 """
@@ -149,6 +152,43 @@ def test_a_part_between_its_end_and_its_code_is_not_dead(begun: tuple[Ssh, Submi
     assert len((submission.run / "ranks").read_text().splitlines()) == 2, "a part that had ended began again"
 
 
+def test_what_a_shell_prints_when_it_starts_is_no_answer(
+    begun: tuple[Ssh, Submission, str], programs: Path, tmp_path: Path
+) -> None:
+    place, submission, job = begun
+    (programs / "greets").write_text("welcome to a host\nold 1.0\nno end of line: ")
+    place.check(submission, VERSIONS)
+    assert place.state(job).text == "running on a, b"
+    process = _process(programs, job, 1)
+    process.kill()
+    _wait(lambda: "the part on b died" in place.state(job).text)
+    place.keep(job, submission)
+    _wait(lambda: place.state(job).text == "running on a, b")
+    ssh = [str(programs / "ssh"), "a"]
+    (tmp_path / "sent").mkdir()
+    (tmp_path / "sent" / "file").write_text("x")
+    carried.send(ssh, tmp_path / "sent", ["file"], PurePosixPath(tmp_path / "there"))
+    run = tmp_path / "brought"
+    run.mkdir()
+    carried.bring_run(ssh, str(tmp_path / "there"), run)
+    assert (run / "file").read_text() == "x"
+    (programs / "no-shell").touch()
+    with pytest.raises(UserError, match="a: it runs no commands given over ssh: welcome to a host"):
+        place.check(submission, VERSIONS)
+    with pytest.raises(UserError, match="it runs no commands given over ssh"):
+        carried.send(ssh, tmp_path / "sent", ["file"], PurePosixPath(tmp_path / "there"))
+    (programs / "no-shell").unlink()
+
+
+def test_a_first_host_that_is_reached_by_ipv6_is_refused_where_others_come_to_it(programs: Path) -> None:
+    ssh = programs / "ssh"
+    ssh.write_text(ssh.read_text().replace("10.0.0.9 5 10.0.0.1 22", "fd00::9 5 fd00::1 22"))
+    submission, python = Submission(programs / "run", programs), f'python="{programs}/python"'
+    with pytest.raises(UserError, match=r"a is reached by IPv6 \(fd00::1\), and machines meet by IPv4"):
+        _build(f"ssh(hosts=a+b, {python})").check(submission, VERSIONS)
+    _build(f"ssh(hosts=a, {python})").check(submission, VERSIONS)
+
+
 def test_who_did_not_hear_of_the_end_is_stopped(
     begun: tuple[Ssh, Submission, str], programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +262,21 @@ def test_links_and_repositories_within_travel_too(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (work / "linked").symlink_to(tmp_path / "elsewhere")
     assert carried.working_files(work, work / "runs" / "one") == ["linked", "own.py", "vendor/lib/own.py"]
+
+
+def test_a_link_to_nowhere_travels_and_a_file_that_cannot_be_read_is_named(programs: Path) -> None:
+    here = programs / "work"
+    here.mkdir()
+    (here / ".#train.py").symlink_to("me@laptop.1")  # as an editor marks a file that is being changed
+    (here / ".gitignore").write_text("runs")
+    submission = Submission(here / "runs" / "one", here)
+    submission.run.mkdir(parents=True)
+    place = _build(f'ssh(hosts=a, folder="{programs}/there")')
+    place._send(submission)
+    code = Path(carried.base_there(place.folder, submission.run) / "code")
+    assert (code / ".#train.py").readlink() == Path("me@laptop.1")
+    with pytest.raises(UserError, match=r"work/gone.py cannot be sent \(No such file or directory\): make it readable"):
+        carried.send([str(programs / "ssh"), "a"], here, ["gone.py"], PurePosixPath(code))
 
 
 def test_checkpoints_that_are_not_here_are_kept_aside(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,10 @@ from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.launch.places.cluster import MIRRORED_FILE, PLACE_FOLDER, PlaceSilent
 
+_BEGUN = "echelon-begins-here"
+SAY_BEGUN = f"echo {_BEGUN}"
+"""Begins a script for a host: what shells print when they start comes before it (`answer_of`)."""
+_NO_COMMANDS = "it runs no commands given over ssh"
 TRANSFER_S = 24 * 3600.0  # what breaks off is noticed by ssh itself, within a quarter of a minute
 _CHECKPOINTS = "checkpoints"
 _TOLD_BY = "checkpoints/*/manifest.sha256 record*.jsonl"
@@ -34,6 +38,19 @@ _EXIT = f"{PLACE_FOLDER}/exit"
 _OF_PLACE = {_EXIT, f"{PLACE_FOLDER}/starts"}  # what the hosts write of it
 _NOT_BROUGHT = (PLACE_FOLDER, "machines")
 _SMALL: tuple[str, ...] = ("config.yaml", "launch.json", PLACE_FOLDER, "machines")
+
+
+def answer_of(text: str, host: str) -> str:
+    """Return what a script printed that began with `SAY_BEGUN`, without what the host's shell printed before it.
+
+    Raises:
+        UserError: the script did not begin.
+    """
+    before, begun, answer = text.partition(f"{_BEGUN}\n")
+    if not begun:
+        words = f": {' '.join(before.split())}" if before.strip() else ""
+        raise UserError(f"{host}: {_NO_COMMANDS}{words}")
+    return answer
 
 
 def base_there(folder: str, run: Path) -> PurePosixPath:
@@ -294,6 +311,9 @@ def _send(ssh: Sequence[str], folder: Path, files: Sequence[str], script: str) -
             child.stdin.close()
         except BrokenPipeError:  # said by how the connection ends
             return
+        except OSError as error:
+            why = f"cannot be sent ({error.strerror})"
+            raise UserError(f"{error.filename or folder} {why}: make it readable, or let .gitignore name it") from None
 
 
 def _ask(ssh: Sequence[str], script: str) -> str:
@@ -313,13 +333,16 @@ def _connection(ssh: Sequence[str], script: str) -> Iterator[subprocess.Popen[by
     """
     with tempfile.TemporaryFile() as words:
         child = subprocess.Popen(
-            [*ssh, f"sh -c {shlex.quote(script)}"],
+            [*ssh, f"sh -c {shlex.quote(f'{SAY_BEGUN}; {script}')}"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, start_new_session=True,
         )  # fmt: skip
         limit = threading.Timer(TRANSFER_S, child.kill)
         limit.start()
         try:
-            yield child
+            assert child.stdout is not None
+            has_begun = any(line.endswith(f"{_BEGUN}\n".encode()) for line in child.stdout)
+            if has_begun:
+                yield child
             code = child.wait()
         finally:
             limit.cancel()
@@ -332,8 +355,8 @@ def _connection(ssh: Sequence[str], script: str) -> Iterator[subprocess.Popen[by
         said = " ".join(words.read().decode(errors="replace").split())
     if code == 255 or code < 0:
         raise PlaceSilent(said or "the connection broke off")
-    if code:
-        raise UserError(said or f"exit code {code}")
+    if code or not has_begun:
+        raise UserError(said or (f"exit code {code}" if code else _NO_COMMANDS))
 
 
 def _close(pipe: IO[bytes]) -> None:

@@ -174,8 +174,8 @@ class Ssh(Cluster):
         """Whether a run's folder is common to this machine and the hosts."""
         return not self.folder
 
-    def _ssh(self, host: str) -> list[str]:
-        return ["ssh", *_OPTIONS, *shlex.split(self.options), host]
+    def _ssh(self, host: str, more: Sequence[str] = ()) -> list[str]:
+        return ["ssh", *_OPTIONS, *shlex.split(self.options), *more, host]
 
     def _run_there(self, run: Path) -> str:
         return str(carried.base_there(self.folder, run) / "run") if self.folder else str(run)
@@ -230,12 +230,13 @@ class Ssh(Cluster):
         """
         python = self._python(Submission(Path(), Path()))
         script = f'printf "%s\\n" "$SSH_CONNECTION"\n{shlex.quote(python)} - <<"END"\n{_PROBE}END\n'
-        answers = self._on_all(lambda host: self._ask(host, script))
+        by_ipv4 = ("-4",) if self.machines > 1 else ()  # the others come to the first host's address
+        answers = self._on_all(lambda host: self._ask(host, script, more=by_ipv4 if host == self.hosts[0] else ()))
         address = ""
         for host, answer in zip(self.hosts, answers, strict=True):
             if isinstance(answer, Exception):
                 raise UserError(str(answer))
-            connection, _, said = answer.strip().rpartition("\n")
+            connection, *_, said = answer.strip().splitlines()
             found = json.loads(said)
             for name, wanted in versions.items():
                 if (there := found["versions"][name]) != wanted:
@@ -243,7 +244,9 @@ class Ssh(Cluster):
                     raise UserError(f"{host} has {has}, here it is {wanted}: use the same (python=... names another)")
             if not address:
                 own = connection.split()[2]
-                address = f"[{own}]:{found['port']}" if ":" in own else f"{own}:{found['port']}"
+                if ":" in own and self.machines > 1:
+                    raise UserError(f"{host} is reached by IPv6 ({own}), and machines meet by IPv4: name that address")
+                address = f"{own}:{found['port']}"
         return address
 
     def submit(self, submission: Submission) -> str:
@@ -279,7 +282,7 @@ class Ssh(Cluster):
         """
         base = carried.base_there(self.folder, submission.run)
         files = carried.working_files(submission.folder, submission.run) if self.code else []
-        size = sum((submission.folder / name).stat().st_size for name in files)
+        size = sum((submission.folder / name).lstat().st_size for name in files)
         print(f"echelon: sending {len(files)} files of the working folder, {format_bytes(size)}, to each host")
 
         def send(host: str) -> str:
@@ -415,8 +418,8 @@ class Ssh(Cluster):
                 parts.append(HostPart(host, state, code, float(ended_s)))
         return parts
 
-    def _ask(self, host: str, script: str, most_s: float = ANSWER_S) -> str:
-        """Run a script on a host, and return what it prints.
+    def _ask(self, host: str, script: str, most_s: float = ANSWER_S, more: Sequence[str] = ()) -> str:
+        """Run a script on a host, and return what it prints; `more` options of ssh.
 
         Raises:
             PlaceSilent: the host does not answer.
@@ -425,8 +428,8 @@ class Ssh(Cluster):
         environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
         try:
             done = subprocess.run(
-                [*self._ssh(host), "sh", "-s"],
-                input=script, env=environment, capture_output=True, text=True, timeout=most_s, check=False,
+                [*self._ssh(host, more), "sh", "-s"],
+                input=f"{carried.SAY_BEGUN}\n{script}", env=environment, capture_output=True, text=True, timeout=most_s, check=False,
                 start_new_session=True,  # Ctrl-C is for who follows the run
             )  # fmt: skip
         except FileNotFoundError:
@@ -438,7 +441,7 @@ class Ssh(Cluster):
             if done.returncode == _NO_CONNECTION:
                 raise PlaceSilent(f"{host} does not answer: {words}")
             raise UserError(f"{host}: {words}")
-        return done.stdout
+        return carried.answer_of(done.stdout, host)
 
     def _on_all(self, act: Callable[[str], T]) -> list[T | Exception]:
         """Return what `act` gives for each host, or why it does not, all at the same time."""
