@@ -72,7 +72,8 @@ RequestT = TypeVar("RequestT", bound=Content)
 class Arrival(Content):
     """What a machine says of itself: a name that stays when it comes back, its workers, and its settings.
 
-    Settings that begin with no `--` are versions, by what they are of. As a message it asks for the machine's place.
+    Settings that begin with no `--` are versions, by what they are of, and the data. As a message it asks for the
+    machine's place.
 
     Attributes:
         since: the first `Admission.epoch` that it is for: above that of the launch that ended here, to train more.
@@ -187,9 +188,10 @@ def check_settings(first: Arrival, arrival: Arrival) -> None:
         if not name.startswith("--"):
             has = arrival.settings.get(name, "another one")
             raise UserError(f"{arrival.machine} has {name} {has}, the first machine has {value}: use the same on all")
+        here, there = (text if text != "" else '""' for text in (arrival.settings.get(name), value))
         raise UserError(
-            f"{arrival.machine} was started with {name} {arrival.settings.get(name)}, the first machine with "
-            f"{value}: start the same command on each machine"
+            f"{arrival.machine} was started with {name} {here}, the first machine with {there}: start the same command "
+            "on each machine"
         )
 
 

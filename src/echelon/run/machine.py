@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.config import RunConfig
+from echelon.config.schema import traits_of
 from echelon.coordinator.addresses import (
     ADDRESS_FILE,
     ROLES_FOLDER,
@@ -25,6 +26,7 @@ from echelon.core.address import Address
 from echelon.core.errors import UserError
 from echelon.core.files import scratch_folder
 from echelon.core.link import Link
+from echelon.core.own import HUGGING_FACE
 from echelon.core.units import many
 from echelon.launch.link import Host, ShapedNetwork
 from echelon.launch.places.base import Job
@@ -42,6 +44,10 @@ if TYPE_CHECKING:
     from echelon.launch.meeting import Admission, Arrival
     from echelon.launch.voters import VoterMachine
     from echelon.trainer.resolved import ResolvedRun
+
+_FOR_EACH_MACHINE = {"cache_limit", "decode", "device", "eval_batch_size", "follow_links", "loaders", "root"}
+_MAY_BE_PATHS = {"features", "measures", "sample_weights", "source", "tokeniser", "weights"}
+_PATH = "a file or folder"  # which may lie elsewhere on each machine
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ def ranks_here(plan: LaunchPlan, hosts: Sequence[Host] = ()) -> Iterator[Machine
 
     terms = RoundSettings(max_restarts=plan.max_restarts)
     with scratch_folder() as stores:  # on this machine's disk: locks of files work there
-        first = FirstMachine(_arrival(plan, {}), terms, lambda name: f"file:{stores}/{name}", stores)
+        first = FirstMachine(arrival_of(plan, {}), terms, lambda name: f"file:{stores}/{name}", stores)
         yield Machine(ranks_job(plan, hosts), first)
         first.close()
 
@@ -129,7 +135,7 @@ def _among_voters(run: ResolvedRun, plan: LaunchPlan, path: Path, scratch: Path)
     voters, folder = plan.voters, path / SECRET_FOLDER
     number = own_number(voters, plan.nodes.most)
     own = own_address(voters[number or 0])
-    arrival = _arrival(plan, common_settings(run.described), own)
+    arrival = arrival_of(plan, common_settings(run.described), own)
     folder.mkdir(mode=0o700, exist_ok=True)
     if plan.trusted_network:
         write_secret(folder, PUBLIC_SECRET)
@@ -171,7 +177,7 @@ def _among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path, scratch: Pat
 
     rendezvous = _rendezvous(plan)
     own, folder = _own_address(run, plan), path / SECRET_FOLDER
-    arrival = _arrival(plan, common_settings(run.described), own)
+    arrival = arrival_of(plan, common_settings(run.described), own)
     terms = _round_settings(run, plan)
     job = ranks_job(plan, interface=interface_of(own))
     machine: FirstMachine | OtherMachine
@@ -224,7 +230,7 @@ def _watch_first(run: ResolvedRun, plan: LaunchPlan, path: Path, part: ServerPar
 
     rendezvous = _rendezvous(plan)
     secret = SecretSource(path / ROLES_FOLDER, plan.trusted_network)
-    arrival = _arrival(plan, common_settings(run.described), _own_address(run, plan))
+    arrival = arrival_of(plan, common_settings(run.described), _own_address(run, plan))
     lost_s, patience_s = run.timeout_s / 2, run.machine_patience_s
     first = FirstMachineContact(rendezvous, secret, arrival, part.scheduler)
     return FirstMachineWatch(first, say, lost_s, patience_s)
@@ -289,7 +295,7 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
     own, settings = _own_address(run, plan), server_settings(run.sync)
     layout = run.layout_for(plan.workers * plan.nodes.most)
     shape = Shape(plan.nodes.least, plan.nodes.most, settings.servers, settings.replicas)
-    arrival = _arrival(plan, common_settings(run.described), own)
+    arrival = arrival_of(plan, common_settings(run.described), own)
 
     def part(admission: Admission) -> ServerPart:
         """Return the part of the machine with this number."""
@@ -406,21 +412,37 @@ def _is_first(plan: LaunchPlan, rendezvous: Address, own_address: str) -> bool:
     return is_own(rendezvous.host, own_address) if plan.node_rank is None else plan.node_rank.number == 0
 
 
-def _arrival(plan: LaunchPlan, settings: dict[str, str], address: str = "") -> Arrival:
+def arrival_of(plan: LaunchPlan, settings: dict[str, str], address: str = "") -> Arrival:
+    """Return what this machine says of itself, with an address that others reach it by.
+
+    Where a place gave it a rank, the name of that stays, wherever the place starts it again: at another address, maybe.
+    """
     from echelon.launch.meeting import Arrival
     from echelon.run.versions import versions
 
     host = f"{socket.gethostname()} ({address})" if address else ""
-    name = host if plan.node_rank is None else f"{plan.node_rank.name} on {host}"
-    return Arrival(name, plan.workers, settings | versions())
+    name = host if plan.node_rank is None else plan.node_rank.name
+    return Arrival(name, plan.workers, versions() | settings)  # another version may have other settings: it comes first
 
 
 def common_settings(config: RunConfig) -> dict[str, str]:
-    """Return the settings that must be the same on all machines, by their flags."""
-    named = {"--batch-size": config.data.batch_size, "--model": config.model.name, "--nodes": config.launch.nodes}
-    for part in (config.strategy, config.optimizer, config.training):
-        named |= {"--" + f.name.replace("_", "-"): getattr(part, f.name) for f in fields(part) if f.name != "device"}
-    return {name: str(value) for name, value in named.items()}
+    """Return the settings that must be the same on all machines, by their flags; of paths only that they are some."""
+    named = {"--nodes": config.launch.nodes, "--elastic": config.launch.elastic, "--task": config.task}
+    named["--checkpoint-every"] = config.checkpoint.every
+    for part in (config.data, config.model, config.optimizer, config.training, config.strategy):
+        for each in fields(part):
+            flag, value = traits_of(each).flag or "--" + each.name.replace("_", "-"), str(getattr(part, each.name))
+            if each.name not in _FOR_EACH_MACHINE:
+                named[flag] = _PATH if each.name in _MAY_BE_PATHS and _is_path(value) else value
+    return named
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be that of a file or folder, by its text alone: it may be gone where a run goes on."""
+    where = name.removeprefix(HUGGING_FACE)
+    if where.startswith(("/", ".", "~", "file:")):
+        return True
+    return ":" not in name and ("/" in name or "." in name)
 
 
 def _say_first(plan: LaunchPlan, address: str, folder: Path) -> None:

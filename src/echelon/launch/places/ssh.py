@@ -429,7 +429,8 @@ class Ssh(Cluster):
         try:
             done = subprocess.run(
                 [*self._ssh(host, more), "sh", "-s"],
-                input=f"{carried.SAY_BEGUN}\n{script}", env=environment, capture_output=True, text=True, timeout=most_s, check=False,
+                input=f"{carried.SAY_BEGUN}\n{script}", env=environment, capture_output=True, text=True,
+                timeout=most_s, check=False,
                 start_new_session=True,  # Ctrl-C is for who follows the run
             )  # fmt: skip
         except FileNotFoundError:
