@@ -7,14 +7,13 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from echelon.config import Resolved
 from echelon.core.axes import Axis
 from echelon.core.output import print_words
 from echelon.core.units import format_bytes, many
-from echelon.observe.screen import Screen
+from echelon.observe.screen import Screen, print_table
 from echelon.run.foretold import foretell
 from echelon.run.resolve import launch_request, resolve
 from echelon.run.start import check, elastic_plan, plan_of, settled, with_open_batch
@@ -53,7 +52,6 @@ def show(resolved: Resolved, all_settings: bool = False) -> None:
         plan = elastic_plan(plan, run)
         ranks = plan.workers * plan.nodes.most
         tried = try_out(run, plan.workers, ranks)
-    console = Console(soft_wrap=True)
     table = Table("setting", "value", "from", box=None)
     became = _chosen(run, plan, tried.info)
     for name, origin in resolved.origins.items():
@@ -62,7 +60,7 @@ def show(resolved: Resolved, all_settings: bool = False) -> None:
             table.add_row(name, chosen, f"chosen for {value} ({origin})")
         elif origin != "default" or all_settings:
             table.add_row(name, value, origin, style=None if origin != "default" else "dim")
-    console.print(table)
+    print_table(table)
     if not all_settings:
         print_words("all other settings have their defaults: --dry-run --all shows them")
     nodes = plan.nodes

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from echelon.cli.app import COMMANDS, as_command
@@ -17,6 +15,7 @@ from echelon.core.columns import seconds_column
 from echelon.core.errors import UserError
 from echelon.core.output import print_words
 from echelon.core.stop import stopped_exit_code
+from echelon.observe.screen import print_table
 
 if TYPE_CHECKING:
     from echelon.flows.base import Flow
@@ -141,8 +140,8 @@ def _show(folder: Path, as_graph: bool) -> None:
         took = seconds if each.seconds else ""
         why = ", ".join(each.step.before) if as_graph else each.message
         cells = [shown, each.step.kind, each.stands, took, str(each.starts), why]
-        table.add_row(*(cell.replace("[", r"\[") for cell in cells))
-    Console(soft_wrap=True).print(table)
+        table.add_row(*cells)
+    print_table(table)
     print(f"{summary(found)}; page: {write_page(flow, folder, found) if as_graph else folder}")
 
 
@@ -177,18 +176,13 @@ def _logs(folder: Path, step: str, known: list[str]) -> None:
 def _stop(flow: Flow, folder: Path) -> None:
     from echelon.flows.chained import stop_queued
     from echelon.flows.run import queue_of
-    from echelon.records.going import holder
+    from echelon.records.going import signal_holder
 
-    pid, queue = holder(folder), queue_of(folder)
-    if pid is None and (stopped := stop_queued(flow, folder, queue, print) if queue is not None else []):
-        print(f"the jobs of {', '.join(stopped)} end; continue the flow with: echelon flow --resume {folder}")
+    if signal_holder(folder, signal.SIGTERM):
+        print(f"{folder} ends, its runs save checkpoints; continue it with: echelon flow --resume {folder}")
         return
-    if pid is None:
+    queue = queue_of(folder)
+    stopped = stop_queued(flow, folder, queue, print) if queue is not None else []
+    if not stopped:
         raise UserError(f"{folder} does not go on: there is nothing to stop")
-    try:
-        os.kill(pid, signal.SIGTERM)
-    except ProcessLookupError:
-        raise UserError(f"{folder} has just ended") from None
-    except PermissionError:
-        raise UserError(f"{folder} is another user's: process {pid}") from None
-    print(f"{folder} ends, its runs save checkpoints; continue it with: echelon flow --resume {folder}")
+    print(f"the jobs of {', '.join(stopped)} end; continue the flow with: echelon flow --resume {folder}")

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from echelon.cli.app import COMMANDS, as_command
 from echelon.core.columns import NONE, Column, measure_column, number_column, rows_of, seconds_column
 from echelon.core.errors import UserError, unknown
+from echelon.observe.screen import print_table
 
 if TYPE_CHECKING:
     from echelon.run.nodes import NodeMember
 
-_WHOLE = 1000  # columns
 _WHAT = {"add": "how many workers", "drain": "which workers or hosts, by their names in the table"}
 
 
@@ -105,7 +104,4 @@ def _print(members: list[NodeMember]) -> None:
         table.add_column(column.head, justify="right" if column.counts else "left")
     for row in rows_of(columns):
         table.add_row(*row)
-    console = Console(soft_wrap=True)
-    if not console.is_terminal:
-        console.width = _WHOLE  # who reads a pipe wants names whole, on one line
-    console.print(table)
+    print_table(table)

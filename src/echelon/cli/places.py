@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 from echelon.cli.app import COMMANDS, as_command
 from echelon.core.errors import UserError
 from echelon.core.units import format_seconds
 
-_WHOLE = 1000  # columns
 _LOOK_S = 0.5  # between looks at a log
 _RUN = typer.Argument(metavar="RUN", help="the run's folder, or its URL")
 _RUNS = "runs"
@@ -31,6 +28,7 @@ def runs_command() -> Any:
         ] = _RUNS,
     ) -> None:
         """Print how all runs stand."""
+        from echelon.observe.screen import print_table
         from echelon.run.home import local_copies
         from echelon.run.overview import overview_of, runs_below
 
@@ -55,10 +53,7 @@ def runs_command() -> Any:
                 continue
             age = "" if now.age_s is None else format_seconds(now.age_s)
             table.add_row(now.home or str(run), now.place, now.state, now.progress, now.metric, age)
-        console = Console(soft_wrap=True)
-        if not console.is_terminal:
-            console.width = _WHOLE  # who reads a pipe wants names whole, on one line
-        console.print(table)
+        print_table(table)
 
     return as_command(runs, "runs", COMMANDS["runs"][1])
 
@@ -89,18 +84,21 @@ def logs_command() -> Any:
         file = path / "logs" / f"rank{rank or 0}.log"
         if not file.parent.is_dir():
             raise UserError(f"{run}: no logs there: name a run's folder")
-        if rank is None and cluster_of(path) is not None:
+        is_here = cluster_of(path) is None
+        if rank is None and not is_here:
             file = file.with_name(FIRST_NODE)
-        if not file.exists() and not follow:
-            known = ", ".join(sorted(p.name for p in file.parent.iterdir())) or "nothing"
-            raise UserError(f"{file} is not there; {file.parent} has {known}")
         tail = LogTail(file, from_start=True)
         tail.show()
         try:
-            for _ in until_over(path, _LOOK_S) if follow else ():
+            for look, _ in enumerate(until_over(path, _LOOK_S) if follow else ()):
                 tail.show()
+                if look and is_here and not file.exists() and any(file.parent.glob("rank*.log")):
+                    break  # the processes have begun, and there is none of this rank
         except KeyboardInterrupt:  # the way to end it
             return
+        if not file.exists():
+            known = ", ".join(sorted(p.name for p in file.parent.iterdir())) or "nothing"
+            raise UserError(f"{file} is not there; {file.parent} has {known}")
 
     return as_command(logs, "logs", COMMANDS["logs"][1])
 
@@ -117,32 +115,37 @@ def stop_command() -> Any:
 
         path = folder_of(run)
         cluster = cluster_of(path)
+        is_sure = True
         if cluster is not None:
             asked = stop_there(path, cluster)
         else:
-            asked = _stop_here(path)
+            asked, is_sure = _stop_here(path)
         if not asked:
             raise UserError(f"{run} does not go on: there is nothing to stop")
+        if not is_sure:
+            print(f"this machine's part of {run} ends; stop it on the first machine, if others go on", file=sys.stderr)
+            return
         print(f"{run} saves a checkpoint and ends; continue it with: {resumed_by(path, run)}", file=sys.stderr)
 
     return as_command(stop, "stop", COMMANDS["stop"][1])
 
 
-def _stop_here(run: Path) -> bool:
-    """Signal the command of this machine that holds a run's folder; returns whether there is one.
+def _stop_here(run: Path) -> tuple[bool, bool]:
+    """Signal the command of this machine that holds a run's folder.
+
+    Returns:
+        Whether there is one, and whether the whole run ends: for one of several machines, SIGTERM may say that it is
+        taken away. A shell's background jobs may ignore every other signal.
 
     Raises:
         UserError: it is another user's.
     """
-    from echelon.records.going import holder
+    from echelon.config import load_run_config
+    from echelon.records.going import signal_holder
+    from echelon.run.resolve import nodes_of
+    from echelon.trainer.folder import CONFIG_FILE
 
-    pid = holder(run)
-    if pid is None:
-        return False
-    try:
-        os.kill(pid, signal.SIGTERM)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        raise UserError(f"{run} is another user's: process {pid}") from None
-    return True
+    is_alone = nodes_of(load_run_config(run / CONFIG_FILE)).most == 1
+    of_all = () if is_alone else (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    signum = signal_holder(run, *of_all, signal.SIGTERM)
+    return signum != 0, is_alone or signum != signal.SIGTERM

@@ -11,14 +11,24 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from echelon.core.output import broken_at_words
 from echelon.core.units import format_seconds
 
+_WHOLE = 1000  # columns
 QUIET_S = 20.0  # in a pipe or a file nothing is silent for much longer
 _LOOK_S = 0.25
 _WIDE = 100  # columns in which a bar, its times and a sentence fit
 _CLEAR_LINE = "\r\x1b[2K"
+
+
+def print_table(table: Table) -> None:
+    """Print a table whose cells stand for themselves, brackets too; who reads a pipe gets each row on one line."""
+    console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _WHOLE
+    console.print(table, markup=False)
 
 
 class Bar:

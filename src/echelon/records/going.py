@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
 import time
 from dataclasses import dataclass, replace
@@ -47,25 +49,48 @@ def is_held(folder: Path) -> bool | None:
 
     Only looks: taking the lock, even for an instant, could refuse a run that starts in that instant.
     """
-    if not _LOCKS.exists():
-        return None
-    try:
-        number = str((folder / LOCK_FILE).stat().st_ino)
-    except FileNotFoundError:
-        return None
-    return any(f[1] == "FLOCK" and f[5].rpartition(":")[2] == number and _may_hold(f, folder) for f in _locks())
+    holders = _holders(folder)
+    return None if holders is None else bool(holders)
 
 
 def holder(folder: Path) -> int | None:
     """Return the process of this machine that holds a folder's lock; None: there is none, or nobody tells."""
+    return next(iter(_holders(folder) or ()), None)
+
+
+def signal_holder(folder: Path, *signals: int) -> int:
+    """Send the process of this machine that holds a folder's lock the first of some signals that it does not ignore.
+
+    Returns:
+        which one; 0: there is no such process.
+
+    Raises:
+        UserError: it is another user's.
+    """
+    pid = holder(folder)
+    if pid is None:
+        return 0
+    try:
+        ignored = int(re.findall(r"^SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[0], 16)
+        signum = next((signum for signum in signals if not ignored >> (signum - 1) & 1), signals[-1])
+        os.kill(pid, signum)
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    except PermissionError:
+        raise UserError(f"{folder} is another user's: process {pid}") from None
+    return signum
+
+
+def _holders(folder: Path) -> list[int] | None:
+    """Return the processes that hold a folder's lock; None: it has none, or this system does not tell."""
     if not _LOCKS.exists():
         return None
     try:
         number = str((folder / LOCK_FILE).stat().st_ino)
     except FileNotFoundError:
         return None
-    held = (f for f in _locks() if f[1] == "FLOCK" and f[5].rpartition(":")[2] == number and _may_hold(f, folder))
-    return next((int(f[4]) for f in held), None)
+    of_number = (f for f in _locks() if f[1] == "FLOCK" and f[5].rpartition(":")[2] == number)
+    return [int(fields[4]) for fields in of_number if _may_hold(fields, folder)]
 
 
 def _may_hold(fields: list[str], folder: Path) -> bool:

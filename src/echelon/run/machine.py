@@ -430,10 +430,10 @@ def common_settings(config: RunConfig) -> dict[str, str]:
     named = {"--nodes": config.launch.nodes, "--elastic": config.launch.elastic, "--task": config.task}
     named["--checkpoint-every"] = config.checkpoint.every
     for part in (config.data, config.model, config.optimizer, config.training, config.strategy):
-        for each in fields(part):
-            flag, value = traits_of(each).flag or "--" + each.name.replace("_", "-"), str(getattr(part, each.name))
-            if each.name not in _FOR_EACH_MACHINE:
-                named[flag] = _PATH if each.name in _MAY_BE_PATHS and _is_path(value) else value
+        for field in fields(part):
+            flag, value = traits_of(field).flag or "--" + field.name.replace("_", "-"), str(getattr(part, field.name))
+            if field.name not in _FOR_EACH_MACHINE:
+                named[flag] = _PATH if field.name in _MAY_BE_PATHS and _is_path(value) else value
     return named
 
 

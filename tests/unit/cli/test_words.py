@@ -94,13 +94,16 @@ def test_bad_words_are_one_line_and_exit_code_2(args: list[str], words: str, tmp
 
 def test_a_dry_run_shows_origins_and_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("optimizer: {lr: 0.2}\n")
-    done = echelon("train", "digits", "--config", "run.yaml", "--workers", "2", "--dry-run", cwd=tmp_path)
+    done = echelon(
+        "train", "digits", "--config", "run.yaml", "--workers", "2", "--run", "a[lr=0.2]", "--dry-run", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
     assert "run.yaml, line 1" in lines["optimizer.lr"]
     assert "command line" in lines["launch.workers"]
     assert "small_cnn" in lines["model.name"] and "chosen for auto (default)" in lines["model.name"]
-    assert "optimizer.momentum" not in lines and "run folder runs/digits-small_cnn-1" in done.stdout
+    assert "optimizer.momentum" not in lines and "run folder a[lr=0.2]" in done.stdout
+    assert " a[lr=0.2] " in lines["run"]
     assert "would start 2 workers" in done.stdout
     assert "predicted memory per rank" in done.stdout and "while a checkpoint is written, its copy" in done.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["run.yaml"]

@@ -48,8 +48,8 @@ def answer_of(text: str, host: str) -> str:
     """
     before, begun, answer = text.partition(f"{_BEGUN}\n")
     if not begun:
-        words = f": {' '.join(before.split())}" if before.strip() else ""
-        raise UserError(f"{host}: {_NO_COMMANDS}{words}")
+        greeting = f": {' '.join(before.split())}" if before.strip() else ""
+        raise UserError(f"{host}: {_NO_COMMANDS}{greeting}")
     return answer
 
 
