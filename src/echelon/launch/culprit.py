@@ -32,12 +32,17 @@ _NAMED = 8  # ranks, before they are counted
 
 @dataclass(frozen=True)
 class Living:
-    """A process of a job that runs: `rank` is None where it is no rank of a group that spans the job."""
+    """A process of a job that runs: `rank` is None where it is no rank of a group that spans the job.
+
+    Attributes:
+        log: the name of its log: of what it was started as, while ranks change in a group whose survivors go on.
+    """
 
     name: str
     host: str
     pid: int
     rank: int | None = None
+    log: str = ""
 
     def __str__(self) -> str:
         return self.name if self.rank is None else f"rank {self.rank}"

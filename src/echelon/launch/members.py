@@ -143,6 +143,7 @@ class GroupMembers:
         self._starts: dict[str, int] = {}
         self._booting: list[str] = []
         self._begun_with: list[str] = []
+        self._ranks: dict[str, int] = {}  # of members, in the newest term that had them
 
     def begin(self, round_: Round, folder: TermFolder | None, lead: TermLead | None = _AT_ONCE) -> None:
         """Begin a start of the whole group, or of this machine beside the others.
@@ -155,7 +156,7 @@ class GroupMembers:
         self.closing = self.is_broken = False
         self._starts = dict.fromkeys(self.names, 1 if round_.beside else 0)
         self._booting = list(self.names) if round_.beside else []
-        self._keeper = None
+        self._keeper, self._ranks = None, {}
         self._begun_with = [*map(self._member, self.names), *round_.others]
         self.take_lead(lead)
 
@@ -178,6 +179,14 @@ class GroupMembers:
     def _member(self, name: str) -> str:
         return member_name(f"{self._prefix}{name}", self._starts[name])
 
+    def rank_of(self, name: str, at_start: int) -> int:
+        """Return the rank that a process has, or had last; `at_start`: what it was started with, before any term."""
+        return self._ranks.get(self._member(name), at_start)
+
+    def _note_ranks(self) -> None:
+        if self._folder is not None and (term := self._folder.newest()) is not None:
+            self._ranks |= {member: rank for rank, member in enumerate(term.members)}
+
     def _inside(self) -> list[str]:
         return [name for name in self._starts if name not in self._booting and not self._is_out(name)]
 
@@ -196,6 +205,7 @@ class GroupMembers:
         folder, members = self._folder, [self._member(name) for name in dead]
         if folder is None:
             return False
+        self._note_ranks()
         for member in members:
             folder.lose(member)
         if self._keeper is not None:
@@ -319,6 +329,7 @@ class GroupMembers:
             self.is_broken = self._keeper.look(admits=not self.closing)
         if self._booting and (term := folder.newest()) is not None:
             self._booting = [name for name in self._booting if self._member(name) not in term.members]
+        self._note_ranks()
 
     def too_late(self) -> list[str]:
         """Return the processes on their way that nobody waits for, because all is trained."""

@@ -64,6 +64,7 @@ class Death:
         others: names and process ids of the rest of its group, which ended with it.
         hang: what it was in while others waited for it; then it did not end by itself.
         because: what made it fail, where it is not to blame.
+        log: as of `Living`.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Death:
     others: tuple[tuple[str, int], ...] = ()
     hang: str = ""
     because: str = ""
+    log: str = ""
 
     def __str__(self) -> str:
         who = f"{self.name if self.rank is None else f'rank {self.rank}'} (pid {self.pid} on {self.host})"
@@ -297,7 +299,8 @@ class _Group:
 
     def death_of(self, name: str, exit_code: int) -> Death:
         """Return the death of a process whose group goes on."""
-        return Death(name, self.started[name].host, self.started[name].pid, exit_code, self._rank(name))
+        started = self.started[name]
+        return Death(name, started.host, started.pid, exit_code, self._rank(name), log=self._log(name))
 
     def _environment(self, process: Process, local: int) -> dict[str, str]:
         assert self.round is not None
@@ -310,13 +313,22 @@ class _Group:
 
     def _rank(self, name: str) -> int | None:
         """Return the rank of a process in the group that spans the job, where there is one."""
+        at_start = self._start_rank(name)
+        return at_start if at_start is None or self.members is None else self.members.rank_of(name, at_start)
+
+    def _log(self, name: str) -> str:
+        at_start = self._start_rank(name)
+        return name if at_start is None else f"rank{at_start}"
+
+    def _start_rank(self, name: str) -> int | None:
+        """Return the rank that a process was started as, which `_environment` tells it."""
         first = self.round.first_rank if self.round is not None else None
         return None if first is None else first + [p.name for p in self.processes].index(name)
 
     def living(self) -> list[Living]:
         """Return the processes that have begun and not ended."""
         started = [self.started[name] for name in sorted(self.alive & self.started.keys())]
-        return [Living(s.name, s.host, s.pid, self._rank(s.name)) for s in started]
+        return [Living(s.name, s.host, s.pid, self._rank(s.name), self._log(s.name)) for s in started]
 
     def failed(self, is_silent: Callable[[str], bool]) -> bool:
         """Whether a process died; then `death` names the one that the others' ends followed."""
@@ -329,10 +341,12 @@ class _Group:
         deaths |= {name: None for name in self.alive if is_silent(name)}
         # A signal came from outside; who does not answer made others fail; an error is what a peer's death leads to.
         name, code = min(deaths.items(), key=lambda item: -0.5 if item[1] is None else min(item[1], 1))
-        rank = self._rank(name)
         begun = [p.name for p in self.processes if p.name != name and p.name in self.started]
         others = tuple((other, self.started[other].pid) for other in begun)
-        self.death = Death(name, self.started[name].host, self.started[name].pid, code, rank, others)
+        started = self.started[name]
+        self.death = Death(
+            name, started.host, started.pid, code, self._rank(name), others, log=self._log(name)
+        )  # fmt: skip
         return True
 
 

@@ -39,7 +39,11 @@ class DataGrew(Event):
 
 @dataclass(frozen=True)
 class WorkerDied(Event):
-    """A process ended that should not have: of a rank, or of a role. `exit_code` is negative for a signal."""
+    """A process ended that should not have: of a rank, or of a role. `exit_code` is negative for a signal.
+
+    Attributes:
+        log: the name of its log, where it may be another than its rank or role says.
+    """
 
     rank: int | None = None
     role: str | None = None
@@ -48,6 +52,7 @@ class WorkerDied(Event):
     exit_code: int | None = None
     seconds: float | None = None
     lost_steps: int | None = None
+    log: str = ""
     name: str = field(default="worker_died", kw_only=True)
 
 

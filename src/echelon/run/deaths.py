@@ -146,7 +146,7 @@ class _Explain:
             return replace(death, because=hang.sentence(now))
         others = tuple((name, pid) for name, pid in group.items() if name != hang.process.name)
         who = hang.process
-        return Death(who.name, who.host, who.pid, None, who.rank, others, hang.about(now))
+        return Death(who.name, who.host, who.pid, None, who.rank, others, hang.about(now), log=who.log)
 
 
 class _Chronicle:
@@ -276,7 +276,7 @@ class _Chronicle:
         what = f"{death}{reason}{self._memory.about(death, reason, reckons)}"
         message = f"{what}; {then.no_restart or follows}"
         role = death.name if death.rank is None else None
-        self._record.write(WorkerDied(message, death.rank, role, death.host, death.pid, death.exit_code))
+        self._record.write(WorkerDied(message, death.rank, role, death.host, death.pid, death.exit_code, log=death.log))
         if then.others and self._rounds is not None:
             self._rounds.tell(Loss(message))
         if not then.no_restart:
@@ -370,9 +370,8 @@ class _Chronicle:
         say(message)
 
     def _log(self, who: Living, text: str) -> None:
-        name = who.name if who.rank is None else f"rank{who.rank}"
         try:
-            with (self._path / "logs" / f"{name}.log").open("a") as log:
+            with (self._path / "logs" / f"{who.log or who.name}.log").open("a") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} HANG {text}")
         except OSError as error:  # the sentence is recorded: training does not end for want of a log
             logging.warning("the stacks of %s cannot be written: %s", who, error)

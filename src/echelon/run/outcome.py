@@ -165,7 +165,8 @@ def failed_log(folder: Path) -> Path:
     died = next(newest(folder, WorkerDied, RunDiverged, CallbackError), None) or next(newest(folder, RankFailed), None)
     if not isinstance(died, WorkerDied | RunDiverged | CallbackError | RankFailed):
         return logs
-    file = logs / f"{died.role or f'rank{died.rank}'}.log"
+    log = died.log if isinstance(died, WorkerDied) else ""
+    file = logs / f"{log or died.role or f'rank{died.rank}'}.log"
     return file if file.exists() else logs
 
 

@@ -38,6 +38,7 @@ def test_survivors_keep_their_order_and_newcomers_come_last(tmp_path: Path) -> N
     members.look()
     assert members.booting() == []
     assert folder.newest() == Term(2, ("b.0", "c.0", "a.1"), lost_by=1)
+    assert [members.rank_of(name, at_start) for at_start, name in enumerate("abc")] == [2, 0, 1]
 
 
 def test_newcomers_alone_have_nothing_to_go_on_from(tmp_path: Path) -> None:
@@ -135,6 +136,14 @@ def test_the_others_of_a_killed_process_go_on_and_it_alone_starts_again(tmp_path
     assert then.others == "the others go on, and it joins them again" and then.restarts_left == 2
     assert place.signals[0] == ("b", 9)  # which had yet to come when the others were done
     assert TermFolder(tmp_path / "store1.terms").newest() == Term(1, ("a.0", "c.0"), lost_by=1)
+
+
+def test_a_death_is_of_the_rank_that_the_process_had_last_and_its_log_is_what_it_was_started_with(
+    tmp_path: Path,
+) -> None:
+    place = Script([("b", -9)], [("c", -9)], [("a", 0)])
+    deaths = [death for death, _ in _supervised(place, tmp_path / "store")]
+    assert [(death.name, death.rank, death.log) for death in deaths] == [("b", 1, "rank1"), ("c", 1, "rank2")]
 
 
 def test_without_restarts_left_the_others_go_on_alone(tmp_path: Path) -> None:

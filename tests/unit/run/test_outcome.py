@@ -79,4 +79,7 @@ def test_a_run_that_failed_is_raised_in_one_line_with_the_log_of_the_process_tha
         record.write(RunDiverged("NaN", rank=0))
     (tmp_path / "logs" / "rank0.log").touch()
     assert failed_log(tmp_path) == tmp_path / "logs" / "rank0.log", "the newest"
+    with closing(Recorder(tmp_path)) as record:
+        record.write(WorkerDied("rank 0 died, which was started as rank 1", rank=0, log="rank1"))
+    assert failed_log(tmp_path) == log
     assert api._ended(Outcome("stopped", tmp_path, {}), None).status == "stopped"
