@@ -178,9 +178,16 @@ class Kubernetes(Cluster):
             "containers": [self._container(submission, name)],
             "volumes": self._volumes(name),
         }
-        if self.shares_disk and os.getuid():  # files of the run are its user's
-            pod["securityContext"] = {"runAsUser": os.getuid(), "runAsGroup": os.getgid()}
-        return pod
+        return pod | self._user()
+
+    def _user(self) -> Manifest:
+        """Return as whom a pod runs: files on the volume are its user's."""
+        if not self.shares_disk or not os.getuid():
+            return {}
+        return {"securityContext": {"runAsUser": os.getuid(), "runAsGroup": os.getgid()}}
+
+    def _credentials(self) -> Manifest:
+        return {"envFrom": [{"secretRef": {"name": self.credentials}}]} if self.credentials else {}
 
     def _volumes(self, name: str) -> list[Manifest]:
         shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
@@ -205,8 +212,6 @@ class Kubernetes(Cluster):
         return f"exec {node_command} {run} >>{output} 2>&1"
 
     def _container(self, submission: Submission, name: str) -> Manifest:
-        needs = {_GPU: str(self.gpus)} if self.gpus else {}
-        needs |= {"memory": str(math.ceil(self.memory.value))} if self.memory is not None else {}
         secret = {"secretKeyRef": {"name": name, "key": _KEY}}
         container: Manifest = {
             "name": k8s_bare.CONTAINER, "image": self.image, "command": ["/bin/sh", "-c", self._shell_text(submission)],
@@ -217,11 +222,8 @@ class Kubernetes(Cluster):
             container["workingDir"] = str(submission.folder)
         else:  # for the log is all that is left of a pod
             container["terminationMessagePolicy"] = "FallbackToLogsOnError"
-        if self.credentials:
-            container["envFrom"] = [{"secretRef": {"name": self.credentials}}]
-        requests = needs | ({"cpu": str(self.cores)} if self.cores else {})
-        resources = {"limits": needs, "requests": requests}
-        return container | {"resources": {kind: amounts for kind, amounts in resources.items() if amounts}}
+        memory_bytes = self.memory.value if self.memory is not None else 0.0
+        return container | self._credentials() | {"resources": _resources(self.gpus, memory_bytes, self.cores)}
 
     def text(self, submission: Submission) -> str:
         """Return the manifests; what the Secret holds is added when they are submitted, and shown nowhere."""
@@ -326,9 +328,6 @@ class Kubernetes(Cluster):
     def _steps(self, job: ChainedJob) -> dict[int, Manifest]:
         """Return the Job of each step by its number: a pod that its node loses is made anew, one that failed is not."""
         found = {}
-        requests = {"cpu": str(job.cores), **({_GPU: str(job.gpus)} if job.gpus else {})}
-        requests |= {"memory": str(math.ceil(job.memory_bytes))} if job.memory_bytes else {}
-        limits = {name: amount for name, amount in requests.items() if name != "cpu"}
         for number, command in job.commands.items():
             name = _step_name(job.name, number)
             labels = {"app": "echelon", _FLOW_LABEL: _step_name(job.name), _NUMBER_LABEL: str(number)}
@@ -338,21 +337,17 @@ class Kubernetes(Cluster):
                 "name": k8s_bare.CONTAINER, "image": self.image,
                 "command": ["/bin/sh", "-c", f"exec {words} >>{output} 2>&1"],
                 "volumeMounts": self._mounts(),
-                "resources": {"requests": requests, **({"limits": limits} if limits else {})},
-                **({"envFrom": [{"secretRef": {"name": self.credentials}}]} if self.credentials else {}),
+                "resources": _resources(job.gpus, job.memory_bytes, job.cores), **self._credentials(),
             }  # fmt: skip
             pod: Manifest = {
                 "restartPolicy": "Never", "terminationGracePeriodSeconds": math.ceil(self.stop_s),
-                "containers": [container], "volumes": self._volumes(name),
+                "containers": [container], "volumes": self._volumes(name), **self._user(),
             }  # fmt: skip
-            if os.getuid():
-                pod["securityContext"] = {"runAsUser": os.getuid(), "runAsGroup": os.getgid()}
-            lost = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
             found[number] = {
                 "apiVersion": "batch/v1", "kind": "Job",
                 "metadata": {"name": name, "namespace": self.namespace, "labels": labels},
                 "spec": {
-                    "backoffLimit": 0, "podFailurePolicy": {"rules": [lost]},
+                    "backoffLimit": 0, "podFailurePolicy": {"rules": [_node_lost()]},
                     "template": {"metadata": {"labels": labels}, "spec": pod},
                 },
             }  # fmt: skip
@@ -459,6 +454,18 @@ class Kubernetes(Cluster):
 PLACE = Kubernetes
 
 
+def _resources(gpus: int, memory_bytes: float, cores: int) -> Manifest:
+    """Return what a container gets; 0: as the cluster has it."""
+    limits = {_GPU: str(gpus)} if gpus else {}
+    limits |= {"memory": str(math.ceil(memory_bytes))} if memory_bytes else {}
+    resources = {"limits": limits, "requests": limits | ({"cpu": str(cores)} if cores else {})}
+    return {kind: amounts for kind, amounts in resources.items() if amounts}
+
+
+def _node_lost() -> Manifest:
+    return {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+
 def _failure_rules() -> list[Manifest]:
     def of_exit(values: list[int]) -> Manifest:
         """Return the rule's condition."""
@@ -466,7 +473,7 @@ def _failure_rules() -> list[Manifest]:
 
     return [
         {"action": "FailJob", "onExitCodes": of_exit(_FINAL_CODES)},
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        _node_lost(),
         {"action": "Ignore", "onExitCodes": of_exit(_STOPPED_CODES)},
     ]
 

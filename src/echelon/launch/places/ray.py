@@ -101,12 +101,15 @@ class RayCluster(Cluster):
 
     def _job(self, submission: Submission) -> dict[str, Any]:
         command = [submission.python, "-m", JOB_MODULE, str(submission.run), str(submission.folder)]
+        return {"entrypoint": shlex.join(command), "runtime_env": self._environment()}
+
+    def _environment(self) -> dict[str, Any]:
         variables = {
             # at a stop the nodes save a checkpoint before they end; Ray alone would wait for 3 seconds
             "RAY_JOB_STOP_WAIT_TIME_S": f"{self.stop_s:.0f}",
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # below `uv run` Ray would build an environment of its own
         }
-        return {"entrypoint": shlex.join(command), "runtime_env": {"env_vars": variables}}
+        return {"env_vars": variables}
 
     def text(self, submission: Submission) -> str:
         """Return the job as Ray gets it, and the placement group that it asks for."""
@@ -139,10 +142,9 @@ class RayCluster(Cluster):
     def _step(self, job: ChainedJob, number: int) -> dict[str, Any]:
         cores = {"entrypoint_num_cpus": job.cores, **({"entrypoint_num_gpus": job.gpus} if job.gpus else {})}
         memory = {"entrypoint_memory": math.ceil(job.memory_bytes)} if job.memory_bytes else {}
-        variables = {"RAY_JOB_STOP_WAIT_TIME_S": f"{self.stop_s:.0f}", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
         return {
             "entrypoint": shlex.join(job.commands[number]), "submission_id": f"{job.name}-{number}",
-            "runtime_env": {"env_vars": variables}, **cores, **memory,
+            "runtime_env": self._environment(), **cores, **memory,
         }  # fmt: skip
 
     def submit_chained(self, job: ChainedJob) -> dict[int, str]:
