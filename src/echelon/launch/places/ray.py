@@ -103,7 +103,7 @@ class RayCluster(Cluster):
         command = [submission.python, "-m", JOB_MODULE, str(submission.run), str(submission.folder)]
         return {"entrypoint": shlex.join(command), "runtime_env": self._environment()}
 
-    def _environment(self) -> dict[str, Any]:
+    def _environment(self) -> dict[str, dict[str, str]]:
         variables = {
             # at a stop the nodes save a checkpoint before they end; Ray alone would wait for 3 seconds
             "RAY_JOB_STOP_WAIT_TIME_S": f"{self.stop_s:.0f}",
