@@ -53,7 +53,9 @@ class StudyStopped(Exception):
 class StudyObserver(Protocol):
     """Receives the events of a study."""
 
-    def began(self, runs: Sequence[PlannedRun], ends: Mapping[str, RunEnd], over: frozenset[str]) -> None:
+    def began(
+        self, runs: Sequence[PlannedRun], ends: Mapping[str, RunEnd], over: frozenset[str], follows: str = ""
+    ) -> None:
         """Receive all runs, how they ended as far as that is known, and the names of those that are not run again."""
 
     def started(self, run: PlannedRun, folder: Path) -> None:
@@ -125,31 +127,34 @@ def run_study(
         record.write(StudyStart(time.time() if given_t is None else given_t))
         try:
             with stop_on_signals(raises=True):
-                for runs in _stages(path, study):
-                    _run_missing(path, runs, observer, record, how or How.of(study))
+                for runs, follows in _stages(path, study):
+                    _run_missing(path, (runs, follows), observer, record, how or How.of(study))
         except Stopped as stop:
             raise StudyStopped(stop.signum) from None
         finally:
             record.close()
 
 
-def _stages(path: Path, study: Study) -> Iterator[list[PlannedRun]]:
-    """Yield the runs of each stage; what the next one does is chosen, and written down, once these are over."""
+def _stages(path: Path, study: Study) -> Iterator[tuple[list[PlannedRun], str]]:
+    """Yield the runs of each stage, and in words which follow: these are chosen, and written down, once it is over."""
     if study.tune_lr:
-        yield rate_runs(study)
+        yield rate_runs(study), " for learning rates; those of the study follow"
         rates = best_rates(study, collect(path, study)[0])
         study = write_choices(path, replace(study, choices=replace(study.choices, rates=rates)))
-    yield planned_runs(study)
+    yield planned_runs(study), "; those that end in equal time follow" if study.equal_time else ""
     if study.equal_time:
         seconds, epochs = epochs_in_time(study, collect(path, study)[0])
         study = write_choices(path, replace(study, choices=replace(study.choices, seconds=seconds, epochs=epochs)))
-        yield time_runs(study)
+        yield time_runs(study), ""
 
 
-def _run_missing(path: Path, runs: Sequence[PlannedRun], observer: StudyObserver, record: Recorder, how: How) -> None:
+def _run_missing(
+    path: Path, stage: tuple[Sequence[PlannedRun], str], observer: StudyObserver, record: Recorder, how: How
+) -> None:
+    runs, follows = stage
     ends = read_ends(path)
     over = frozenset(run.name for run in runs if is_over(path, run, ends, how.retry))
-    observer.began(runs, ends, over)
+    observer.began(runs, ends, over, follows)
     missing = deque(run for run in runs if run.name not in over)
     cluster = array_cluster(missing) if missing and how.elsewhere else None
     if cluster is not None:

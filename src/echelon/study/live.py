@@ -34,6 +34,7 @@ class StudyDisplay:
         self._states: dict[str, RunStatus] = {}
         self._current: dict[str, tuple[RunStatus, Tail, float]] = {}
         self._said_s = time.monotonic()
+        self._left = "left"
 
     def __enter__(self) -> StudyDisplay:
         if self._console.is_terminal:
@@ -44,8 +45,11 @@ class StudyDisplay:
         if self._console.is_terminal:
             self._live.stop()
 
-    def began(self, runs: Sequence[PlannedRun], ends: Mapping[str, RunEnd], over: frozenset[str]) -> None:
-        """Show all runs, those that are over with what they reached."""
+    def began(
+        self, runs: Sequence[PlannedRun], ends: Mapping[str, RunEnd], over: frozenset[str], follows: str = ""
+    ) -> None:
+        """Show all runs, those that are over with what they reached; `follows` says which come after them."""
+        self._left = "left of these" if follows else "left"
         for run in runs:
             state = self._states[run.name] = RunStatus(run)
             if run.name in over:
@@ -60,8 +64,8 @@ class StudyDisplay:
                 if len(values := {str(run.settings[name]) for run in runs if name in run.settings}) == 1
             ]
             self._print(
-                f"{len(runs) - len(over)} runs{''.join(common)}, {How(at_once=self._at_once).pace}, in {self._path}; "
-                f"Ctrl-C stops the study, `echelon compare --run {self._path}` continues it"
+                f"{len(runs) - len(over)} runs{''.join(common)}{follows}, {How(at_once=self._at_once).pace}, in "
+                f"{self._path}; Ctrl-C stops the study, `echelon compare --run {self._path}` continues it"
             )
         self.goes_on()
 
@@ -104,7 +108,9 @@ class StudyDisplay:
         self._over(state, end)
         if not self._console.is_terminal:
             states = list(self._states.values())
-            self._print(_line(state, f"{_over(states)}/{len(states)}", seconds_left(states) / self._at_once))
+            self._print(
+                _line(state, f"{_over(states)}/{len(states)}", seconds_left(states) / self._at_once, self._left)
+            )
 
     def _over(self, state: RunStatus, end: RunEnd) -> None:
         state.status, state.seconds, state.message, state.waited_s = end.status, end.seconds, end.message, end.waited_s
@@ -170,7 +176,7 @@ def _cells(state: RunStatus, took: str) -> list[Text]:
     return [Text(text, overflow="ellipsis", no_wrap=True) for text in texts]
 
 
-def _line(state: RunStatus, place: str, left_s: float) -> str:
+def _line(state: RunStatus, place: str, left_s: float, left: str = "left") -> str:
     run, p = state.run, state.progress
     clauses = [f"[{place}] {run.title}, seed {run.seed}: {state.status} in {format_seconds(state.seconds)}"]
     if state.status == COMPLETED and p.value is not None:
@@ -178,5 +184,5 @@ def _line(state: RunStatus, place: str, left_s: float) -> str:
     if state.message:
         clauses.append(state.message)
     if left_s:
-        clauses.append(f"about {format_seconds(left_s)} left")
+        clauses.append(f"about {format_seconds(left_s)} {left}")
     return "; ".join(clauses)

@@ -112,10 +112,11 @@ def test_what_is_left_counts_what_is_spent_around_runs(tmp_path: Path) -> None:
     study = from_tries({}, ["sync=allreduce", "lr=1"], "1")
     runs = planned_runs(study)
     screen, console = display(make_study(tmp_path / "s", study, {"sync=allreduce": Planted()}), terminal=False)
-    screen.began(runs, {}, frozenset())
+    screen.began(runs, {}, frozenset(), " for learning rates; those of the study follow")
     screen.started(runs[0], run_folder(tmp_path / "s", runs[0].name))
     screen.ended(runs[0], RunEnd(runs[0].name, "completed", "", 10.0, 12.0))
-    assert "completed in 10 s" in shown(console) and "about 12 s left" in shown(console)
+    assert "2 runs for learning rates; those of the study follow, one after the other" in shown(console)
+    assert "completed in 10 s" in shown(console) and "about 12 s left of these" in shown(console)
 
 
 def test_without_a_terminal_each_run_is_a_line(tmp_path: Path) -> None:
