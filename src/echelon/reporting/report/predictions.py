@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from echelon.observe.phases import Phase
-from echelon.records.kinds import Alternative, Alternatives
+from echelon.records.kinds import Alternative, Alternatives, Start
 from echelon.reporting.report.communication import Communication
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import Timing, own_work
@@ -111,8 +111,8 @@ def agreements_in(steps: int, period: int) -> float | None:
 
 def newest_alternatives(record: RunRecord) -> Alternatives | None:
     """Return what other ways cost the ranks that the run had last; None: these have not measured it."""
-    start, recorded = record.last_start, record.of(Alternatives)
-    return recorded[-1] if recorded and (start is None or recorded[-1].t >= start.t) else None
+    newest = next((line for line in reversed(record.records) if isinstance(line, Alternatives | Start)), None)
+    return newest if isinstance(newest, Alternatives) else None
 
 
 def networks_part(timing: Timing | None) -> Communication | None:
