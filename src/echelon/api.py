@@ -19,7 +19,7 @@ from echelon.core.own import code_mark, of_object
 from echelon.core.system import short_spins_inside
 from echelon.run.defaults import with_task_defaults
 from echelon.run.export_names import export_format
-from echelon.run.home import bring
+from echelon.run.home import bring, mirror_at_home
 from echelon.run.machine import say
 from echelon.run.outcome import Outcome, RunFailed
 from echelon.run.overview import bring_from_place
@@ -277,7 +277,7 @@ def continue_run(
     if named := _callback_names(user_objects.get("callbacks", ())):
         changes["tracking.callbacks"] = named
     if is_url(str(run)):
-        changes = {"checkpoint.mirror": check_url(str(run)), **changes}
+        changes["checkpoint.mirror"] = mirror_at_home(check_url(str(run)), changes.get("checkpoint.mirror"))
     resolved = _with_overrides(path, changes)
     config = resolved.config
     for keyword, described in (("loss", config.optimizer.loss), ("metrics", config.training.metrics)):

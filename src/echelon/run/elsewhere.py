@@ -110,8 +110,14 @@ def _prepared(config: RunConfig, cluster: Cluster, model: str, has_objects: bool
         yield Path(config.run)
 
 
-def submitted_again(path: Path, config: RunConfig, cluster: Cluster, has_objects: bool = False) -> Submitted:
+def submitted_again(
+    path: Path, config: RunConfig, cluster: Cluster, has_objects: bool = False, from_scratch: bool = False
+) -> Submitted:
     """Hand a run over that has a folder already, to go on.
+
+    Args:
+        has_objects: the caller gave objects of its own, which cannot travel.
+        from_scratch: it starts over, unless it is refused here.
 
     Raises:
         UserError: it cannot be, or the place refuses it.
@@ -119,6 +125,10 @@ def submitted_again(path: Path, config: RunConfig, cluster: Cluster, has_objects
     check_described(_on(config, config.launch.on), cluster, has_objects)
     home = home_of(replace(config, run=str(path)))
     cluster.check(Submission(path.absolute(), home=home), versions())
+    if from_scratch:
+        from echelon.trainer.saving import start_over  # with torch
+
+        start_over(path)
     before = folders.prepare(path, _on(config, config.launch.on), time.time())
     try:
         _fill(path, home)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -13,6 +14,9 @@ from typing import TYPE_CHECKING
 from echelon.config import RunConfig
 from echelon.core.errors import UserError, naming
 from echelon.core.files import write_atomic
+from echelon.records.events import StartedOver
+from echelon.records.file import newest
+from echelon.records.kinds import Checkpoint
 from echelon.run.machine import say
 from echelon.storage.url import check_url, is_url
 
@@ -50,9 +54,25 @@ def at_home(config: RunConfig) -> RunConfig:
         return config
     with naming("--run"):
         url = check_url(config.run)
-    if config.checkpoint.mirror not in ("", url):
-        raise UserError(f"--mirror {config.checkpoint.mirror}: --run {url} is kept there already: leave one out")
-    return replace(config, run=str(local_copy(url)), checkpoint=replace(config.checkpoint, mirror=url))
+    mirror = mirror_at_home(url, config.checkpoint.mirror or None)
+    return replace(config, run=str(local_copy(url)), checkpoint=replace(config.checkpoint, mirror=mirror))
+
+
+def mirror_at_home(url: str, asked: object) -> str:
+    """Return where a run that lives at a URL is mirrored, which is there.
+
+    Args:
+        asked: the mirror that its user names; None: none.
+
+    Raises:
+        UserError: it is another one.
+    """
+    if asked is not None and str(asked).rstrip("/") != url:
+        raise UserError(
+            f"--mirror {asked}: the run is kept at {url} already: leave --mirror out; `echelon copy {url} URL` copies "
+            "it elsewhere"
+        )
+    return url
 
 
 def home_of(config: RunConfig) -> str:
@@ -212,12 +232,12 @@ def _remove_others(folder: Path, wanted: Iterable[str]) -> None:
             path.unlink()
 
 
-def _is_wanted(folder: Path, name: str, newest_step: int) -> bool:
-    """Whether a checkpoint is newer than a step, or a base is not whole here."""
+def _is_wanted(folder: Path, name: str, newest_step: int, last_step: float) -> bool:
+    """Whether a checkpoint is newer than a step and not of before the run started over, or a base is not whole here."""
     from echelon.checkpoint.files import CheckpointEntry, DamagedError, is_base, verify
 
     if not is_base(name):
-        return int(name.partition("-")[2].partition(".")[0]) > newest_step
+        return newest_step < int(name.partition("-")[2].partition(".")[0]) <= last_step
     try:
         verify(CheckpointEntry(0, 1, folder / _CHECKPOINTS / name))
     except (DamagedError, OSError):
@@ -230,6 +250,9 @@ def mend(folder: Path, url: str, tell: Callable[[str], None]) -> None:
 
     Nothing is done where others wrote at the URL since. A store that is away is said: the folder is used as it is.
     """
+    saved = next(newest(folder, Checkpoint, StartedOver), None)
+    if isinstance(saved, StartedOver):
+        return  # what the URL has is of before
     from echelon.checkpoint.files import DamagedError, entries, is_base, verify
     from echelon.run.mirror import read_state
     from echelon.storage.archive import Archive, DamagedArchive
@@ -249,7 +272,7 @@ def mend(folder: Path, url: str, tell: Callable[[str], None]) -> None:
             return
         parts = [part for part in version.parts if part.name.startswith(f"{_CHECKPOINTS}/")]
         for name in sorted({PurePosixPath(part.name).parts[1] for part in parts}):
-            if _is_wanted(folder, name, whole):
+            if _is_wanted(folder, name, whole, math.inf if saved is None else saved.step):
                 shutil.rmtree(folder / _CHECKPOINTS / name, ignore_errors=True)
                 for part in (part for part in parts if PurePosixPath(part.name).parts[1] == name):
                     fetch_part(archive, part, folder)

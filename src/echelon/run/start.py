@@ -201,24 +201,26 @@ def start_again(
     if rescan and is_worker():
         raise UserError("--rescan is for `echelon resume` without torchrun, which may start all processes again")
     given_t, request = command_given_t(), launch_request(config, node_rank)
+    if from_scratch and is_worker():
+        raise UserError("--from-scratch would start over at each restart by torchrun: leave it to `echelon resume`")
     cluster = request.place.cluster()
     if cluster is None and detach:
         raise UserError(f"--detach leaves a run to a place that takes it whole: --on {config.launch.on} does not")
+    if cluster is not None and rescan:
+        raise UserError("--rescan needs the run here for a moment: give --on local")
     if node_rank is None and not is_worker():
         left_place(path)
     if from_scratch:
-        if is_worker():
-            raise UserError("--from-scratch would start over at each restart by torchrun: leave it to `echelon resume`")
+        check_objects(path, user_objects.needed if user_objects else ())
         check(request, user_objects)
+    if cluster is not None and not is_worker():
+        handed = submitted_again(path, config, cluster, user_objects is not None, from_scratch)
+        return Outcome(SUBMITTED, path, {}) if detach else followed(handed)
+    if from_scratch:
+        plan_of(request, path)  # refuses too many workers before the checkpoints are put aside
         from echelon.trainer.saving import start_over
 
-        with folders.locked(path, shared=False):
-            start_over(path)
-    if cluster is not None and not is_worker():
-        if rescan:
-            raise UserError("--rescan needs the run here for a moment: give --on local")
-        handed = submitted_again(path, config, cluster, user_objects is not None)
-        return Outcome(SUBMITTED, path, {}) if detach else followed(handed)
+        start_over(path)
     return _start_again_here(path, request, user_objects, rescan, given_t)
 
 

@@ -49,7 +49,7 @@ from echelon.records.kinds import Checkpoint
 from echelon.sync.base import AGREED_FROM
 from echelon.tasks.base import PendingSection, Task
 from echelon.trainer.evaluate import EvaluationReport
-from echelon.trainer.folder import CHECKPOINTS_FOLDER
+from echelon.trainer.folder import CHECKPOINTS_FOLDER, locked
 from echelon.trainer.sharded_state import list_groups, model_parts, to_parts
 from echelon.trainer.state import (
     SINCE,
@@ -678,17 +678,22 @@ def last_saved(folder: Path) -> int | None:
 
 
 def start_over(folder: Path) -> None:
-    """Let a run start from its beginning: its checkpoints are put aside, under another name."""
+    """Let a run start from its beginning: its checkpoints are put aside, under another name.
+
+    Raises:
+        UserError: it goes on.
+    """
     checkpoints = folder / CHECKPOINTS_FOLDER
     message = "starting over (--from-scratch)"
-    if checkpoints.exists():
-        numbers = itertools.count(1)
-        aside = next(path for n in numbers if not (path := folder / f"{CHECKPOINTS_FOLDER}-before-{n}").exists())
-        checkpoints.rename(aside)
-        message += f"; the checkpoints so far are in {aside.name}/"
-    record = Recorder(folder)
-    record.write(StartedOver(message))
-    record.close()
+    with locked(folder, shared=False):
+        if checkpoints.exists():
+            numbers = itertools.count(1)
+            aside = next(path for n in numbers if not (path := folder / f"{CHECKPOINTS_FOLDER}-before-{n}").exists())
+            checkpoints.rename(aside)
+            message += f"; the checkpoints so far are in {aside.name}/"
+        record = Recorder(folder)
+        record.write(StartedOver(message))
+        record.close()
 
 
 @dataclass(frozen=True)

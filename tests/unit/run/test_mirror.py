@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import echelon
 from echelon.checkpoint import BaseState, CheckpointStore
 from echelon.config import RunConfig, to_yaml
 from echelon.core.errors import UserError
@@ -23,6 +24,7 @@ from echelon.run.mirror import Mirror, MirrorTerms, begin_writing, mirrored
 from echelon.storage.archive import Archive, ForeignWriter
 from echelon.storage.base import StoreAway
 from echelon.storage.url import open_store
+from echelon.trainer.saving import start_over
 
 
 @pytest.fixture
@@ -175,6 +177,17 @@ def test_what_is_damaged_here_is_taken_from_the_mirror(folder: Path, url: str) -
     assert "step-00000020 is damaged" in said[0] and f"is taken from {url}" in said[1]
 
 
+def test_nothing_is_brought_back_to_a_run_that_starts_over(folder: Path, url: str) -> None:
+    save(folder, 10)
+    mirror_once(folder, url)
+    start_over(folder)
+    mend(folder, url, print)
+    assert not (folder / "checkpoints").exists()
+    save(folder, 5)
+    mend(folder, url, print)
+    assert newest_step(folder) == 5
+
+
 def test_what_checkpoints_leave_out_is_copied_and_brought_back(folder: Path, url: str) -> None:
     store = CheckpointStore(folder / "checkpoints", keep=1)
     base = BaseState(frozenset({"b"}), {"model": {"b": torch.ones(3)}})
@@ -224,8 +237,15 @@ def test_a_run_at_a_url_has_a_local_copy_that_is_mirrored_there(url: str) -> Non
 
     config = at_home(replace(RunConfig(), run=url))
     assert config.run == str(local_copy(url)) and config.checkpoint.mirror == url
-    with pytest.raises(UserError, match="leave one out"):
+    with pytest.raises(UserError, match="leave --mirror out"):
         at_home(replace(config, run="s3://other/place"))
+
+
+def test_a_run_at_a_url_that_is_resumed_stays_there(folder: Path, url: str) -> None:
+    save(folder, 10)
+    mirror_once(folder, url)
+    with pytest.raises(UserError, match=f"--mirror s3://other/run: the run is kept at {url} already"):
+        echelon.resume(url, mirror="s3://other/run")
 
 
 def test_the_last_copy_has_the_time_that_the_place_leaves() -> None:
