@@ -19,7 +19,7 @@ from echelon.core.own import code_mark, of_object
 from echelon.core.system import short_spins_inside
 from echelon.run.defaults import with_task_defaults
 from echelon.run.export_names import export_format
-from echelon.run.home import bring, mirror_at_home
+from echelon.run.home import at_home, bring, mirror_at_home
 from echelon.run.machine import say
 from echelon.run.outcome import Outcome, RunFailed
 from echelon.run.overview import bring_from_place
@@ -285,7 +285,7 @@ def continue_run(
             _check_same(keyword, described, of_object(user_objects[keyword]))
     objects = _user_objects({**user_objects, "loggers": _logger_objects(loggers)}, config)
     check_trust(resolved, trust)
-    config = replace(config, run=str(path))
+    config = at_home(replace(config, run=str(path)))
     return _ended(start_again(path, config, from_scratch, objects, rescan, detach=detach), objects)
 
 

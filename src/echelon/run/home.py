@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from echelon.checkpoint.files import CheckpointEntry, DamagedError, entries, is_base, verify
 from echelon.config import RunConfig
 from echelon.core.errors import UserError, naming
 from echelon.core.files import write_atomic
@@ -18,7 +19,8 @@ from echelon.records.events import StartedOver
 from echelon.records.file import newest
 from echelon.records.kinds import Checkpoint
 from echelon.run.machine import say
-from echelon.storage.url import check_url, is_url
+from echelon.storage.url import absolute, check_url, is_url
+from echelon.trainer.folder import CONFIG_FILE
 
 if TYPE_CHECKING:
     from echelon.storage.archive import Archive, Part, Version
@@ -29,7 +31,8 @@ _SEGMENTS = "record-*.jsonl"
 
 def local_copy(url: str) -> Path:
     """Return the folder on this machine of the run at a URL: below the user's cache folder, XDG_CACHE_HOME."""
-    name = PurePosixPath(url.rstrip("/")).name or "run"
+    url = url.rstrip("/")
+    name = PurePosixPath(url).name or "run"
     return local_copies() / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
 
 
@@ -47,11 +50,14 @@ def folder_of(run: str) -> Path:
 def at_home(config: RunConfig) -> RunConfig:
     """Return the description of a run whose `--run` is a URL as that of its local copy, which is mirrored there.
 
+    A folder for the mirror is made absolute: it is the same one wherever the run is resumed.
+
     Raises:
         UserError: it names a mirror too, or the URL cannot be recorded.
     """
     if not is_url(config.run):
-        return config
+        mirror = config.checkpoint.mirror
+        return replace(config, checkpoint=replace(config.checkpoint, mirror=absolute(mirror))) if mirror else config
     with naming("--run"):
         url = check_url(config.run)
     mirror = mirror_at_home(url, config.checkpoint.mirror or None)
@@ -117,7 +123,6 @@ def refresh(url: str, folder: Path) -> None:
         UserError: it cannot be reached, or is not whole.
     """
     from echelon.records.going import LAUNCH_FILE
-    from echelon.trainer.folder import CONFIG_FILE
 
     if _newest(url) is None:
         return
@@ -155,7 +160,6 @@ def bring(url: str, folder: Path | None = None, tell: Callable[[str], None] = sa
 def _bring(archive: Archive, url: str, folder: Path, tell: Callable[[str], None]) -> None:
     from echelon.run.mirror import read_state, write_state
     from echelon.storage.archive import DamagedArchive
-    from echelon.trainer.folder import CONFIG_FILE
 
     damaged, first = False, None
     for version in archive.versions():
@@ -170,6 +174,8 @@ def _bring(archive: Archive, url: str, folder: Path, tell: Callable[[str], None]
         is_here = (folder / CONFIG_FILE).exists() and read_state(folder, url).is_at(version)
         if is_here and not damaged:
             return
+        if not read_state(folder, url).url:
+            write_state(folder, url, None)  # what a kill leaves here is taken up again
         try:
             _fetch_version(archive, version, folder, lambda text: tell(f"{url}: {text}"))
         except DamagedArchive as damage:
@@ -217,16 +223,17 @@ def fetch_part(archive: Archive, part: Part, folder: Path) -> None:
     archive.fetch(part, path)
 
 
-def _order(part: Part) -> tuple[bool, str]:
-    return not part.name.startswith(_CHECKPOINTS), part.name  # the record last: it says what was saved
+def _order(part: Part) -> tuple[bool, bool, str]:
+    """Bring the description last, by which a folder is a run, and the record after the checkpoints that it names."""
+    return part.name == CONFIG_FILE, not part.name.startswith(_CHECKPOINTS), part.name
 
 
 def _remove_others(folder: Path, wanted: Iterable[str]) -> None:
     names = set(wanted)
     checkpoints = {PurePosixPath(name).parts[1] for name in names if name.startswith(f"{_CHECKPOINTS}/")}
-    for path in (folder / _CHECKPOINTS).glob("step-*"):
-        if path.name not in checkpoints:
-            shutil.rmtree(path)
+    for entry in entries(folder / _CHECKPOINTS):
+        if entry.path.name not in checkpoints:
+            shutil.rmtree(entry.path)
     for path in folder.glob(_SEGMENTS):
         if path.name not in names:
             path.unlink()
@@ -234,8 +241,6 @@ def _remove_others(folder: Path, wanted: Iterable[str]) -> None:
 
 def _is_wanted(folder: Path, name: str, newest_step: int, last_step: float) -> bool:
     """Whether a checkpoint is newer than a step and not of before the run started over, or a base is not whole here."""
-    from echelon.checkpoint.files import CheckpointEntry, DamagedError, is_base, verify
-
     if not is_base(name):
         return newest_step < int(name.partition("-")[2].partition(".")[0]) <= last_step
     try:
@@ -253,7 +258,6 @@ def mend(folder: Path, url: str, tell: Callable[[str], None]) -> None:
     saved = next(newest(folder, Checkpoint, StartedOver), None)
     if isinstance(saved, StartedOver):
         return  # what the URL has is of before
-    from echelon.checkpoint.files import DamagedError, entries, is_base, verify
     from echelon.run.mirror import read_state
     from echelon.storage.archive import Archive, DamagedArchive
     from echelon.storage.url import open_store

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from echelon.core.errors import UserError
@@ -35,7 +35,7 @@ from echelon.storage.archive import (
     honours_conditions,
 )
 from echelon.storage.base import StoreAway, refused_in_words
-from echelon.storage.url import open_store
+from echelon.storage.url import absolute, open_store
 from echelon.trainer.folder import CHECKPOINTS_FOLDER
 
 _WHAT = "checkpoint"
@@ -63,16 +63,18 @@ def read_state(folder: Path, url: str) -> MirrorState:
     return next((state for state in _states(folder) if state.url == url), MirrorState())
 
 
-def write_state(folder: Path, url: str, version: Version) -> None:
-    """Note that a folder is the same as a version."""
+def write_state(folder: Path, url: str, version: Version | None) -> None:
+    """Note that a folder is the same as a version at a URL; None: it is about to become so."""
     others = [state for state in _states(folder) if state.url != url]
-    states = [*others, MirrorState(url, version.writer, version.number, version.sha256)]
+    same = MirrorState(url) if version is None else MirrorState(url, version.writer, version.number, version.sha256)
+    states = [*others, same]
     write_atomic(folder / MIRRORED_FILE, json.dumps([asdict(state) for state in states]))
 
 
 def _states(folder: Path) -> list[MirrorState]:
     try:
-        return [decode(MirrorState, values) for values in json.loads((folder / MIRRORED_FILE).read_bytes())]
+        states = [decode(MirrorState, values) for values in json.loads((folder / MIRRORED_FILE).read_bytes())]
+        return [replace(state, url=absolute(state.url)) for state in states]
     except (FileNotFoundError, ValueError, TypeError, AttributeError, KeyError):
         return []
 

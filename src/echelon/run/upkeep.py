@@ -13,6 +13,7 @@ from echelon.checkpoint.files import DamagedError, bases_of, entries, verify
 from echelon.core.errors import UserError
 from echelon.core.files import scratch_folder
 from echelon.core.units import format_seconds
+from echelon.records.going import LOCK_FILE
 from echelon.run.home import bring, local_copy
 from echelon.run.mirror import begin_writing, read_state, write_state
 from echelon.run.snapshot import HOLD_FOLDER, Hashes, held
@@ -53,7 +54,8 @@ def copy_run(source: str, target: str, codec: str = "none") -> str:
         UserError: there is no run at the source, it goes on, or the target holds something else.
     """
     if is_url(source):
-        folder = bring(check_url(source), local_copy(source) if is_url(target) else _free(Path(target), source))
+        at = check_url(source)
+        folder = bring(at, local_copy(at) if is_url(target) else _free(Path(target), at))
         if not is_url(target):
             return f"{source} is in {folder}"
     else:
@@ -74,8 +76,15 @@ def copy_run(source: str, target: str, codec: str = "none") -> str:
 
 
 def _free(folder: Path, url: str) -> Path:
-    if (folder / CONFIG_FILE).exists() and not read_state(folder, url).url:
-        raise UserError(f"{folder} holds another run: name a new folder")
+    """Return a folder that a run at a URL may be copied into.
+
+    Raises:
+        UserError: something else is in it.
+    """
+    is_empty = not folder.exists() or all(path.name == LOCK_FILE for path in folder.iterdir())
+    if not is_empty and not read_state(folder, url).url:
+        what = "holds another run" if (folder / CONFIG_FILE).exists() else "is not empty, and holds no run of this URL"
+        raise UserError(f"{folder} {what}: name a new folder")
     return folder
 
 

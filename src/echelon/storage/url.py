@@ -19,6 +19,7 @@ from echelon.core.errors import UserError
 from echelon.storage.base import Store, StoredObject
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_LOCAL = ("file", "local")
 
 
 def is_url(text: str) -> bool:
@@ -34,9 +35,13 @@ def check_url(text: str) -> str:
     """Return a URL without its last slash.
 
     Raises:
-        UserError: it holds credentials, or options, or names nothing; it never says what the credentials are.
+        UserError: it holds credentials, or options, or names nothing, or another machine's folder; it never says what
+            the credentials are.
     """
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:
+        raise UserError(f"this is no URL ({error}): write it as s3://BUCKET/NAME") from None
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     if "@" in parts.netloc and parts.scheme not in ("abfs", "abfss", "az"):
         raise UserError(f"{shown}: a URL is recorded: leave credentials out of it, they belong in the environment")
@@ -44,7 +49,18 @@ def check_url(text: str) -> str:
         raise UserError(f"{shown}: a URL is recorded: leave out what follows ? and #, keys belong in the environment")
     if not (parts.netloc + parts.path).strip("/"):
         raise UserError(f"{shown} names no place: write it as s3://BUCKET/NAME")
+    if parts.scheme in _LOCAL and parts.netloc not in ("", "localhost"):
+        raise UserError(f"{shown}: {parts.netloc} would be another machine: write {parts.scheme}:///FOLDER, absolute")
     return text.rstrip("/")
+
+
+def absolute(place: str) -> str:
+    """Return a URL without its last slash, or the absolute name of a folder: the same in every working folder.
+
+    >>> absolute("s3://bucket/a/"), absolute("/data/a")
+    ('s3://bucket/a', '/data/a')
+    """
+    return place.rstrip("/") if is_url(place) else str(Path(place).expanduser().absolute())
 
 
 def folder_of_url(url: str) -> Path | None:
@@ -53,7 +69,8 @@ def folder_of_url(url: str) -> Path | None:
     >>> folder_of_url("file:///data/a%20b"), folder_of_url("s3://bucket/a")
     (PosixPath('/data/a b'), None)
     """
-    return Path(unquote(urlsplit(url).path)) if url.startswith(("file://", "local://")) else None
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme in _LOCAL else None
 
 
 def open_store(place: str) -> Store:

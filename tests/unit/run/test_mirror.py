@@ -13,6 +13,7 @@ import torch
 import echelon
 from echelon.checkpoint import BaseState, CheckpointStore
 from echelon.config import RunConfig, to_yaml
+from echelon.config.schema import CheckpointConfig
 from echelon.core.errors import UserError
 from echelon.core.patience import DiskNotice, Patience
 from echelon.core.stop import StopFlag
@@ -239,6 +240,19 @@ def test_a_run_at_a_url_has_a_local_copy_that_is_mirrored_there(url: str) -> Non
     assert config.run == str(local_copy(url)) and config.checkpoint.mirror == url
     with pytest.raises(UserError, match="leave --mirror out"):
         at_home(replace(config, run="s3://other/place"))
+
+
+def test_a_folder_for_the_mirror_is_the_same_one_wherever_the_run_is_resumed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("copy", "~/copy", str(tmp_path / "copy")):
+        config = RunConfig(run="run", checkpoint=CheckpointConfig(mirror=name))
+        assert at_home(config).checkpoint.mirror == str(tmp_path / "copy")
+    save(folder, 10)
+    mirror_once(folder, "copy")  # as described before names were made absolute
+    mirror_once(folder, str(tmp_path / "copy"))
 
 
 def test_a_run_at_a_url_that_is_resumed_stays_there(folder: Path, url: str) -> None:

@@ -10,8 +10,9 @@ from echelon.checkpoint import CheckpointStore
 from echelon.config import RunConfig, to_yaml
 from echelon.core.errors import UserError
 from echelon.run import upkeep
+from echelon.run.home import local_copy
 from echelon.run.upkeep import copy_run, findings, removables, remove
-from echelon.storage.archive import Archive
+from echelon.storage.archive import Archive, Part
 from echelon.storage.url import open_store
 
 
@@ -66,6 +67,43 @@ def test_a_copy_replaces_no_other_run(folder: Path, url: str, tmp_path: Path) ->
         copy_run(str(folder), str(tmp_path / "new"))
     with pytest.raises(UserError, match="holds no run"):
         copy_run(str(tmp_path / "nothing"), url)
+
+
+def test_a_copy_goes_only_into_an_empty_folder_or_its_own(folder: Path, url: str, tmp_path: Path) -> None:
+    copy_run(str(folder), f"{url}/")
+    other = tmp_path / "project"
+    (other / "checkpoints" / "step-1000").mkdir(parents=True)
+    with pytest.raises(UserError, match="is not empty"):
+        copy_run(url, str(other))
+    copy_run(url, str(tmp_path / "again"))
+    (tmp_path / "again" / "checkpoints" / "step-1000").mkdir()  # another tool's
+    save(folder, 20)
+    copy_run(str(folder), url)
+    copy_run(f"{url}/", str(tmp_path / "again"))
+    found = sorted(path.name for path in (tmp_path / "again" / "checkpoints").iterdir())
+    assert found == ["step-00000010", "step-00000020", "step-1000"]
+    assert local_copy(f"{url}/") == local_copy(url)
+
+
+def test_a_copy_that_was_cut_is_taken_up_again(
+    folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_run(str(folder), url)
+    fetch = Archive.fetch
+
+    def cut(self: Archive, part: Part, path: Path) -> None:
+        """Bring all but what makes the folder a run."""
+        if part.name == "config.yaml":
+            raise KeyboardInterrupt
+        fetch(self, part, path)
+
+    monkeypatch.setattr(Archive, "fetch", cut)
+    with pytest.raises(KeyboardInterrupt):
+        copy_run(url, str(tmp_path / "again"))
+    assert (tmp_path / "again" / "checkpoints" / "step-00000010").exists()
+    monkeypatch.undo()
+    copy_run(url, str(tmp_path / "again"))
+    assert (tmp_path / "again" / "config.yaml").exists()
 
 
 def test_damage_is_found_in_a_folder_and_at_a_url(folder: Path, url: str) -> None:

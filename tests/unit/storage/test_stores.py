@@ -104,3 +104,8 @@ def test_urls_are_told_from_folders() -> None:
         check_url("s3://")
     with pytest.raises(UserError, match="such as s3://"):
         open_store("nosuch://bucket/name")
+    with pytest.raises(UserError, match="write file:///FOLDER"):
+        check_url("file://backup/run")
+    assert check_url("file://localhost/run/") == "file://localhost/run"
+    with pytest.raises(UserError, match="this is no URL"):
+        check_url("s3://[x")
