@@ -131,14 +131,31 @@ def _damage(entry: CheckpointEntry) -> DamagedError | None:
         return error
     except OSError as error:
         return DamagedError(f"it cannot be read: {error}") if error.errno in READ_ERRORS_OF_DAMAGE else None
-    if manifest.base:
-        base = base_entry(entry.path.parent, manifest.base)
+    base = base_of(entry, manifest)
+    if base is not None:
         try:
-            check_base(base, manifest.base)
             verify(base, _QUICK_BYTES)
         except (DamagedError, FileNotFoundError, NotADirectoryError) as error:
             raise without_base(entry, base, error) from error
     return None
+
+
+def base_of(entry: CheckpointEntry, manifest: Manifest) -> CheckpointEntry | None:
+    """Return the base that a checkpoint needs, by its manifest alone; None: it leaves nothing out.
+
+    Raises:
+        UserError: it is missing, or another one's.
+        OSError: the disk fails.
+    """
+    if not manifest.base:
+        return None
+    base = base_entry(entry.path.parent, manifest.base)
+    try:
+        if manifest_sum(base.path) != manifest.base:
+            raise DamagedError("its manifest is another one's")
+    except (DamagedError, FileNotFoundError, NotADirectoryError) as error:
+        raise without_base(entry, base, error) from error
+    return base
 
 
 def none_whole(folder: Path, tried: int) -> UserError:
@@ -161,12 +178,6 @@ def without_base(entry: CheckpointEntry, base: CheckpointEntry, reason: Exceptio
         f"{base.path} {what} ({reason}): it holds what {entry.path.name} left out, for it stays as it is; put a "
         "good copy in its place, or start over with --from-scratch"
     )
-
-
-def check_base(base: CheckpointEntry, sha256: str) -> None:
-    """Compare the manifest of a base with what a checkpoint says of it. Raises DamagedError, OSError."""
-    if manifest_sum(base.path) != sha256:
-        raise DamagedError("its manifest is another one's")
 
 
 def free_entry(folder: Path, step: int) -> CheckpointEntry:

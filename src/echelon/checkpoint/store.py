@@ -375,12 +375,11 @@ class CheckpointStore:
         return None
 
     def _read(self, entry: CheckpointEntry, rank: int | None) -> StateView:
-        state, self._base = _read(entry, rank)
-        if not self._base:
+        state, manifest = _read(entry, rank)
+        self._base, base = manifest.base, files.base_of(entry, manifest)
+        if base is None:
             return state
-        base = files.base_entry(self.folder, self._base)
         try:
-            files.check_base(base, self._base)
             held, _ = _read(base, None)
         except (DamagedError, FileNotFoundError, NotADirectoryError) as error:
             raise files.without_base(entry, base, error) from error
@@ -548,8 +547,8 @@ def _overlaid(base: StateView, state: StateView) -> StateView:
     return {**base, **state, **both}
 
 
-def _read(entry: CheckpointEntry, rank: int | None) -> tuple[StateView, str]:
-    """Return the state in a folder, and the base that its manifest names."""
+def _read(entry: CheckpointEntry, rank: int | None) -> tuple[StateView, Manifest]:
+    """Return the state in a folder, and its manifest."""
     try:
         manifest = files.verify(entry)
         tree = json.loads((entry.path / _TREE).read_bytes())
@@ -563,7 +562,7 @@ def _read(entry: CheckpointEntry, rank: int | None) -> tuple[StateView, str]:
     if not isinstance(state, Mapping):
         raise DamagedError(f"it holds a {type(state).__name__}, not a state")
     joined: StateView = join_parts(state, entry.path)
-    return joined, manifest.base
+    return joined, manifest
 
 
 def _only_rank(tree: StateTree, rank: int) -> StateTree:

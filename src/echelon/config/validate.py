@@ -58,15 +58,14 @@ def parse_interval(text: str) -> CheckpointInterval:
     Raises:
         UserError: the text is neither, or not positive.
     """
-    if re.fullmatch(r"\s*\d+\s*", text):
-        if int(text) == 0:
-            raise UserError("--checkpoint-every 0: write a number of steps of at least 1, or a duration such as 5m")
-        return CheckpointInterval(int(text), None)
+    is_steps = re.fullmatch(r"\s*\d+\s*", text)
     try:
-        seconds = parse_seconds(text)
+        interval = CheckpointInterval(int(text), None) if is_steps else CheckpointInterval(None, parse_seconds(text))
     except UserError:
         raise UserError(f"--checkpoint-every {text!r}: write a number of steps (200) or a duration (5m)") from None
-    return CheckpointInterval(None, seconds)
+    if not (interval.steps or interval.seconds):
+        raise UserError(f"--checkpoint-every {text}: write a number of steps of at least 1, or a duration such as 5m")
+    return interval
 
 
 def parse_max_time(text: str) -> float:

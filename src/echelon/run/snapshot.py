@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.checkpoint.files import CheckpointEntry, DamagedError, bases_of, entries, read_manifest
+from echelon.checkpoint.files import CheckpointEntry, DamagedError, base_of, bases_of, entries, read_manifest
 from echelon.observe.loggers.base import IDS_FOLDER
 from echelon.records.segments import RECORD_FILE, open_record
 from echelon.storage.archive import sha256_of
@@ -81,6 +81,7 @@ def held(folder: Path, sent: frozenset[str] = frozenset(), last: bool = False) -
 
     Raises:
         OSError: the disk fails.
+        UserError: with `last`: what the newest checkpoint leaves out is missing.
     """
     hold = folder / HOLD_FOLDER
     release(folder)
@@ -118,11 +119,17 @@ def _take(folder: Path, hold: Path, sent: frozenset[str], last: bool) -> Snapsho
                 shutil.copyfileobj(each.file, copy)
             files[name] = record / name
     chosen = entries(folder / CHECKPOINTS_FOLDER) if last else wanted_checkpoints(folder, sent)
+    if last:
+        for entry in chosen[-1:]:
+            with suppress(DamagedError):  # which is sent as it is: the one before it is used
+                base_of(entry, read_manifest(entry))
     for entry in (*chosen, *bases_of(chosen)):
         for path in entry.path.iterdir():
             files[f"{CHECKPOINTS_FOLDER}/{entry.path.name}/{path.name}"] = _link(path, hold / entry.path.name)
     for path in _small_files(folder, last):
         name = path.relative_to(folder).as_posix()
+        if "\\" in name:  # no archive is read that has such a name: elsewhere it would lead out of the folder
+            continue
         files[name] = _copy(path, hold / "files" / name)
     return Snapshot(files, chosen[-1].step if chosen else None)
 

@@ -9,11 +9,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.checkpoint.files import DamagedError, bases_of, entries, verify
+from echelon.checkpoint.files import CheckpointEntry, DamagedError, base_of, bases_of, entries, verify
+from echelon.config import load_run_config
 from echelon.core.errors import UserError
 from echelon.core.files import scratch_folder
 from echelon.core.units import format_seconds
+from echelon.records.events import StartedOver
+from echelon.records.file import newest
 from echelon.records.going import LOCK_FILE
+from echelon.records.kinds import Checkpoint
 from echelon.run.home import bring, local_copy
 from echelon.run.mirror import begin_writing, read_state, write_state
 from echelon.run.snapshot import HOLD_FOLDER, Hashes, held
@@ -104,12 +108,24 @@ def findings(place: str) -> Iterator[Finding]:
     check_is_run(folder)
     checkpoints = entries(folder / CHECKPOINTS_FOLDER)
     for entry in (*checkpoints, *bases_of(checkpoints)):
-        n_bytes = _size(entry.path)
-        try:
-            verify(entry)
-            yield Finding(entry.path.name, n_bytes)
-        except (DamagedError, OSError) as error:
-            yield Finding(entry.path.name, n_bytes, str(error))
+        yield Finding(entry.path.name, _size(entry.path), _damage(entry))
+    saved = next(newest(folder, Checkpoint, StartedOver), None)
+    is_missing = isinstance(saved, Checkpoint) and saved.step > max((each.step for each in checkpoints), default=-1)
+    if is_missing and not load_run_config(folder / CONFIG_FILE).optimizer.lr_find:  # whose checkpoints go at its end
+        yield Finding(f"checkpoint of step {saved.step}", 0, "the record says that it was saved, and it is not there")
+
+
+def _damage(entry: CheckpointEntry) -> str:
+    """Return what is wrong with a checkpoint, or with a base itself; empty: nothing."""
+    try:
+        manifest = verify(entry)
+    except (DamagedError, OSError) as error:
+        return str(error)
+    try:
+        base_of(entry, manifest)
+    except (UserError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def _stored_findings(archive: Archive) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
-from echelon.checkpoint.files import check_whole
+from echelon.checkpoint.files import check_whole, entries
 from echelon.config import RunConfig, to_yaml
 from echelon.core.errors import UserError, nearest
 from echelon.core.files import write_atomic
@@ -230,9 +230,15 @@ def check_new(folder: Path, config: RunConfig) -> None:
 
 
 def _check_free(folder: Path, config: RunConfig) -> None:
-    if (folder / CONFIG_FILE).exists() and not joins(folder, config):
+    if joins(folder, config):
+        return
+    if (folder / CONFIG_FILE).exists():
         raise UserError(
             f"{folder} holds a run already: continue it with `{resumed_by(folder)}`, or choose another --run"
+        )
+    if entries(folder / CHECKPOINTS_FOLDER):
+        raise UserError(
+            f"{folder} holds checkpoints of a run whose {CONFIG_FILE} is gone: put it back, or choose another --run"
         )
 
 

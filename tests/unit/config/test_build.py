@@ -60,6 +60,8 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("launch: {rendezvous: nowhere}", "write HOST:PORT"),
         ("launch: {workers: 8}\ndata: {batch_size: 4}", "smaller than the 8 workers"),
         ("checkpoint: {every: soon}", "a number of steps"),
+        ("checkpoint: {every: 0}", "at least 1"),
+        ("checkpoint: {every: 0s}", "or a duration such as 5m"),
         ("training: {epochs: 2}\noptimizer: {warmup_epochs: 2}", "shorter warm-up"),
         ("training: {precision: fp8, device: cpu}", "needs a GPU"),
     ],

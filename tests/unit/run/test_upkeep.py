@@ -1,19 +1,24 @@
 """Copying, verifying and cleaning runs in folders and at URLs."""
 
+import shutil
 import uuid
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from echelon.checkpoint import CheckpointStore
+from echelon.checkpoint import BaseState, CheckpointStore
 from echelon.config import RunConfig, to_yaml
 from echelon.core.errors import UserError
+from echelon.records.file import Recorder
+from echelon.records.kinds import Checkpoint
 from echelon.run import upkeep
 from echelon.run.home import local_copy
 from echelon.run.upkeep import copy_run, findings, removables, remove
 from echelon.storage.archive import Archive, Part
 from echelon.storage.url import open_store
+from echelon.trainer.saving import start_over
 
 
 @pytest.fixture
@@ -52,6 +57,13 @@ def test_a_run_is_copied_there_and_back_and_elsewhere(folder: Path, url: str, tm
         for path in (folder / "checkpoints" / name).iterdir():
             assert (tmp_path / "again" / "checkpoints" / name / path.name).read_bytes() == path.read_bytes()
     assert damaged(url) == damaged(f"{url}-2") == damaged(folder) == []
+
+
+def test_a_file_whose_name_no_archive_may_have_stays_here(folder: Path, url: str, tmp_path: Path) -> None:
+    (folder / "notes\\new.txt").write_text("mine")
+    copy_run(str(folder), url)
+    assert damaged(url) == []
+    copy_run(url, str(tmp_path / "again"))
 
 
 def test_a_copy_replaces_no_other_run(folder: Path, url: str, tmp_path: Path) -> None:
@@ -116,6 +128,26 @@ def test_damage_is_found_in_a_folder_and_at_a_url(folder: Path, url: str) -> Non
     store.put(next(part.key for part in newest.parts if part.name.endswith("tree.json")), b"{}")
     store.put("manifests/00000001.json", b"?")
     assert set(damaged(url)) == {"manifest 1", "manifests 1 to 2", "checkpoints/step-00000010/tree.json"}
+
+
+def test_a_run_that_cannot_be_read_is_not_whole(folder: Path, url: str) -> None:
+    store = CheckpointStore(folder / "checkpoints", keep=1)
+    base = BaseState(frozenset({"b"}), {"model": {"b": torch.ones(3)}})
+    store.save(30, {"model": {"a": torch.zeros(2)}}, base=base, background=False)
+    store.close()
+    assert damaged(folder) == []
+    (path,) = (folder / "checkpoints").glob("base-*")
+    path.rename(folder / "elsewhere")
+    assert damaged(folder) == ["step-00000030"]
+    with pytest.raises(UserError, match=f"{path} is missing"):
+        copy_run(str(folder), url)
+    with closing(Recorder(folder)) as record:
+        record.write(Checkpoint(30))
+    assert damaged(folder) == ["step-00000030"]
+    shutil.rmtree(folder / "checkpoints")
+    assert damaged(folder) == ["checkpoint of step 30"]
+    start_over(folder)
+    assert damaged(folder) == []
 
 
 def test_what_a_killed_writer_left_may_go_and_nothing_else(

@@ -19,6 +19,7 @@ from echelon.records.going import read_launch
 from echelon.records.kinds import Start
 from echelon.trainer.folder import (
     CONFIG_FILE,
+    check_new,
     claim,
     claimed,
     default_folder,
@@ -112,6 +113,15 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path, ended: bool) -> 
             mark_ended(folder)
         raise UserError("no such data")
     assert folder.exists() != ended and root.exists() != ended
+
+
+def test_checkpoints_without_a_description_are_not_continued_by_a_new_run(tmp_path: Path) -> None:
+    config = replace(RunConfig(), run=str(tmp_path))
+    (tmp_path / "checkpoints" / "step-1000").mkdir(parents=True)  # another tool's
+    check_new(tmp_path, config)
+    (tmp_path / "checkpoints" / "step-00000010").mkdir()
+    with pytest.raises(UserError, match=r"config.yaml is gone: put it back"):
+        check_new(tmp_path, config)
 
 
 def test_a_folder_that_was_there_or_that_others_are_in_stays(tmp_path: Path) -> None:
