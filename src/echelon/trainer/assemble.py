@@ -525,7 +525,7 @@ def assemble(
     with _connecting(None if is_newcomer else membership):
         run_parts = build_parts(resolved, work, world, ground.clock)
     state = RanksState(run_parts, world, record.patience)
-    fingerprint = Fingerprint.of(config, info, ground.task, ground.train_loader.sampling, ground.marks)
+    fingerprint = Fingerprint.of(resolved, info, ground.task, ground.train_loader.sampling, ground.marks)
     saver = Saver(path, config.checkpoint.keep, state, record, fingerprint)
     restored = _restored(saver, goes_on, config.training.seed, state, world) if not is_newcomer else None
     keep_cuts(run_parts, world, path)
@@ -674,7 +674,7 @@ def assemble_worker(
     state = ServersState(
         link.servers, link.table, per_epoch, record.patience, idle, work.tuned.frozen, tuning.epoch, parts
     )
-    fingerprint = Fingerprint.of(config, info, ground.task, ground.train_loader.sampling, ground.marks)
+    fingerprint = Fingerprint.of(resolved, info, ground.task, ground.train_loader.sampling, ground.marks)
     saver = Saver(path, config.checkpoint.keep, state, record, fingerprint)
     run = ground.run(run_parts, saver, progress)
     if process.number == 0:

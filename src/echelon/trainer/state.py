@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from echelon.checkpoint import whole
 from echelon.compression.rungs import Switch
-from echelon.config import RunConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.layout import Layout
@@ -35,6 +34,7 @@ from echelon.parallel.base import ORDER
 from echelon.parallel.split import SplitModel
 from echelon.sync.base import Rescuable, Sync
 from echelon.tasks.base import Task
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.sharded_state import to_own
 from echelon.trainer.update import Update
 from echelon.trainer.world import World
@@ -106,6 +106,7 @@ class Fingerprint:
     """What must be the same for a checkpoint to continue a run: model, data, order of samples, optimizer.
 
     Attributes:
+        optimizer_alone: its name in earlier versions' checkpoints of a single worker, which has the codec's momentum.
         samples, evaluation_samples, loss: of objects of a caller's own (`OwnMarks`).
         grown_from: training samples that a checkpoint may be of as well, of a run whose data grew.
     """
@@ -113,6 +114,7 @@ class Fingerprint:
     task: str = ""
     model: str = ""
     optimizer: str = ""
+    optimizer_alone: str = ""
     data: str = ""
     train_size: int = 0
     classes: int = 0
@@ -126,12 +128,14 @@ class Fingerprint:
     loss: str = ""
 
     @classmethod
-    def of(cls, config: RunConfig, info: DataInfo, task: Task, sampling: str, marks: OwnMarks) -> Fingerprint:
+    def of(cls, run: ResolvedRun, info: DataInfo, task: Task, sampling: str, marks: OwnMarks) -> Fingerprint:
         """Return the fingerprint of a run; `sampling` is its loader's, `marks` of what is the caller's own."""
+        config = run.config
         return cls(
             task=task.name,
             model=config.model.name,
-            optimizer=config.optimizer.name,
+            optimizer=run.described.optimizer.name,
+            optimizer_alone=run.for_single_worker().config.optimizer.name,
             data=info.name,
             train_size=info.train_size,
             classes=len(info.classes),
@@ -143,6 +147,10 @@ class Fingerprint:
             **asdict(marks),
         )
 
+    def _also(self, key: str) -> Collection[object]:
+        """Return what a checkpoint of this run may say as well."""
+        return {"train_size": self.grown_from, "optimizer": (self.optimizer_alone,)}.get(key, ())
+
     def check(self, saved: StateView) -> None:
         """Refuse a checkpoint of another run.
 
@@ -153,7 +161,7 @@ class Fingerprint:
             UserError: names the first thing that differs.
         """
         for key, value in asdict(self).items():
-            if key == "grown_from" or (key == "train_size" and saved.get(key) in self.grown_from):
+            if key in ("grown_from", "optimizer_alone") or saved.get(key) in self._also(key):
                 continue
             if key == "train_size" and key in saved and saved[key] != value:
                 raise UserError(
