@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.checkpoint.files import check_whole
@@ -13,8 +13,8 @@ from echelon.core.errors import UserError
 from echelon.core.own import continuing
 from echelon.core.task import TaskFacts
 from echelon.core.units import format_seconds
-from echelon.records.events import StartedOver
-from echelon.records.file import newest
+from echelon.records.events import DataGrew, StartedOver
+from echelon.records.file import newest, read_records
 from echelon.records.going import resumed_by
 from echelon.records.kinds import EARLY_STOP, MAX_TIME, Checkpoint, End, Start, Steps
 from echelon.run.machine import say
@@ -93,6 +93,43 @@ def check_checkpoints(path: Path) -> None:
     check_not_behind(path, None)
 
 
+@dataclass(frozen=True)
+class EpochLengths:
+    """How many steps a run's epochs have: fewer before its data grew.
+
+    Attributes:
+        stages: the first epoch of each, from 0, and the steps of its epochs.
+    """
+
+    stages: tuple[tuple[int, int], ...]
+
+    def steps(self, epochs: int) -> int:
+        """Return the steps of so many epochs from the beginning."""
+        ends = [*(epoch for epoch, _ in self.stages[1:]), epochs]
+        parts = zip(self.stages, ends, strict=True)
+        return sum(max(0, min(end, epochs) - begin) * per_epoch for (begin, per_epoch), end in parts)
+
+    def epochs(self, steps: int) -> float:
+        """Return how many epochs so many steps from the beginning are."""
+        begin, per_epoch = next(stage for stage in reversed(self.stages) if self.steps(stage[0]) <= steps)
+        return begin + (steps - self.steps(begin)) / per_epoch
+
+
+def epoch_lengths(path: Path, begun: Start) -> EpochLengths:
+    """Return how long the epochs of a run are, as its record says.
+
+    Args:
+        begun: its newest start, which says how long they are now.
+    """
+    stages = [(0, begun.steps_per_epoch)]
+    for each in read_records(path, Start, DataGrew):
+        if isinstance(each, DataGrew):
+            stages = [*(stage for stage in stages if stage[0] < each.epoch), (each.epoch, begun.steps_per_epoch)]
+        elif each.steps_per_epoch:
+            stages[-1] = stages[-1][0], each.steps_per_epoch
+    return EpochLengths(tuple(stages))
+
+
 def nothing_left(path: Path, config: RunConfig) -> bool:
     """Whether a run has completed as long as its description says now, or stopped early, which is said.
 
@@ -102,12 +139,10 @@ def nothing_left(path: Path, config: RunConfig) -> bool:
     begun, last = next(newest(path, Start), None), next(newest(path, Checkpoint, StartedOver), None)
     if begun is None or not begun.steps_per_epoch or not isinstance(last, Checkpoint):
         return False
-    done, per_epoch = last.step, begun.steps_per_epoch
-    epochs, most = config.training.epochs, config.training.max_steps
-    if epochs * per_epoch < done:
-        raise UserError(
-            f"--epochs {epochs} is less than what is done: {path} has trained {done / per_epoch:.4g} epochs"
-        )
+    done, lengths = last.step, epoch_lengths(path, begun)
+    epochs, most, done_epochs = config.training.epochs, config.training.max_steps, lengths.epochs(done)
+    if epochs < done_epochs:
+        raise UserError(f"--epochs {epochs} is less than what is done: {path} has trained {done_epochs:.4g} epochs")
     if 0 < most < done:
         raise UserError(f"--max-steps {most} is less than what is done: {path} has trained {done} steps")
     end = next(newest(path, End, Start), None)
@@ -119,12 +154,12 @@ def nothing_left(path: Path, config: RunConfig) -> bool:
             f"{continuing(path, begun.objects, early_stop=end.stagnant + config.training.early_stop)}, or with 0"
         )
         return True
-    if done < min(epochs * per_epoch, most or math.inf):
+    if done < min(lengths.steps(epochs), most or math.inf):
         return False
     no_limit = {"max_steps": 0} if most else {}
-    trained = f"{done / per_epoch:.4g} epoch{'s' * (done != per_epoch)}"
+    trained = f"{done_epochs:.4g} epoch{'s' * (done_epochs != 1)}"
     say(
         f"{path} is complete ({done} steps, {trained}): nothing to do. To train further: "
-        f"{continuing(path, begun.objects, epochs=math.ceil(done / per_epoch) + 1, **no_limit)}"
+        f"{continuing(path, begun.objects, epochs=math.ceil(done_epochs) + 1, **no_limit)}"
     )
     return True

@@ -19,6 +19,7 @@ from echelon.records.file import newest
 from echelon.records.going import is_held, read_launch
 from echelon.records.kinds import End, Evaluation, Start, Steps
 from echelon.run.elsewhere import ASK_S, SETTLE_S, brought
+from echelon.run.ending import epoch_lengths
 from echelon.run.home import home_of
 from echelon.run.machine import say
 from echelon.run.resolve import nodes_of, place_of
@@ -213,7 +214,7 @@ def _progress(run: Path, config: RunConfig) -> str:
     begun, last = next(newest(run, Start), None), next(newest(run, Steps), None)
     if begun is None or last is None or not begun.steps_per_epoch:
         return ""
-    wanted = begun.steps_per_epoch * config.training.epochs
+    wanted = epoch_lengths(run, begun).steps(config.training.epochs)
     if config.training.max_steps:
         wanted = min(wanted, config.training.max_steps)
     return f"{last.step}/{wanted} steps"
