@@ -16,7 +16,7 @@ from echelon.core.hints import parse_tensor_plan
 from echelon.core.layout import AUTO, Layout, parse_layout
 from echelon.core.link import Link, parse_link
 from echelon.core.spec import parse_spec
-from echelon.core.tokeniser import read_tokeniser
+from echelon.core.tokeniser import RUN_FILE, read_tokeniser
 from echelon.core.tuning import TUNINGS, check_packages, read_tuning
 from echelon.core.units import parse_bytes, parse_seconds
 from echelon.launch.places import PlaceChoice, check_place
@@ -54,7 +54,8 @@ def check_names(config: RunConfig) -> None:
         check_packages(config.model.tune)
     _check_path(config.data.source)
     check_task(config.task)
-    read_tokeniser(config.data.tokeniser)
+    if not (config.run and (Path(config.run) / RUN_FILE).is_file()):  # a run that goes on has its own
+        read_tokeniser(config.data.tokeniser)
     check_place(config.launch.on)
     check_loggers(config.tracking.loggers)
     check_notify(config.tracking.notify)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from echelon.config import DataConfig
+from echelon.config import DataConfig, RunConfig
 from echelon.core.errors import UserError
 from echelon.core.tokeniser import FOLDER_FILE, TokeniserChoice, read_tokeniser
 from echelon.data import tokenisers
@@ -24,6 +24,7 @@ from echelon.data.tokenisers import (
     tokeniser_for,
     train_byte_pairs,
 )
+from echelon.run.resolve import check_names
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the cat"] * 4
 
@@ -153,3 +154,14 @@ def test_a_run_marks_texts_as_it_did_when_it_began_and_so_does_one_tuned_from_it
         made = encode_texts(asked, ["a b"], 1)
         assert made.inputs[IDS][0].tolist() == expected and made.tokeniser == read_json(run / RUN_FILE)
     assert tokeniser_for(request(marking.parent, str(run)), TEXTS).encode(["a b"])[0].tolist() == [3, 4]
+
+
+def test_a_run_that_keeps_its_tokeniser_goes_on_where_the_one_that_it_named_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig(run=str(tmp_path), data=DataConfig(tokeniser="base"))  # a run's folder, by its bare name
+    with pytest.raises(UserError, match="unknown tokeniser 'base'"):
+        check_names(config)
+    (tmp_path / RUN_FILE).write_text("{}")
+    check_names(config)
