@@ -207,6 +207,20 @@ def bases_of(chosen: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
     return [base for base in found.values() if base.path.is_dir()]
 
 
+def unnamed_bases(folder: Path) -> list[Path]:
+    """Return the bases that no checkpoint beside them names; none where one cannot be read, which may name any.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    present = entries(folder)
+    try:
+        named = {base_entry(folder, read_manifest(entry).base).path for entry in present}
+    except DamagedError:
+        return []
+    return [path for path in folder.iterdir() if is_base(path.name) and path not in named] if present else []
+
+
 def temporary(target: Path) -> Path:
     """Return the hidden name under which `target` is written before it is renamed."""
     return target.with_name(_TEMPORARY + target.name)

@@ -220,6 +220,8 @@ class CheckpointStore:
             raise ValueError(f"step {step}: steps count from 0")
         self.wait()
         self._insist(self.claim)
+        if base is None:
+            self._base, self._left_out = "", frozenset()
         tree, staged = _staged(state, arriving)
         of_base = None
         if base is not None and base.state is not None:
@@ -501,7 +503,7 @@ class CheckpointStore:
         return manifest, target
 
     def _prune(self, new: CheckpointEntry, manifest: Manifest) -> None:
-        """Remove what is neither among the newest nor the best, and what the new checkpoint replaces."""
+        """Remove what is neither among the newest nor the best, what the new one replaces, and bases of no other."""
         files.sync(self.folder)
         present = files.entries(self.folder)
         self._check_turn()  # after the look: what others save from now on is not in it
@@ -514,6 +516,11 @@ class CheckpointStore:
         for entry in present:
             if entry not in kept:
                 files.remove(entry.path)
+        if not self._in_turns:  # else other processes may be about to name theirs
+            own = files.base_entry(self.folder, self._base).path
+            for path in files.unnamed_bases(self.folder):
+                if path != own:
+                    files.remove(path)
 
 
 def _with_parts(job: _Job, arriving: Arriving) -> tuple[StateTree, dict[str, Tensor]]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.checkpoint.files import CheckpointEntry, DamagedError, base_of, bases_of, entries, verify
+from echelon.checkpoint.files import CheckpointEntry, DamagedError, base_of, bases_of, entries, unnamed_bases, verify
 from echelon.config import load_run_config
 from echelon.core.errors import UserError
 from echelon.core.files import scratch_folder
@@ -182,6 +182,7 @@ def removables(place: str) -> tuple[int, list[Removable]]:
         unfinished = "left by a process that was killed"
         found += [(path, unfinished) for path in (folder / CHECKPOINTS_FOLDER).glob(".*-*")]
         found += [(path, unfinished) for path in folder.glob(HOLD_FOLDER)]
+        found += [(path, "no checkpoint names it") for path in unnamed_bases(folder / CHECKPOINTS_FOLDER)]
         return _size(folder), [Removable(str(path), _size(path), why) for path, why in found]
     try:
         archive = Archive(open_store(place))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from echelon.checkpoint import Arriving, BaseState, CheckpointStore, Saved, export_weights
+from echelon.checkpoint import Arriving, BaseState, CheckpointStore, Saved, export_weights, files
 from echelon.core.errors import UserError
 from tests.unit.checkpoint.states import assert_same, small_state
 
@@ -317,6 +317,23 @@ def test_what_stays_is_written_once_and_found_with_every_checkpoint(store: Check
     _on_base(other, 1)  # a process that has read nothing writes the same base again
     other.close()
     assert [name.partition("-")[0] for name in names(store.folder)] == ["base", "step"]
+
+
+def test_a_base_goes_with_the_last_checkpoint_that_names_it(store: CheckpointStore) -> None:
+    _on_base(store, 2)
+    store.save(2, {"n": 2}, background=False)  # all is trained from now on
+    assert [name.partition("-")[0] for name in names(store.folder)] == ["base", "step", "step"]
+    store.save(3, {"n": 3}, background=False)
+    assert names(store.folder) == ["step-00000002", "step-00000003"]
+    _on_base(store, 6)
+    assert names(store.folder)[0].startswith("base-") and store.newest() is not None
+
+
+def test_a_base_that_a_damaged_checkpoint_may_name_stays(store: CheckpointStore) -> None:
+    _on_base(store, 2)
+    store.save(2, {"n": 2}, metric=1.0, background=False)
+    (store.folder / "step-00000001" / "manifest.json").write_text("{}")
+    assert files.unnamed_bases(store.folder) == []
 
 
 def test_a_base_that_is_missing_or_damaged_is_named_in_one_line(store: CheckpointStore) -> None:

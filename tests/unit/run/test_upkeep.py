@@ -168,7 +168,10 @@ def test_what_may_go_of_a_folder(folder: Path) -> None:
     (folder / "checkpoints-before-1").mkdir()
     (folder / "checkpoints-before-1" / "old").write_bytes(b"12345")
     (folder / "checkpoints" / ".tmp-step-00000020").mkdir()
+    (folder / "checkpoints" / "base-0123456789abcdef").mkdir()
     found = removables(str(folder))[1]
-    assert sorted(Path(each.name).name for each in found) == [".tmp-step-00000020", "checkpoints-before-1"]
+    assert sorted(Path(each.name).name for each in found) == [
+        ".tmp-step-00000020", "base-0123456789abcdef", "checkpoints-before-1"
+    ]  # fmt: skip
     remove(str(folder), found)
     assert removables(str(folder))[1] == [] and damaged(folder) == []
