@@ -384,6 +384,16 @@ def read_manifest(entry: CheckpointEntry) -> Manifest:
     return _read_manifest(entry)[0]
 
 
+def scored(present: Sequence[CheckpointEntry]) -> list[tuple[float, CheckpointEntry]]:
+    """Return the checkpoints that have a metric, each with it; of damaged ones none. Raises OSError."""
+    found = []
+    for entry in present:
+        with contextlib.suppress(DamagedError, FileNotFoundError):  # reported when it is the one to be read
+            if (metric := read_manifest(entry).metric) is not None:
+                found.append((metric, entry))
+    return found
+
+
 def _read_manifest(entry: CheckpointEntry) -> tuple[Manifest, dict[str, FileSum]]:
     try:
         if _read(entry.path / MANIFEST_SUM) != _sum_line(entry.path / MANIFEST):

@@ -273,7 +273,9 @@ class CheckpointStore:
         """Whether a checkpoint with a metric is on the disk, or will be: one that waits for lost ranks is given up."""
         self.give_up_arriving()
         self._join_where_given_up()
-        return self._metric_under_way == metric or any(_metric(entry) == metric for entry in files.entries(self.folder))
+        return self._metric_under_way == metric or any(
+            known == metric for known, _ in files.scored(files.entries(self.folder))
+        )
 
     def _join_where_given_up(self) -> None:
         """Wait until the writer knows whether all parts have come."""
@@ -339,8 +341,8 @@ class CheckpointStore:
 
     def best(self, rank: int | None = None) -> tuple[int, StateView] | None:
         """Return step and state of the whole checkpoint with the highest metric, or None where none has a metric."""
-        scored = [(metric, entry) for entry in files.entries(self.folder) if (metric := _metric(entry)) is not None]
-        return self._first_whole([entry for _, entry in sorted(scored, reverse=True)], rank)
+        scored = sorted(files.scored(files.entries(self.folder)), reverse=True)
+        return self._first_whole([entry for _, entry in scored], rank)
 
     def newest_base(self) -> StateView | None:
         """Return what the newest checkpoint leaves out; None: there is none, or it leaves nothing out.
@@ -509,7 +511,7 @@ class CheckpointStore:
         self._check_turn()  # after the look: what others save from now on is not in it
         older = [entry for entry in present if entry.step < new.step]
         again = [entry for entry in present if entry.step == new.step and entry != new and manifest.metric is None]
-        scored = [(metric, entry) for entry in [*older, *again] if (metric := _metric(entry)) is not None]
+        scored = files.scored([*older, *again])
         if manifest.metric is not None:
             scored.append((manifest.metric, new))
         kept = {*[*older, new][-self.keep :], *(entry for _, entry in sorted(scored)[-1:])}
@@ -578,13 +580,6 @@ def _only_rank(tree: StateTree, rank: int) -> StateTree:
         return {"dict": [item for item in value["dict"] if item[0] == rank]} if key == RANKS else value
 
     return {"dict": [[key, of_rank(key, value)] for key, value in tree["dict"]]}
-
-
-def _metric(entry: CheckpointEntry) -> float | None:
-    try:
-        return files.read_manifest(entry).metric
-    except (DamagedError, FileNotFoundError):
-        return None  # reported when it is the one to be read
 
 
 def _finite(metric: float | None) -> float | None:

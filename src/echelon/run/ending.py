@@ -125,7 +125,7 @@ def epoch_lengths(path: Path, begun: Start) -> EpochLengths:
     for each in read_records(path, Start, DataGrew):
         if isinstance(each, DataGrew):
             stages = [*(stage for stage in stages if stage[0] < each.epoch), (each.epoch, begun.steps_per_epoch)]
-        elif each.steps_per_epoch:
+        elif isinstance(each, Start) and each.steps_per_epoch:
             stages[-1] = stages[-1][0], each.steps_per_epoch
     return EpochLengths(tuple(stages))
 

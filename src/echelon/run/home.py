@@ -258,6 +258,7 @@ def mend(folder: Path, url: str, tell: Callable[[str], None]) -> None:
     saved = next(newest(folder, Checkpoint, StartedOver), None)
     if isinstance(saved, StartedOver):
         return  # what the URL has is of before
+    last = saved.step if isinstance(saved, Checkpoint) else math.inf
     from echelon.run.mirror import read_state
     from echelon.storage.archive import Archive, DamagedArchive
     from echelon.storage.url import open_store
@@ -276,7 +277,7 @@ def mend(folder: Path, url: str, tell: Callable[[str], None]) -> None:
             return
         parts = [part for part in version.parts if part.name.startswith(f"{_CHECKPOINTS}/")]
         for name in sorted({PurePosixPath(part.name).parts[1] for part in parts}):
-            if _is_wanted(folder, name, whole, math.inf if saved is None else saved.step):
+            if _is_wanted(folder, name, whole, last):
                 shutil.rmtree(folder / _CHECKPOINTS / name, ignore_errors=True)
                 for part in (part for part in parts if PurePosixPath(part.name).parts[1] == name):
                     fetch_part(archive, part, folder)

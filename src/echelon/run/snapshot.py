@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.checkpoint.files import CheckpointEntry, DamagedError, base_of, bases_of, entries, read_manifest
+from echelon.checkpoint.files import CheckpointEntry, DamagedError, base_of, bases_of, entries, read_manifest, scored
 from echelon.observe.loggers.base import IDS_FOLDER
 from echelon.records.segments import RECORD_FILE, open_record
 from echelon.storage.archive import sha256_of
@@ -59,16 +59,9 @@ class Hashes:
 def wanted_checkpoints(folder: Path, sent: frozenset[str] = frozenset()) -> list[CheckpointEntry]:
     """Return the checkpoints that are worth sending: the newest, the best, and those that were sent before."""
     present = entries(folder / CHECKPOINTS_FOLDER)
-    scored = [(metric, entry) for entry in present if (metric := _metric(entry)) is not None]
-    best = max(scored)[1] if scored else None
+    with_metric = scored(present)
+    best = max(with_metric)[1] if with_metric else None
     return [entry for entry in present if entry in (present[-1], best) or entry.path.name in sent]
-
-
-def _metric(entry: CheckpointEntry) -> float | None:
-    try:
-        return read_manifest(entry).metric
-    except (DamagedError, FileNotFoundError):
-        return None
 
 
 @contextmanager

@@ -110,8 +110,9 @@ def findings(place: str) -> Iterator[Finding]:
     for entry in (*checkpoints, *bases_of(checkpoints)):
         yield Finding(entry.path.name, _size(entry.path), _damage(entry))
     saved = next(newest(folder, Checkpoint, StartedOver), None)
-    is_missing = isinstance(saved, Checkpoint) and saved.step > max((each.step for each in checkpoints), default=-1)
-    if is_missing and not load_run_config(folder / CONFIG_FILE).optimizer.lr_find:  # whose checkpoints go at its end
+    present = max((entry.step for entry in checkpoints), default=-1)
+    searches_rate = load_run_config(folder / CONFIG_FILE).optimizer.lr_find  # such a run's checkpoints go at its end
+    if isinstance(saved, Checkpoint) and saved.step > present and not searches_rate:
         yield Finding(f"checkpoint of step {saved.step}", 0, "the record says that it was saved, and it is not there")
 
 
