@@ -111,8 +111,9 @@ def findings(place: str) -> Iterator[Finding]:
         yield Finding(entry.path.name, _size(entry.path), _damage(entry))
     saved = next(newest(folder, Checkpoint, StartedOver), None)
     present = max((entry.step for entry in checkpoints), default=-1)
-    searches_rate = load_run_config(folder / CONFIG_FILE).optimizer.lr_find  # such a run's checkpoints go at its end
-    if isinstance(saved, Checkpoint) and saved.step > present and not searches_rate:
+    if isinstance(saved, Checkpoint) and saved.step > present:
+        if load_run_config(folder / CONFIG_FILE).optimizer.lr_find:  # such a run's checkpoints go at its end
+            return
         yield Finding(f"checkpoint of step {saved.step}", 0, "the record says that it was saved, and it is not there")
 
 
