@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ def role_address(roles: Path, name: str, host: str = "") -> str:
     if host:
         return f"tcp://{host}:0"
     socket = roles.resolve() / f"{name}.socket"
-    return f"ipc://{socket}" if len(str(socket)) < _LONGEST_SOCKET else "tcp://127.0.0.1:0"
+    return f"ipc://{socket}" if len(os.fsencode(socket)) < _LONGEST_SOCKET else "tcp://127.0.0.1:0"
 
 
 def note_address(roles: Path, address: str) -> None:
