@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from echelon.coordinator.messages import TrainTask
+from echelon.coordinator.runs import to_runs, whole_steps
 
 _FIRST_GUESS_S = 10.0
 
@@ -139,9 +140,9 @@ class LeaseLedger(ABC):
         """Steps before which all are done."""
 
     @property
-    def done_beyond(self) -> set[int]:
-        """Steps done beyond `done_steps`."""
-        return set()
+    def steps(self) -> int:
+        """Steps that are done, in whatever order."""
+        return self.done_steps
 
     @property
     def watermark(self) -> int:
@@ -186,7 +187,7 @@ class FreeLeases(LeaseLedger):
         self._tasks = work.steps * batch_parts
         self._next = 0
         self._returned: deque[int] = deque()
-        self._below = 0
+        self._below = self._steps = 0
         self._clocks: dict[str, int] = {}
         self._finished: dict[str, int] = {}
 
@@ -194,6 +195,7 @@ class FreeLeases(LeaseLedger):
         """Begin where a checkpoint ended: tasks before `below` are done, and those of `done`."""
         self._below, self._done = below, {t for t in done if t >= below}
         self._next = below
+        self._steps = whole_steps(below, to_runs(self._done), self._parts)
         self._advance()
 
     def replay(self, below: int, done: Iterable[int], shares: Mapping[int, int]) -> None:
@@ -237,9 +239,9 @@ class FreeLeases(LeaseLedger):
         return self._below // self._parts
 
     @property
-    def done_beyond(self) -> set[int]:
-        """Whole steps done beyond `done_steps`."""
-        return {step for step in {self.step_of(task) for task in self._done} if self.step_complete(step)}
+    def steps(self) -> int:
+        """Steps that are done, in whatever order."""
+        return self._steps
 
     def under_way(self, now_s: float) -> bool:
         """Whether workers have tasks, and have not had them for longer than others take."""
@@ -268,7 +270,9 @@ class FreeLeases(LeaseLedger):
             self._clocks[worker] = max(self._clocks[worker], others)
 
     def take(self, worker: str, now_s: float) -> TrainTask | None:
-        """Give a worker a task; None where it would be too far ahead, or where none is left to do."""
+        """Give a worker a task; None where it is paused, would be too far ahead, or where none is left to do."""
+        if worker in self._paused:  # all that is done meanwhile would wait for this task's number
+            return None
         # What a worker has been given counts: it asks for the next task while it works on one.
         ahead = self._clocks[worker] + sum(lease.worker == worker for lease in self._out.values())
         if self._bound is not None and ahead - self._slowest() > self._bound:
@@ -308,6 +312,7 @@ class FreeLeases(LeaseLedger):
         if self._is_done(task) or task >= self._tasks:
             return False
         self._done.add(task)
+        self._steps += self.step_complete(self.step_of(task))
         self._finished[worker] = self._finished.get(worker, 0) + 1
         self._advance()
         return True

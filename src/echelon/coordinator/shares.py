@@ -114,7 +114,7 @@ class SharedLeases(LeaseLedger):
 
     def take(self, worker: str, now_s: float) -> TrainTask | None:
         """Give a worker a share, and cut the step first where nobody has; None where the step's shares are others'."""
-        if self.complete or (self._held_back and not self._shares):
+        if self.complete or (self._held_back and not self._shares) or worker not in self._taking_part():
             return None
         if self._shares == 0:
             self._owners = dict(enumerate(sorted(self._taking_part())))

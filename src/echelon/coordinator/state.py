@@ -138,6 +138,7 @@ class Coordinator:
             match entry:
                 case SetUp():
                     self.setup, stagnation = entry.setup, entry.setup.stagnation
+                    best = BestResult.of(entry.setup.best, entry.setup.best_loss)
                 case Begun():
                     self._begun = True
                 case StepCut():
@@ -191,8 +192,9 @@ class Coordinator:
         """Do what time asks for: who is silent is gone, what is due is begun, written and told."""
         for member in self.members.silent(now_s):
             self._gone(member.name, f"was silent for {now_s - member.heard_s:.1f} s", now_s)
-        if self.stopping and self.setup is None:
+        if self.stopping and not (self._begun or self.reason):  # nothing was trained that could be saved
             self._end("stopped")
+            return self._drain()
         if self._leases is not None:
             self._look_at_time(self._leases, now_s)
             self._turn_evaluations(self._leases, now_s)
@@ -307,7 +309,7 @@ class Coordinator:
             case SetupDone() | EvaluationDone():
                 self._send(member, TaskHeard(content.task))
                 if isinstance(content, SetupDone):
-                    self._set_up(content, now_s)
+                    self._set_up(member, content, now_s)
                 else:
                     self._evaluated(member, content, now_s)
                 self._window.add_bytes(content.moved)  # what is counted begins with the setup
@@ -360,14 +362,18 @@ class Coordinator:
 
     def _worker_joined(self, member: RunMember, join: JoinWorker, now_s: float) -> None:
         self._send(member, Welcome(self.setup is not None))
-        if self.setup is None or self._leases is None:
+        if self.setup is not None and self._leases is not None:
+            self._admit(self._leases, self.setup, member, join, now_s)
+
+    def _admit(self, leases: LeaseLedger, setup: SetupDone, member: RunMember, join: JoinWorker, now_s: float) -> None:
+        """Let a worker train, unless what it has is not what the run was set up with."""
+        if setup.fingerprint == join.fingerprint:
+            leases.join(member.name, join.holding, now_s)
             return
-        if self.setup.fingerprint != join.fingerprint:
-            self._tell(Event(f"{member.name} has another model or data and was sent away", name="refused_worker"))
-            self._send(member, RunEnded("refused"))
-            self.members.remove(member.name)
-            return
-        self._leases.join(member.name, join.holding, now_s)
+        self._tell(Event(f"{member.name} has another model or data and was sent away", name="refused_worker"))
+        self._send(member, RunEnded("refused"))
+        self.members.remove(member.name)
+        self._asking.pop(member.name, None)
 
     def _server_joined(self, member: RunMember, join: JoinServer) -> None:
         pair = self._pairs[join.index]
@@ -510,7 +516,7 @@ class Coordinator:
 
     def _steps(self) -> int:
         """Return how many steps are done."""
-        return 0 if self._leases is None else self._leases.done_steps + len(self._leases.done_beyond)
+        return 0 if self._leases is None else self._leases.steps
 
     def _make_leases(self, setup: SetupDone) -> LeaseLedger:
         work = StepCount(self._config.plan.last_step(setup.steps_per_epoch), setup.steps_per_epoch)
@@ -519,8 +525,8 @@ class Coordinator:
         self._evaluations.begin_at(self._steps(), setup.steps_per_epoch)
         return leases
 
-    def _set_up(self, setup: SetupDone, now_s: float) -> None:
-        """The servers hold what they begin with."""
+    def _set_up(self, by: RunMember, setup: SetupDone, now_s: float) -> None:
+        """The servers hold what they begin with, as a worker says that gave it to them."""
         if setup.task != SETUP_TASK or not setup.steps_per_epoch or setup.parts < 1:
             raise Malformed("content")
         if self.setup is not None:
@@ -530,15 +536,15 @@ class Coordinator:
         self._save(SetUp(setup))
         self._evaluations.set_up(BestResult.of(setup.best, setup.best_loss), setup.stagnation, now_s)
         self._stop_if_stagnant()  # so it was saved
-        parts = len(self.members.workers) if self._config.policy.shared else setup.parts
-        size = (setup.about.get("batch_size") or 1) / max(1, parts)
-        self._time.evaluation_steps = (setup.about.get("eval_size") or 0) / size
         self._window = WindowAccumulator(now_s)
+        for member in self.members.workers:
+            if member.name == by.name:  # what the run begins with is what it has
+                leases.join(member.name, (), now_s)
+            elif isinstance(join := member.join, JoinWorker):
+                self._admit(leases, setup, member, join, now_s)
         if not self._recorded:
             self._recorded = True
             self._effects.append(Began(setup, self.members.worker_joins))
-        for member in self.members.workers:
-            leases.join(member.name, (), now_s)
         self._tell_members()  # into how many leases a batch is cut
         self._look(leases, now_s)
         self._give_all(now_s)
@@ -576,8 +582,8 @@ class Coordinator:
             return None
         before = self._leases.shares
         task = self._leases.take(member.name, now_s)
-        if task is not None and not before:
-            self._save(StepCut(task.step, task.shares))
+        if self._leases.shares and not before:
+            self._save(StepCut(self._leases.done_steps, self._leases.shares))
         return task
 
     def _servers_ready(self) -> bool:
@@ -609,9 +615,17 @@ class Coordinator:
 
     def _look_at_time(self, leases: LeaseLedger, now_s: float) -> None:
         """End the run in time, with a last evaluation and checkpoint."""
-        self._time.step_s = leases.task_s
+        self._time.step_s, self._time.evaluation_steps = leases.task_s, self._evaluation_tasks()
         if self._time.is_up(now_s):
             self._complete_early(MAX_TIME)
+
+    def _evaluation_tasks(self) -> float:
+        """Return how many tasks have as many samples as an evaluation."""
+        assert self.setup is not None
+        about, parts = self.setup.about, self.setup.parts
+        if self._config.policy.shared:
+            parts = max(1, len(self.members.workers))
+        return (about.get("eval_size") or 0) * parts / (about.get("batch_size") or 1)
 
     def _stop_if_stagnant(self) -> None:
         if self._evaluations.is_stagnant:

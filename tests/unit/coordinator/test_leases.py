@@ -29,6 +29,7 @@ def test_every_lease_once_under_random_deaths(seed: int, parts: int) -> None:
             out[worker].append(lease.task)
         elif out[worker] and leases.finish(task := out[worker].pop(0), worker, turn, False):
             done.append(task)
+            assert leases.steps == sum(map(leases.step_complete, range(30)))
     assert leases.complete
     assert sorted(done) == list(range(30 * parts))
 
@@ -44,14 +45,14 @@ def test_a_step_is_done_with_its_last_part() -> None:
     ]  # fmt: skip
     for task in (1, 2, 3):
         assert leases.finish(task, "b", 0, False)
-    assert (leases.done_steps, leases.done_beyond, leases.watermark) == (0, {1}, 0)
+    assert (leases.done_steps, leases.steps, leases.watermark) == (0, 1, 0)
     assert [leases.step_complete(step) for step in range(3)] == [False, True, False]
     again = FreeLeases(StepCount(4, 2), batch_parts=2)
     again.restore(*leases.counted())
     again.join("c", (), 0)
     left = [task.task for _ in range(2) if (task := again.take("c", 0)) is not None]
     assert left == [0, 4]
-    assert again.finish(0, "c", 0, False) and (again.done_steps, again.done_beyond) == (2, set())
+    assert again.finish(0, "c", 0, False) and (again.done_steps, again.steps) == (2, 2)
 
 
 def test_nobody_runs_further_ahead_than_the_bound() -> None:

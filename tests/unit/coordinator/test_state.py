@@ -17,6 +17,7 @@ from echelon.coordinator.journal import (
     CountedBefore,
     Journal,
     JournalEntry,
+    SetUp,
     Stagnant,
     journal_line,
     read_entry,
@@ -505,6 +506,16 @@ def test_a_stop_saves_before_it_ends() -> None:
     assert run.state.status == "stopped"
 
 
+def test_a_stop_before_anything_was_trained_waits_for_no_server() -> None:
+    run = Run(replace(FREE, standbys=1))
+    run.begin("a")
+    run.say("a", AskTask())
+    assert not run.sent("a", TrainTask), "the standby is not there"
+    run.say("launcher", Stop("stop"))
+    run.tick()
+    assert run.state.status == "stopped" and not run.sent("server0", KeepCopy)
+
+
 def test_a_stop_waits_for_no_share_that_does_not_come() -> None:
     run = Run(SHARED)
     run.begin("a", "b")
@@ -600,6 +611,33 @@ def test_a_run_completes_in_its_time_with_an_evaluation() -> None:
     assert isinstance(job, EvaluateTask) and job.evaluate and job.reason == "end"
     run.say("a", EvaluationDone(job.task))
     assert (run.state.status, run.state.reason) == ("completed", "max_time")
+
+
+@pytest.mark.parametrize("policy", [FREE, SHARED], ids=["free", "shared"])
+def test_a_coordinator_that_comes_back_leaves_time_for_the_evaluation(policy: CoordinationPolicy) -> None:
+    """As long as 2 x 40 of the steps that two workers divide, which take 1 s each, before one was timed."""
+    plan = TrainingPlan(2, 0, 0, None, None, time_left_s=120.0)
+    first = Run(policy, plan)
+    first.begin("a", "b")
+    (setup,) = (entry.setup for entry in first.journal if isinstance(entry, SetUp))
+    setup = replace(setup, about={"batch_size": 8, "eval_size": 320}, parts=1 if policy.shared else 2)
+    run = Run(policy, plan)
+    run.take(run.state.restore([SetUp(setup), *first.journal[1:]], run.now_s))
+    run.say("server0", READY)
+    for worker in ("a", "b"):
+        run.say(worker, JoinWorker("model"))
+    tasks = {worker: run.ask(worker).task for worker in ("a", "b")}
+    run.now_s += 1.0
+    for worker, task in tasks.items():
+        run.done(worker, task)
+    for seconds in (1.0, 13.0, 1.5):
+        assert not run.state.reason
+        run.now_s += seconds
+        for worker in ("a", "b"):
+            run.say(worker, WorkerBeat({}, 0, 0))
+        run.say("server0", READY)
+        run.tick()
+    assert run.state.reason == "max_time"
 
 
 def test_a_copy_that_is_lost_is_kept_again_and_another_worker_reads_it() -> None:
@@ -708,6 +746,12 @@ def test_the_best_result_and_its_loss_outlive_the_coordinator() -> None:
     again.take(again.state.restore(list(again.journal), again.now_s))
     for each in (run, again):
         assert each.state._evaluations.best == BestResult(0.9, 0.4)
+    first = again.journal[0]
+    assert isinstance(first, SetUp)
+    resumed = SetUp(replace(first.setup, best=0.7, best_loss=0.6))
+    for entries, best in (([resumed], BestResult(0.7, 0.6)), ([resumed, Best(0.9, 0.4)], BestResult(0.9, 0.4))):
+        again.take(again.state.restore(entries, again.now_s))
+        assert again.state._evaluations.best == best
     old = b'{"t": 1.0, "kind": "best", "best": 0.9}'  # before losses were written
     assert read_entry(old) == Best(0.9, None)
 
@@ -760,6 +804,57 @@ def test_a_worker_of_another_model_is_sent_away() -> None:
     run.say("b", JoinWorker("another"))
     assert run.sent("b", RunEnded) == [RunEnded("refused")]
     assert [m.name for m in run.state.members.workers] == ["a"]
+
+
+def test_a_worker_of_another_model_that_came_before_the_setup_is_sent_away() -> None:
+    run = Run(SHARED)
+    run.say("server0", READY)
+    for worker, model in (("a", "model"), ("b", "another"), ("c", "model")):
+        run.say(worker, JoinWorker(model))
+    for worker in ("a", "b"):
+        run.say(worker, AskTask())
+    run.say("a", SetupDone(SetupTask().task, "model", STEPS // 2, 0, []))
+    assert run.sent("b", RunEnded) == [RunEnded("refused")] and not run.sent("b", TrainTask)
+    assert [m.name for m in run.state.members.workers] == ["a", "c"]
+    (began,) = (effect for effect in run.effects if isinstance(effect, Began))
+    assert len(began.workers) == 2
+    train(run, "a", "c")
+    assert run.state.status == "completed"
+
+
+def test_steps_that_are_cut_while_a_worker_evaluates_outlive_the_coordinator() -> None:
+    policy, plan = replace(SHARED, backup=1), TrainingPlan(20, 0, 0, 1, None)
+    run = Run(policy, plan)
+    run.begin("a", "b", "c")
+    for worker in ("b", "c"):
+        run.done(worker, run.ask(worker).task)
+    _evaluation(run, "a")
+    run.say("a", AskTask())
+    for _ in range(3):
+        for task in [run.ask(worker).task for worker in ("b", "c")][: 2 - policy.backup]:
+            run.done("b", task)
+        run.tick()
+    steps = run.state._steps()
+    assert steps == 4 and not run.sent("a", TrainTask)
+    again = Run(policy, plan)
+    again.take(again.state.restore(run.journal, again.now_s))
+    assert again.state._steps() == steps
+
+
+def test_a_worker_that_evaluates_has_no_lease_and_gets_one_when_it_has_answered() -> None:
+    run = Run(plan=TrainingPlan(20, 0, 0, 1, None))
+    run.begin("a", "b")
+    run.done("b", run.ask("b").task)
+    task = _evaluation(run, "a")
+    run.say("a", AskTask())
+    for _ in range(3):
+        run.done("b", run.ask("b").task)
+    run.say("b", LeaveRun(NOTHING))
+    run.tick()
+    assert not run.sent("a", TrainTask) and run.state._leases is not None and run.state._leases.watermark == 4
+    run.say("a", EvaluationDone(task.task))
+    (lease,) = run.sent("a", TrainTask)
+    assert isinstance(lease, TrainTask) and lease.task == 4
 
 
 @pytest.mark.parametrize("policy", [FREE, SHARED])
