@@ -20,6 +20,7 @@ import zmq
 from echelon.core.address import Address
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
+from echelon.core.patience import Patience
 from echelon.core.terms import Term, TermFolder
 from echelon.core.units import format_seconds
 from echelon.launch.culprit import Elsewhere, Observed
@@ -123,8 +124,20 @@ class VoterMachine:
         number: see `OtherMachine`.
     """
 
-    def __init__(self, seat: Seat, secret: SecretSource, arrival: Arrival, terms: RoundSettings, scratch: Path) -> None:
-        """Take this machine's place; nothing is asked before the first `order`."""
+    def __init__(
+        self,
+        seat: Seat,
+        secret: SecretSource,
+        arrival: Arrival,
+        terms: RoundSettings,
+        scratch: Path,
+        patience: Patience,
+    ) -> None:
+        """Take this machine's place; nothing is asked before the first `order`.
+
+        Args:
+            patience: with the disk of the seat; while it takes nothing this machine tells the others nothing.
+        """
         self._seat, self._secret, self._arrival, self._terms, self._scratch = seat, secret, arrival, terms, scratch
         self._other = OtherMachine(seat.voters[0], secret, arrival, terms, scratch, "the machine that leads")
         self._tables = KeyValueTables()
@@ -135,6 +148,7 @@ class VoterMachine:
         self._epoch = 0  # of the leader that is followed, where this machine is no voter
         self._copy = RecordCopy(seat.shared)
         self._saved: Kept | None = None
+        self._patience = patience
         self._error: Exception | None = None
         self._reason = ""
         self._begun = self._led_s = time.monotonic()
@@ -191,9 +205,9 @@ class VoterMachine:
 
     def _settled(self, reign: _Reign, order: Order) -> Order:
         """Return an order once what led to it would outlive this machine."""
-        self._write(reign)
         assert self._voting is not None
-        return Continue() if isinstance(order, Go) and not self._voting.is_settled else order
+        outlives = self._write(reign) and self._voting.is_settled
+        return Continue() if isinstance(order, Go) and not outlives else order
 
     def _without_leader(self, now: float) -> Order | None:
         """Return what this machine does while nobody leads; None: somebody does."""
@@ -314,8 +328,7 @@ class VoterMachine:
                     hears = voting.hears_leader(now) and voting.leader is not None
                     return LeaderName(voting.epoch, voting.leader + 1 if hears and voting.leader is not None else 0)
             self._follow(now)
-            self._keep()
-            return answer
+            return answer if self._keep() else AskLater()
 
     def _answer_report(self, report: StateReport, now: float) -> Content:
         reign, voting = self._reign, self._voting
@@ -406,8 +419,7 @@ class VoterMachine:
         reign = self._reign
         if reign is None:
             ballot = voting.ballot(now, now - voting.heard_s > SUSPECT_S and self._complains())
-            self._keep()
-            for peer in self._peers if ballot is not None else ():
+            for peer in self._peers if self._keep() and ballot is not None else ():
                 if now - peer.sent_s > BEAT_S or peer.ballot != ballot:
                     peer.ballot = ballot
                     self._send(peer, ballot, now)
@@ -415,7 +427,8 @@ class VoterMachine:
         if reign.holds and voting.has_lease(now):
             reign.first.forgive()
         reign.holds = not voting.has_lease(now)
-        self._write(reign)
+        if not self._write(reign):
+            return
         self._publish(reign, voting)
         for peer in self._peers:
             has_lines = not peer.is_asked and self._has_lines(peer)  # to who is silent little is sent
@@ -446,7 +459,6 @@ class VoterMachine:
             if isinstance(answer, Vote):
                 if voting.take_vote(answer, now):
                     self._reign = self._take_lead(voting)
-                self._keep()
             elif isinstance(answer, BeatAnswer):
                 voting.take_answer(answer)
                 if self._reign is not None and peer.feed is not None:
@@ -506,8 +518,8 @@ class VoterMachine:
             self._followed = voting.leader
             self._other.turn_to(self._seat.voters[voting.leader])
 
-    def _write(self, reign: _Reign) -> None:
-        """Note in the journal what has been decided since."""
+    def _write(self, reign: _Reign) -> bool:
+        """Note in the journal what has been decided since; returns what `_keep` does."""
         voting = self._voting
         assert voting is not None
         state, checkpoints = reign.first.state()
@@ -515,7 +527,7 @@ class VoterMachine:
         if term is None and reign.round == state.number:
             term = voting.kept.journal.term
         voting.write(Journal(leader=self._arrival.machine, rounds=state, term=term, checkpoints=checkpoints))
-        self._keep()
+        return self._keep()
 
     def _publish(self, reign: _Reign, voting: Voting) -> None:
         """Let the newest term begin, once it outlives this machine."""
@@ -524,12 +536,20 @@ class VoterMachine:
             reign.pending = False
             reign.first.publish(term, reign.term_round)
 
-    def _keep(self) -> None:
-        """Have on the disk what is told to others."""
+    def _keep(self) -> bool:
+        """Have on the disk what may be told to others from then on; returns whether it is there.
+
+        Raises:
+            OSError: the disk fails for good.
+            UserError: it has failed for longer than patience lasts.
+        """
         assert self._voting is not None
-        if self._voting.kept is not self._saved:
-            self._saved = self._voting.kept
-            write_atomic(self._kept_file, json.dumps(to_plain(self._saved)))
+        file, now = self._kept_file, self._voting.kept
+        if now is not self._saved:
+            if not self._patience.attempt(file.name, lambda: write_atomic(file, json.dumps(to_plain(now)))):
+                return False
+            self._saved = now
+        return True
 
     @property
     def _kept_file(self) -> Path:

@@ -27,6 +27,7 @@ from echelon.core.errors import UserError
 from echelon.core.files import scratch_folder
 from echelon.core.link import Link
 from echelon.core.own import HUGGING_FACE
+from echelon.core.patience import Patience
 from echelon.core.units import many
 from echelon.launch.link import Host, ShapedNetwork
 from echelon.launch.places.base import Job
@@ -140,7 +141,8 @@ def _among_voters(run: ResolvedRun, plan: LaunchPlan, path: Path, scratch: Path)
     if plan.trusted_network:
         write_secret(folder, PUBLIC_SECRET)
     secret = SecretSource(folder, plan.trusted_network)
-    machine = VoterMachine(Seat(voters, number, path, folder), secret, arrival, _round_settings(run, plan), scratch)
+    seat, patience = Seat(voters, number, path, folder), Patience(path, run.io_patience_s)
+    machine = VoterMachine(seat, secret, arrival, _round_settings(run, plan), scratch, patience)
     if number == 0:
         _say_first(plan, own, folder)
     with _left_at_end(machine):

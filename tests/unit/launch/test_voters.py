@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +13,12 @@ import pytest
 
 from echelon.core.address import Address
 from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
+from echelon.core.patience import Patience
 from echelon.core.terms import Term
+from echelon.launch import voters
 from echelon.launch.addresses import own_number
-from echelon.launch.meeting import Arrival, SecretSource
+from echelon.launch.meeting import Arrival, AskLater, SecretSource
 from echelon.launch.rounds import (
     Continue,
     Finished,
@@ -29,6 +33,7 @@ from echelon.launch.rounds import (
     TermLead,
 )
 from echelon.launch.voters import TERMS, Seat, VoterMachine
+from echelon.launch.voting import Ballot, Stamp, Vote
 from echelon.messages.identity import PUBLIC_SECRET, write_secret
 from echelon.records.file import Recorder, read_records
 from echelon.records.kinds import Steps
@@ -54,7 +59,8 @@ class Machine:
         scratch = root / f"{name}-scratch-{time.monotonic_ns()}"
         scratch.mkdir()
         seat, secret = Seat(voters, number, self.folder, shared), SecretSource(shared, trusted_network=True)
-        self.rounds = VoterMachine(seat, secret, Arrival(name, 1, {}), SETTINGS, scratch)
+        patience = Patience(self.folder)
+        self.rounds = VoterMachine(seat, secret, Arrival(name, 1, {}), SETTINGS, scratch, patience)
         self.state: State = Ready()
         self.round: Round | None = None
         self.has_vanished = False
@@ -106,6 +112,52 @@ def begin(*group: Machine) -> None:
     until(lambda: group[0].rounds.leads, *group)
     until(lambda: all(isinstance(machine.state, Running) for machine in group), *group)
     assert [machine.round.number if machine.round else 0 for machine in group] == [1] * len(group)
+
+
+class FullDisk:
+    """A disk that takes nothing below a folder while it is full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.folder, self.full, self.refused = folder, False, 0
+        monkeypatch.setattr(voters, "write_atomic", self.write)
+
+    def write(self, path: Path, text: str) -> None:
+        """Write a file, or refuse it."""
+        if self.full and path.is_relative_to(self.folder):
+            self.refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_atomic(path, text)
+
+
+def test_a_vote_is_given_once_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FullDisk(monkeypatch, tmp_path)
+    machine, ballot = Machine(tmp_path, _addresses(3), 1, "m1"), Ballot(1, 0, Stamp(), is_trial=False)
+    answers = list[object]()
+    try:
+        saved = machine.folder / "machines" / "voter-1.json"
+        until(saved.exists, machine)
+        disk.full = True
+        for _ in range(2):
+            assert machine.rounds.answer(ballot) == AskLater()
+            assert '"voted_for": 0' in saved.read_text()
+        disk.full = False
+        until(lambda: answers.append(machine.rounds.answer(ballot)) or answers[-1] != AskLater())
+    finally:
+        machine.vanish()
+    assert isinstance(answers[-1], Vote) and answers[-1].is_granted and '"voted_for": 1' in saved.read_text()
+
+
+@pytest.mark.long
+def test_a_leader_whose_disk_is_full_for_a_while_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FullDisk(monkeypatch, tmp_path / "m0")
+    with machines(tmp_path) as (a, b, c):
+        begin(a, b, c)
+        disk.full = True
+        a.rounds.saved(1)
+        until(lambda: disk.refused > 1, a, b, c)
+        disk.full = False
+        saved = a.folder / "machines" / "voter-0.json"
+        until(lambda: '"checkpoints": 1' in saved.read_text(), a, b, c)
 
 
 @pytest.mark.long
