@@ -112,8 +112,11 @@ class Client:
         connection = self.connection
         cached = connection.cached(key)
         cached.valid = cached.valid and self.config.aggregates  # at once: `value` must not give what was before
-        start = connection.later if connection.encodes else connection.do
-        start(lambda: connection.queue_push(key, gradient, info, absent))
+        self._hand_over(lambda: connection.queue_push(key, gradient, info, absent))
+
+    def _hand_over(self, command: Callable[[], None]) -> None:
+        """Let the connection's own thread push where that encodes, else this one."""
+        (self.connection.later if self.connection.encodes else self.connection.do)(command)
 
     def push_rows(self, key: KeyRange, rows: Tensor | None, values: Tensor, info: PushInfo) -> None:
         """Send the gradients of rows of a table's key; they must not change any more.
@@ -122,8 +125,7 @@ class Client:
             rows: numbers within the key, ascending, `(R,)`; None: the table has no gradient.
             values: `(R, D)`.
         """
-        start = self.connection.later if self.connection.encodes else self.connection.do
-        start(lambda: self.connection.queue_rows_push(key, rows, values, info))
+        self._hand_over(lambda: self.connection.queue_rows_push(key, rows, values, info))
 
     def rows(self, wanted: Sequence[tuple[KeyRange, Tensor]], of: RowsOf) -> list[Tensor]:
         """Ask for rows of tables' keys, by their numbers within the key, and wait: the values of each, `(R, D)`.

@@ -91,7 +91,7 @@ class Durability:
 
     def due(self, updates: int, keys: int) -> bool:
         """Whether a snapshot is to be written, after so many updates of so many keys."""
-        due = self._count == 0 or updates - self._at_updates >= self._every * keys
+        due = self._count == 0 or 0 < self._every * keys <= updates - self._at_updates
         return due and not self._writing and not self.settling and not self.behind
 
     def begin(self, updates: int) -> int:
@@ -108,12 +108,13 @@ class Durability:
 
     # After a restart
 
-    def restore(self, count: int, aggregates: bool, now_s: float) -> None:
-        """Begin with snapshot number `count`: workers have some time to push again what came after it."""
+    def restore(self, count: int, keys: int, aggregates: bool, now_s: float) -> None:
+        """Begin with snapshot number `count`: workers have some time to push again what came after it to its keys."""
         self._count = count
-        self.restored = self.safe = self._untold = True
-        self.behind = aggregates
-        self._settle_by = now_s + SETTLE_S
+        self.restored = self.safe = True
+        if keys:
+            self._untold, self.behind = True, aggregates
+            self._settle_by = now_s + SETTLE_S
 
     @property
     def settling(self) -> bool:
@@ -157,12 +158,10 @@ class Durability:
 
 
 def held_by_all(stores: Sequence[KeyStore]) -> tuple[int, set[int]]:
-    """Return what every key has counted: all tasks before a number, and these.
+    """Return what every one of some keys has counted: all tasks before a number, and these.
 
     Where gradients are aggregated the number is that of a step, and the tasks are shares of steps from there on.
     """
-    if not stores:
-        return 0, set()
     if not stores[0].settings.aggregates:
         return min(s.applied.watermark for s in stores), set.intersection(*(s.applied.tasks for s in stores))
     waiting = [(store.version, store.gathered_tasks()) for store in stores]

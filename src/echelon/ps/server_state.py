@@ -202,7 +202,7 @@ class ServerState:
         for index, state in saved["keys"].items():
             self.put(index, state, now_s)
         self._buffers = dict(saved["buffers"])
-        self._durability.restore(count, self._settings.aggregates, now_s)
+        self._durability.restore(count, len(self.stores), self._settings.aggregates, now_s)
 
     def snapshot_written(self, numbers: dict[bytes, int]) -> list[Effect]:
         """Tell the workers which of their pushes are durable now."""
@@ -234,10 +234,9 @@ class ServerState:
         self._effects.append(Reply(peer, content, frames or ()))
 
     def _join(self) -> None:
-        ready = self.ready and (self._durability.safe or self.is_standby)
         join = JoinServer(
-            self.config.index, self._address, self._pid, ready, self.is_standby, self._durability.restored,
-            not self.stores,
+            self.config.index, self._address, self._pid, self._may_serve, self.is_standby, self._durability.restored,
+            not (self.stores or self.ready),
         )  # fmt: skip
         self._effects.append(TellScheduler(join))
 
@@ -245,6 +244,15 @@ class ServerState:
 
     def _set_table(self, peer: bytes, message: Message, now_s: float) -> None:
         self.set_table(table_from_bytes(bytes(message.frames[0])))
+        self._join_if_ready()  # a table may have fewer keys than there are servers
+
+    @property
+    def _may_serve(self) -> bool:
+        return self.ready and (self._durability.safe or self.is_standby)
+
+    def _join_if_ready(self) -> None:
+        if self._may_serve:
+            self._join()  # otherwise once the first snapshot is written
 
     def set_table(self, table: KeyTable) -> None:
         """Take the table of keys; the first one stays.
@@ -267,9 +275,11 @@ class ServerState:
         content = message.content
         assert isinstance(content, PutState)
         self.put(content.key, unpack_state(content.meta, message.frames), now_s)
-        self._reply(peer, PutDone(content.key))
-        if self.ready and self._durability.safe:
-            self._join()  # otherwise once the first snapshot is written
+        self._put_done(peer, content.key)
+
+    def _put_done(self, peer: bytes, key: int) -> None:
+        self._reply(peer, PutDone(key))
+        self._join_if_ready()
 
     def put(self, index: int, state: StateTree, now_s: float) -> None:
         """Take a key's state where the key is not held yet.
@@ -306,9 +316,7 @@ class ServerState:
         if content.key not in self.stores:
             self._filling[content.key][0].load_made(unpack_state(content.meta, message.frames))
             self._look_at_filling(content.key)
-        self._reply(peer, PutDone(content.key))
-        if self.ready and self._durability.safe:
-            self._join()
+        self._put_done(peer, content.key)
 
     def _store_of(self, index: int) -> KeyStore:
         if index not in self.stores:
@@ -692,10 +700,10 @@ class ServerState:
                 self._parked.clear()
                 self._parked_rows.clear()
                 self._lags, self._operation = False, 0
+                self._join_if_ready()
             case PutState(key=key, meta=meta):
                 self.put(key, unpack_state(meta, message.frames), now_s)
-                if self.ready:
-                    self._join()
+                self._join_if_ready()
             case ReplicatedPush() | ReplicatedPull() | ReplicatedBuffers() as operation:
                 if self._is_next(operation.number):
                     self._repeat(operation, message, now_s)

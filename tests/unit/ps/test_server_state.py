@@ -378,6 +378,46 @@ def restarted(settings: ServerSettings) -> Role:
     return role
 
 
+@pytest.mark.parametrize("settings", [ServerSettings("sync"), ServerSettings(), ServerSettings(replicas=1)])
+def test_a_server_without_keys_serves_and_holds_nothing_up(settings: ServerSettings) -> None:
+    """A small model has fewer keys than there are servers."""
+    none = cut_table([ParameterInfo("w", (6,), False)], Cut(1, 4096))
+    none = replace(none, keys=tuple(replace(key, server=1) for key in none.keys), cut=Cut(2, 4096))
+    snapshots: list[SaveSnapshot] = []
+
+    def serve(role: Role) -> None:
+        for _ in range(5):
+            role.tick(1.0)
+            written = [e for e in role.effects if isinstance(e, SaveSnapshot)]
+            role.effects = [e for e in role.effects if not isinstance(e, SaveSnapshot)]
+            for snapshot in written:
+                role.effects += role.state.snapshot_written(snapshot.numbers)
+            snapshots.extend(written)
+
+    role = Role(settings)
+    role.hear("worker0", SetTable(), [none.to_bytes()])
+    serve(role)
+    join = role.told(JoinServer)[-1]
+    assert join.ready and not join.empty and len(snapshots) == (settings.replicas == 0)
+    role.say("scheduler", KeepCopy(3, full=True))
+    assert role.told(CopyKept) == [CopyKept(3, 0)]
+    if settings.replicas:
+        standby = Role(settings, "standby0", life=2)
+        standby.say("scheduler", Members([ENTRY], [], 0))
+        role.say("standby0", Attach())
+        replicate(role, standby)
+        assert standby.told(JoinServer)[-1].ready
+        return
+    again = Role(settings, life=2)
+    again.state.restore(snapshots[0].count, snapshots[0].state, 0.0)
+    again.effects += again.state.begin()
+    serve(again)
+    join = again.told(JoinServer)[-1]
+    assert join.ready and not join.empty and not again.told(ServerHolds)
+    again.say("scheduler", KeepCopy(4, full=True))
+    assert again.told(CopyKept) == [CopyKept(4, 0)] and len(snapshots) == 1
+
+
 def test_a_server_that_comes_back_waits_for_what_workers_kept() -> None:
     role = restarted(ServerSettings())
     assert role.told(JoinServer)[-1].restored
