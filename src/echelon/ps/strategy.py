@@ -7,7 +7,7 @@ complete; the forward pass of a layer waits only for its own parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from echelon.compression.sparse import share_carried
 from echelon.compression.transforms import entropy_coded
+from echelon.core.errors import UserError
 from echelon.core.state_tree import StateTree, StateView
 from echelon.models.still_buffers import moving_buffers
 from echelon.observe.phases import Phase, PhaseClock
@@ -49,11 +50,18 @@ class WorkerOptions:
 
 @dataclass
 class _Round:
-    """One task's progress through the model; `rows`: those of tables that are here, by number of the parameter."""
+    """One task's progress through the model.
+
+    Attributes:
+        missing: how many parameters of each key have no gradient yet; a key leaves at 0, or in `step`.
+        came: parameters whose gradient came.
+        rows: those of tables that are here, by number of the parameter.
+    """
 
     info: PushInfo
+    missing: dict[int, int]
     loaded: set[int] = field(default_factory=set)
-    missing: dict[int, int] = field(default_factory=dict)
+    came: set[int] = field(default_factory=set)
     rows: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -144,6 +152,7 @@ class ParameterServer(PsStrategy):
         for span in self._spans:
             self._by_parameter[span.parameter].append(span)
             self._by_key.setdefault(span.key.index, []).append(span)
+        self._of_key = {key: {span.parameter for span in spans} for key, spans in self._by_key.items()}
         self._version = [-1] * len(self._parameters)
         self._tables = {
             index: [span.key for span in spans]
@@ -155,6 +164,8 @@ class ParameterServer(PsStrategy):
         fetch_rows(model, of_servers, self.server_tables)
         self._last = False
         self._round: _Round | None = None
+        self._in_pieces: set[int] = set()  # parameters whose gradients come in pieces, from where backward starts anew
+        self._pieces_known = False
         self._batch_lr = 0.0  # learning rate of a whole batch, in the present task
         self._fired: set[int] | None = None
         self._lazy: set[int] = set()
@@ -162,10 +173,14 @@ class ParameterServer(PsStrategy):
 
     def begin(self, info: PushInfo) -> None:
         """Begin a task; `begin_step` fills in its units."""
-        missing = {k: len({s.parameter for s in spans}) for k, spans in self._by_key.items()}
-        self._round, self._batch_lr = _Round(info, missing=missing), info.lr
+        missing = {key: len(parameters) + self._waits(parameters) for key, parameters in self._of_key.items()}
+        self._round, self._batch_lr = _Round(info, missing), info.lr
         self.server_tables.begin(info.task, info.step)
         self._client.open_task(info.task, len(self._table.keys))
+
+    def _waits(self, parameters: Set[int]) -> bool:
+        """Whether gradients of parameters leave no earlier than in `step`."""
+        return self._clip > 0 or not self._pieces_known or not parameters.isdisjoint(self._in_pieces)
 
     def begin_step(self, units: int, global_units: int) -> int:
         """Return what sums over units are divided by: where they are added to others', the units of the batch.
@@ -215,6 +230,7 @@ class ParameterServer(PsStrategy):
         for parameter in self._parameters:
             parameter.grad = None
         self.server_tables.end()
+        self._pieces_known |= bool(self._round.came)
         self._round = None
 
     def load_all(self) -> None:
@@ -445,34 +461,58 @@ class ParameterServer(PsStrategy):
         return gradient.indices()[0].cpu(), gradient.values().cpu()
 
     def _gradient(self, index: int) -> None:
-        if not self._last or self._round is None:
+        """Push the keys whose gradient is complete with that of a parameter.
+
+        Reentrant checkpointing runs a backward in backward, and what such parts share gets its gradient in pieces. The
+        first step tells of which parameters that is so: in it nothing leaves before the end.
+
+        Raises:
+            UserError: another piece came of what has left already.
+        """
+        current = self._round
+        if not self._last or current is None:
             return
-        if index in self._tables:
+        keys = list({span.key.index: span.key for span in self._by_parameter[index]}.values())
+        if index in current.came:
+            self._in_pieces.add(index)
+            if any(current.missing[key.index] == 0 for key in keys):
+                raise UserError(
+                    f"--sync ps: {self._names[index]} got more of its gradient after that had left for the servers, "
+                    "unlike in earlier steps: parts of the model that share it are checkpointed with "
+                    "use_reentrant=True; use use_reentrant=False"
+                )
+            return
+        current.came.add(index)
+        for key in keys:
+            current.missing[key.index] -= 1
+        complete = [key for key in keys if current.missing[key.index] == 0]
+        if index in self._tables and complete:
             self._push_rows(index)
-            self._round.missing.update((key.index, -1) for key in self._tables[index])
-            return
-        for key in {span.key.index: span.key for span in self._by_parameter[index]}.values():
-            self._round.missing[key.index] -= 1
-            if self._round.missing[key.index] == 0 and not self._clip:
-                self._push(key)
-                self._round.missing[key.index] = -1
-            elif self._clip:
-                self._round.missing[key.index] = max(1, self._round.missing[key.index])
+        for key in complete if index not in self._tables else ():
+            self._push(key)
 
     def _push(self, key: KeyRange) -> None:
         assert self._round is not None
         gradient, absent = self._flat_gradient(key), self._absent(key)
-        if self._momentum is not None and len(absent) < len(key.parts):
+        info = self._round.info
+        is_update = len(absent) < len(key.parts) and (info.units > 0 or not info.batch)
+        if self._momentum is not None and is_update:
             gradient = self._momentum.apply(key, gradient, lambda: self._value_of(key), absent)
-        self._client.push(key, gradient, self._round.info, absent)
+        self._client.push(key, gradient, info, absent)
 
     def _absent(self, key: KeyRange) -> list[int]:
-        """Return the parts of a key, by number, that got no gradient: the servers leave them as they are."""
-        without = [span.in_key for span in self._by_key[key.index] if self._parameters[span.parameter].grad is None]
-        if not without:
+        """Return the parts of a key, by number, that got no gradient: the servers leave them as they are.
+
+        A part may be of several parameters: it is absent if all of them are.
+        """
+        spans = self._by_key[key.index]
+        there = [span.in_key for span in spans if self._parameters[span.parameter].grad is not None]
+        if len(there) == len(spans):
             return []
         return [
-            i for i, part in enumerate(key.parts) if any(s.start <= part.start and part.stop <= s.stop for s in without)
+            i
+            for i, part in enumerate(key.parts)
+            if not any(here.start < part.stop and part.start < here.stop for here in there)
         ]
 
     def _flat_gradient(self, key: KeyRange) -> Tensor:
