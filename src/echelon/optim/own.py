@@ -17,6 +17,8 @@ from echelon.core.own import find_own, of_object, read_calls
 from echelon.core.spec import show_value
 
 FLAG = "--optimizer"
+LIBRARIES = ("torch.", "timm.")
+"""Modules of optimizers that are none of the user's own, and whose wrappers of steps are torch's."""
 NO_RATES: Mapping[str, float] = {}
 ParamGroup = dict[str, Any]
 """A group of an optimizer's parameters, `params`, and its settings by name, as torch has it."""
@@ -34,6 +36,14 @@ def is_own(name: str) -> bool:
     (True, False)
     """
     return ":" in name.partition("(")[0]
+
+
+def has_sgd_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its groups' `momentum`, where they have one, is SGD's, which stale gradients add to.
+
+    It is taken to be that in a class of the user's own.
+    """
+    return isinstance(optimizer, torch.optim.SGD) or not type(optimizer).__module__.startswith(LIBRARIES)
 
 
 def read_optimizer(text: str) -> OptimizerFactory:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.core.errors import UserError
-from echelon.optim.own import FLAG, OptimizerFactory, construct, takes_weight_decay
+from echelon.optim.own import FLAG, OptimizerFactory, construct, has_sgd_momentum, takes_weight_decay
 from echelon.optim.traits import Reach
 
 DECLARED = "elementwise"
@@ -31,6 +31,7 @@ class OwnTraits:
     Attributes:
         reach: what the update of an element depends on.
         momentum: as its groups have it by that name; 0 without.
+        is_sgd: that is SGD's, as far as can be told.
         draws: its steps draw random numbers.
         eager: it has state before the first step.
         in_state: all that its steps depend on is in `state`, nothing of it in groups.
@@ -41,6 +42,7 @@ class OwnTraits:
     draws: bool = False
     eager: bool = False
     in_state: bool = True
+    is_sgd: bool = True
 
 
 def probe(factory: OptimizerFactory, name: str) -> OwnTraits:
@@ -59,6 +61,7 @@ def probe(factory: OptimizerFactory, name: str) -> OwnTraits:
     with torch.random.fork_rng(devices=[]):
         optimizer = trial.build(trial.values())
         elementwise = getattr(optimizer, DECLARED, None)
+        is_sgd = has_sgd_momentum(optimizer)
         momentum = max(float(group.get("momentum") or 0.0) for group in optimizer.param_groups)
         try:
             traits = _probed(trial)
@@ -66,13 +69,13 @@ def probe(factory: OptimizerFactory, name: str) -> OwnTraits:
             raise
         except Exception as error:
             if elementwise is not None:  # such as a step that only a GPU can take
-                return OwnTraits(Reach.ELEMENT if elementwise else Reach.TENSOR, momentum)
+                return OwnTraits(Reach.ELEMENT if elementwise else Reach.TENSOR, momentum, is_sgd=is_sgd)
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
             raise UserError(
                 f"{FLAG} {name}: its step(), without a closure, failed on small tensors in float64 on the CPU "
                 f"({reason}); a class that says elementwise = True or False is not tried out"
             ) from error
-    traits = replace(traits, momentum=momentum, eager=bool(optimizer.state))
+    traits = replace(traits, momentum=momentum, eager=bool(optimizer.state), is_sgd=is_sgd)
     if elementwise is None:
         return traits
     return replace(traits, reach=Reach.ELEMENT if elementwise else max(traits.reach, Reach.TENSOR))

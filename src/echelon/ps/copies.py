@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from echelon.core.state_tree import StateView
+from echelon.ps.keystore import counted_tasks
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class ServersCopy:
         below = min(int(state["watermark"]) for state in self.keys.values())
         common: set[int] | None = None
         for state in self.keys.values():
-            here = set(range(below, int(state["watermark"]))) | set(state["tasks"])
+            here = set(range(below, int(state["watermark"]))) | counted_tasks(state)
             common = here if common is None else common & here
         common = common or set()
         while below in common:  # so that what is left beyond it was counted out of turn

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from echelon.coordinator.runs import from_runs, to_runs
 from echelon.coordinator.shares import MAX_SHARES
-from echelon.core.state_tree import StateTree
+from echelon.core.state_tree import StateTree, StateView
 from echelon.optim.kernels import give_velocities
-from echelon.optim.own import ParamGroup
+from echelon.optim.own import LIBRARIES, ParamGroup, has_sgd_momentum
 from echelon.ps.made_rows import OPTIMIZER, ROWS, UPDATES, VALUE, RowSlots, grow_state, grown, is_by_row, with_first
 from echelon.ps.rows import RowVersions, row_gradient
 from echelon.ps.table import KeyRange
 from echelon.sync.ps import ServerSettings
 
-_WRAPPED = ("torch.", "timm.")  # modules of optimizers whose wrappers are torch's
 _MEAN_SQUARE_DECAY = 0.95
 _EPSILON = 1e-7  # below the root of a mean square
 
@@ -163,7 +163,8 @@ class KeyStore:
         if self._plain:
             for view in views:
                 view.data = torch.empty(0, dtype=value.dtype)  # the optimizer is not used: no second copy
-        self._momenta = [group.get("momentum") for group in self.optimizer.param_groups]
+        corrects = has_sgd_momentum(self.optimizer) or settings.momentum_correction
+        self._momenta = [group.get("momentum") if corrects else None for group in self.optimizer.param_groups]
         self._scales_by_staleness = bool(settings.by_staleness)
         self._pulled: dict[str, tuple[int, float, Tensor | None]] = {}
         self._mean_square: dict[str, Tensor] = {}
@@ -192,9 +193,11 @@ class KeyStore:
         if push.task in self.applied:
             return PushOutcome.DUPLICATE
         self.applied.tasks.add(push.task)
+        if push.units == 0 < push.batch:  # a part without samples is no update
+            return PushOutcome.APPLIED
         gradient = self._compensated(push)
         memory = push.memory if gradient is push.gradient else None
-        share = push.units / push.batch if 0 < push.units < push.batch else 1.0
+        share = push.units / push.batch if push.units < push.batch else 1.0
         self._update(gradient, push.lr * push.scale, memory, push.absent, share)
         self.version += 1
         return PushOutcome.APPLIED
@@ -395,7 +398,7 @@ class KeyStore:
                     for i, entry in optimizer.items()
                 },
                 "watermark": self.applied.watermark,
-                "tasks": sorted(self.applied.tasks),
+                "task_runs": to_runs(self.applied.tasks),
                 "then": {w: t.clone() for w, (_, _, t) in self._pulled.items() if t is not None},
                 "pulled": {w: v for w, (v, _, _) in self._pulled.items()},
                 "mean_square": {w: t.clone() for w, t in self._mean_square.items()},
@@ -503,11 +506,19 @@ class KeyStore:
             if self.made is not None:  # what it has of rows follows
                 saved = {i: {**whole["state"].get(i, {}), **entry} for i, entry in saved.items()}
             self.optimizer.load_state_dict({**whole, "state": saved})
-        self.applied = Applied(int(state["watermark"]), set(state["tasks"]))
+        self.applied = Applied(int(state["watermark"]), counted_tasks(state))
         self._pulled = {w: (v, now_s, state["then"].get(w)) for w, v in state["pulled"].items()}
         self._mean_square = dict(state["mean_square"])
         if self.rows is not None and self.made is None:
-            self.rows.counts.copy_(state["row_updates"])
+            if "row_updates" in state:
+                self.rows.counts.copy_(state["row_updates"])
+            else:  # memories begin anew
+                self.rows.counts.zero_()
+
+
+def counted_tasks(state: StateView) -> set[int]:
+    """Return the tasks beyond its watermark that a key's whole state has counted; older ones list each of them."""
+    return from_runs(state["task_runs"]) if "task_runs" in state else set(state["tasks"])
 
 
 def _set_rates(optimizer: torch.optim.Optimizer, rates: Mapping[int, float]) -> None:
@@ -528,7 +539,7 @@ def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimi
     A user's own class may have wrappers that it needs.
     """
     step: Any = type(optimizer).step
-    while type(optimizer).__module__.startswith(_WRAPPED) and hasattr(step, "__wrapped__"):
+    while type(optimizer).__module__.startswith(LIBRARIES) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step
 

@@ -227,10 +227,12 @@ def _has_momentum(run: ResolvedRun, optimizer: OptimizerConfig) -> bool:
 
 
 def _momentum(run: ResolvedRun) -> float:
-    """Return the momentum that the optimizer itself applies; 0: none, or its own class does not say."""
+    """Return the momentum of SGD that the optimizer itself applies; 0: none, or its own class does not say."""
     optimizer = run.config.optimizer
     traits = run.optimizer.user_traits
-    return traits.momentum if traits else optimizer.momentum if is_sgd(optimizer.name) else 0.0
+    if traits is not None:
+        return traits.momentum if traits.is_sgd else 0.0
+    return optimizer.momentum if is_sgd(optimizer.name) else 0.0
 
 
 def _check_own_on_servers(run: ResolvedRun, sync: str) -> None:

@@ -28,6 +28,7 @@ from echelon.core.patience import Patience
 from echelon.core.state_tree import StateTree, StateView
 from echelon.ps.client import TagLost
 from echelon.ps.copies import ServersCopy
+from echelon.ps.keystore import counted_tasks
 from echelon.ps.messages import BUFFERS_KEY
 from echelon.ps.strategy import ParameterServer
 from echelon.ps.table import KeyRange, KeyTable
@@ -130,8 +131,8 @@ class ServersState:
         held.load_state_dict(averaged(state))
         averages = self._strategy.key_values() if state["ema"] else {}
         held.load_state_dict(state["model"])
-        rest = {"version": self.below, "optimizer": {}, "watermark": self.below, "tasks": [], "then": {}, "pulled": {},
-                "mean_square": {}}  # fmt: skip
+        rest = {"version": self.below, "optimizer": {}, "watermark": self.below, "task_runs": [], "then": {},
+                "pulled": {}, "mean_square": {}}  # fmt: skip
         self._restored = {key: {"value": value, **rest} for key, value in self._strategy.key_values().items()}
         for key, average in averages.items():
             self._restored[key] |= {"average": average, "averaged": int(state["ema"]["updates"])}
@@ -228,9 +229,9 @@ class ServersState:
 def _spread(of_key: StateView, cut: int) -> StateTree:
     """Return a key's state with each task that it counts cut into so many."""
     state = dict(of_key)
-    if cut > 1 and "tasks" in state:
+    if cut > 1 and "watermark" in state:
         state["watermark"] = int(state["watermark"]) * cut
-        state["tasks"] = [task * cut + part for task in state["tasks"] for part in range(cut)]
+        state["task_runs"] = cut_runs(to_runs(counted_tasks(state)), cut)
         if "averaged" in state:
             state["averaged"] = int(state["averaged"]) * cut
     return state

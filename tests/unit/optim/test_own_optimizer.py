@@ -38,7 +38,11 @@ MODULE = "tests.unit.optim.own_optimizers"
         (own.Eager, OwnTraits(Reach.ELEMENT, eager=True)),
         (own.Heavy, OwnTraits(Reach.ELEMENT, momentum=0.8)),
         (functools.partial(own.Heavy, momentum=0.0), OwnTraits(Reach.ELEMENT)),
-        (torch.optim.Adafactor, OwnTraits(Reach.TENSOR)),
+        (torch.optim.Adafactor, OwnTraits(Reach.TENSOR, is_sgd=False)),
+        (
+            functools.partial(torch.optim.RMSprop, momentum=0.8),
+            OwnTraits(Reach.ELEMENT, momentum=0.8, is_sgd=False),
+        ),
     ],
 )
 def test_what_an_optimizer_is_is_found_by_steps(kind: Callable[..., torch.optim.Optimizer], traits: OwnTraits) -> None:

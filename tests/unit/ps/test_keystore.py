@@ -11,7 +11,8 @@ from torch import nn
 
 from echelon.optim.build import EMA
 from echelon.ps.blob import message_of
-from echelon.ps.keystore import KeyStore, Push
+from echelon.ps.copies import ServersCopy
+from echelon.ps.keystore import KeyStore, Push, PushOutcome
 from echelon.ps.table import Cut, ParameterInfo, cut_table
 from echelon.sync.ps import ServerSettings
 
@@ -123,6 +124,35 @@ def test_other_forms_of_sgd_keep_the_value_to_themselves(extra: dict[str, Any]) 
         usual.step()
     assert key.memory is None
     torch.testing.assert_close(key.value, parameter.detach()[0])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_a_part_without_samples_counts_and_updates_nothing(optimizer: Any) -> None:
+    key, usual = store(ServerSettings(ema=0.9), optimizer), store(ServerSettings(ema=0.9), optimizer)
+    for task in range(4):
+        key.take(push(2 * task)._replace(units=2, batch=4))
+        usual.take(push(2 * task)._replace(units=2, batch=4))
+        empty = push(2 * task + 1)._replace(units=0, batch=4, gradient=torch.zeros(6), lr=0.0)
+        assert key.take(empty) is PushOutcome.APPLIED and key.take(empty) is PushOutcome.DUPLICATE
+    assert key.average is not None and usual.average is not None
+    assert torch.equal(key.value, usual.value) and torch.equal(key.average, usual.average)
+    assert key.averaged == usual.averaged == key.version == 4
+
+
+@pytest.mark.parametrize("watermark", [0, 1])
+def test_a_state_has_its_tasks_as_runs_and_one_that_lists_them_is_read(watermark: int) -> None:
+    key = store(ServerSettings())
+    for task in (0, 1, 2, 5):
+        key.take(push(task))
+    key.applied.raise_to(watermark)
+    state = key.state(full=True)
+    assert state["task_runs"] == [watermark, 2, 5, 5]
+    old = {name: value for name, value in state.items() if name != "task_runs"} | {"tasks": [*range(watermark, 3), 5]}
+    for each in (state, old):
+        again = store(ServerSettings())
+        again.load_state(each, 0.0)
+        assert again.applied == key.applied
+        assert ServersCopy({0: each}, torch.empty(0)).counted() == (3, {5})
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])

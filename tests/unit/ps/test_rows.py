@@ -131,6 +131,13 @@ def test_a_server_follows_torchs_sparse_adam_and_a_state_goes_on_with_its_bits()
     assert torch.equal(again.rows.counts, store.rows.counts) and torch.equal(again.value, store.value)
 
 
+def test_a_table_begins_anew_without_counts_of_updates() -> None:
+    store = KeyStore(KEY, torch.zeros(KEY.numel), ServerSettings(), sparse_adam)
+    anew = {"version": 3, "optimizer": {}, "watermark": 3, "task_runs": [], "then": {}, "pulled": {}, "mean_square": {}}
+    store.load_state({"value": torch.ones(KEY.numel), **anew}, 0.0)
+    assert store.rows is not None and not store.rows.counts.any() and bool((store.value == 1).all())
+
+
 def test_a_table_without_a_gradient_is_left_as_it_is_and_its_task_is_done() -> None:
     serving = Serving()
     serving.say("a", replace(PUSH, absent=[0]), [b""])

@@ -134,6 +134,22 @@ def test_momentum_is_lowered_by_what_asynchrony_adds() -> None:
     assert moved(1, corrected=True) == pytest.approx(1 + 1.9)
 
 
+@pytest.mark.parametrize(("momentum", "correction"), [(0.9, None), (0.0, None), (0.9, True)])
+def test_what_is_said_of_sgd_is_done_to_no_other_optimizer_unless_asked_for(
+    momentum: float, correction: bool | None
+) -> None:
+    key = KeyRange(0, 0, 4, 0, (KeyPart(0, 4, (4,), True, "w"),))
+    settings = ServerSettings(momentum_correction=correction)
+    make = lambda tensors, decay: torch.optim.RMSprop(tensors, lr=LR, momentum=momentum)  # noqa: E731
+    one = KeyStore(key, torch.zeros(4), settings, make)
+    one.set_workers(4, 1)
+    for task in range(4):
+        one.take(push("a", task, torch.ones(4)))
+    corrected = corrected_momentum(momentum, 4) if correction else momentum
+    assert one.optimizer.param_groups[0]["momentum"] == corrected
+    assert (one.scale_of(push("b", 9, torch.ones(4)), 0.0) == 1.0) is not bool(correction)
+
+
 def test_each_task_counts_once() -> None:
     one = store(ServerSettings())
     gradient = torch.ones(4, dtype=torch.float64)
