@@ -152,7 +152,12 @@ class CheckpointStore:
         self._metric: float | None = None  # likewise; None also once it was given up
 
     def has_base(self, names: Set[str]) -> bool:
-        """Whether this store has written what checkpoints leave out, or read one that leaves out all of that."""
+        """Whether a base is there with all of these names: this store's, or where others save too, the newest one's."""
+        if names and not self._base:
+            for entry in files.entries(self.folder)[-1:]:
+                with suppress(DamagedError, FileNotFoundError, UserError):  # then it is written anew
+                    if files.read_manifest(entry).base:
+                        self._read(entry, None)
         return bool(self._base) and names <= self._left_out
 
     def claim(self, in_turns: bool = False, takes_over: bool = False) -> None:

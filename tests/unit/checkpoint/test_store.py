@@ -359,3 +359,5 @@ def test_another_choice_of_what_stays_has_a_base_of_its_own(store: CheckpointSto
     reader = CheckpointStore(store.folder, keep=1)
     assert reader.newest() is not None
     assert reader.has_base(frozenset({"a", "b"})) and not reader.has_base(more)
+    another = CheckpointStore(store.folder, keep=1)  # that has read nothing so far, as where processes save in turns
+    assert another.has_base(frozenset({"a"})) and not another.has_base(more)
