@@ -56,10 +56,15 @@ class Attempt:
 
 @dataclass(frozen=True)
 class StoredEvaluation:
-    """What `evaluation.json` holds of the best evaluation, for summaries and for the page."""
+    """What `evaluation.json` holds of the best evaluation, for summaries and for the page.
+
+    Attributes:
+        step: after which it was; None: not known.
+    """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     sections: Sequence[ReportSection] = ()
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -297,7 +302,9 @@ def _read_evaluation(path: Path, records: Sequence[Record], notes: list[str]) ->
         return StoredEvaluation()
     metrics = values.get("metrics")
     numbers = metrics.items() if isinstance(metrics, dict) else ()
-    return StoredEvaluation({name: v for name, v in numbers if isinstance(v, int | float)}, sections)
+    step = values.get("step")
+    shown = {name: v for name, v in numbers if isinstance(v, int | float)}
+    return StoredEvaluation(shown, sections, step if isinstance(step, int) else None)
 
 
 def _sections_before_tasks(values: Mapping[str, object], records: Sequence[Record]) -> list[ReportSection]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from echelon.core.own import continuing
 from echelon.core.rate_search import STEPS
+from echelon.core.task import TaskFacts
 from echelon.core.units import format_metric, format_seconds, many, sentence_case
+from echelon.records.kinds import Evaluation
 from echelon.reporting.report.incidents import MOST_SLOW_STEPS
+from echelon.reporting.report.records import StoredEvaluation
 from echelon.reporting.report.summary import Summary
 from echelon.reporting.report.whole_run import BEFORE_STEPS, OTHER, WholeRun
 
@@ -125,6 +129,17 @@ def _accuracy(s: Summary) -> list[str]:
             "the best one."
         )
     return words
+
+
+def evaluation_words(stored: StoredEvaluation, evaluations: Sequence[Evaluation], task: TaskFacts) -> str:
+    """Say of what data, and of which checkpoint, a page shows what the task has made of an evaluation."""
+    if stored.step is None:
+        return "Of the validation data, at the best checkpoint."
+    samples = next((each.samples for each in reversed(evaluations) if each.step == stored.step), 0)
+    value = stored.metrics.get(task.primary.name)
+    reached = "" if value is None else f" ({task.primary.title} {format_metric(value)})"
+    of = f", {many(samples, 'sample')}," if samples else ""
+    return f"Of the validation data{of} at step {stored.step:,}, the best checkpoint{reached}."
 
 
 def samples_of_primary(s: Summary) -> str:

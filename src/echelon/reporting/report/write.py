@@ -32,7 +32,7 @@ from echelon.reporting.report.tables import (
     waterfall_table,
 )
 from echelon.reporting.report.timing import measure
-from echelon.reporting.report.words import closing_words
+from echelon.reporting.report.words import closing_words, evaluation_words
 
 REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
@@ -83,6 +83,7 @@ def render_run(record: RunRecord, summary: Summary, shared_script: str = "") -> 
         headlines=headlines(summary),
         sections=sections,
         task_sections=record.evaluation.sections,
+        task_note=evaluation_words(record.evaluation, record.kept_evaluations(), record.task),
         traffic_notes=link_words(record),
         ranks=rank_table(record, timing),
         waterfall=waterfall_table(record, summary),

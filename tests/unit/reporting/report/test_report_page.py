@@ -213,7 +213,9 @@ def test_pictures_of_a_task_are_shown_and_none_is_fetched(tmp_path: Path) -> Non
     values = json.loads(evaluation.read_text())
     evaluation.write_text(json.dumps({**values, "sections": [asdict(ReportSection("Worst", pictures=pictures))]}))
     write_report(run)
-    found = outline((run / "report.html").read_text())
+    page = (run / "report.html").read_text()
+    found = outline(page)
+    assert "Of the validation data, 10,000 samples, at step 720, the best checkpoint (top-1 0.8" in page
     assert [(a["src"], a["alt"]) for tag, a in found if tag == "img"] == [(inside, "<b>cat; loss 1")]
 
 
