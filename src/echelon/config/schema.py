@@ -278,7 +278,11 @@ class OptimizerConfig:
         "torch.nn such as SmoothL1Loss(beta=0.5)",
         "--loss",
     )
-    class_weights: str = setting("none", "none, balanced, or a comma-separated list with one weight per class")
+    class_weights: str = setting(
+        "none",
+        "none, balanced, or a comma-separated list with one weight per class, scaled so that the mean weight of a "
+        "training sample is 1; evaluations do not weigh",
+    )
 
 
 @dataclass(frozen=True, config=STRICT)

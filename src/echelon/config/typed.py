@@ -183,7 +183,7 @@ class TrainSettings(ResumeSettings, total=False):
     label_smoothing: float
     """label smoothing [default: 0.0]"""
     class_weights: str
-    """none, balanced, or a comma-separated list with one weight per class [default: 'none']"""
+    """none, balanced, or a comma-separated list with one weight per class, scaled so that the mean weight of a training sample is 1; evaluations do not weigh [default: 'none']"""
     precision: Literal["fp32", "bf16", "bf16-params", "fp16", "fp8"]
     """fp32, bf16 (autocast), bf16-params (float32 masters), fp16 (autocast, scaled losses) or fp8 (torchao, a GPU) [default: 'fp32']"""
     tf32: Literal["auto", "on", "off"]

@@ -74,7 +74,7 @@ class _Count:
     """The loss and metrics of one of both."""
 
     def __init__(self, task: Task) -> None:
-        self._task, self._metrics = task, task.metrics(torch.device("cpu"))
+        self._task, self._metrics = task.for_evaluation(), task.metrics(torch.device("cpu"))
         self._loss = self._units = 0.0
 
     def update(self, outputs: Nest, targets: Nest) -> None:

@@ -16,8 +16,12 @@ from typing import Annotated, Any, ClassVar
 from echelon.core.task import BEFORE_TASKS, TaskFacts
 from echelon.records.decode import decode, left_out, nan_number, number, readable_rows
 
-VERSION = 1
-"""Of what this package writes; written in `start`. 0: of runs before versions were written."""
+VERSION = 2
+"""Of what this package writes; written in `start`. 0: of runs before versions were written.
+
+Since 2, class weights have a mean of 1 over the training samples, and evaluations sum losses without weights and
+label smoothing.
+"""
 
 TCP_HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP with timestamps 32
 

@@ -451,6 +451,13 @@ class Task(ABC):
             raise UserError(f"--label-smoothing and --class-weights are for classes; the task is {self.name}")
         return copy.copy(self)
 
+    def for_evaluation(self) -> Self:
+        """Return the task as evaluations sum its losses: without label smoothing and class weights.
+
+        So losses of runs with other settings compare, and decide which of equal checkpoints is the best.
+        """
+        return self
+
     @property
     @abstractmethod
     def outputs(self) -> int:

@@ -46,9 +46,10 @@ class Classification(Task):
 
         L = sum_i w_(t_i) l_i / (global batch size)
 
-    The weights are thus absolute: all twos double the gradient. `balanced` gives class c the weight
-    n / (classes * count_c) (King and Zeng 2001), so that every class counts alike and the mean weight of a training
-    sample is 1; a class without training samples has no weight, and does not count as a class.
+    Weights are scaled so that the mean weight of a training sample is 1: all twos are as no weights. torch divides by
+    the weights of each batch's samples instead, which no worker knows of the others. `balanced` gives class c the
+    weight n / (classes * count_c) (King and Zeng 2001), so that every class counts alike; a class without training
+    samples has no weight, and does not count as a class.
     """
 
     name = "classification"
@@ -98,6 +99,12 @@ class Classification(Task):
         task.primary = replace(self.primary, chance=1 / len(data.classes))
         weights = class_weights(settings.class_weights, data.class_counts)
         task._loss = CrossEntropy(settings.label_smoothing, None if weights is None else torch.tensor(weights))
+        return task
+
+    def for_evaluation(self) -> Self:
+        """Return the task with plain cross-entropy."""
+        task = copy.copy(self)
+        task._loss = CrossEntropy(0.0, None)
         return task
 
     @property
@@ -190,14 +197,15 @@ def _flag(task: str) -> str:
 
 
 def class_weights(text: str, counts: Sequence[int]) -> list[float] | None:
-    """Return the weight of each class, or None for none.
+    """Return the weight of each class, by which a training sample's mean weight is 1; None for none.
 
     Args:
         text: none, balanced, or one number per class separated by commas.
         counts: training samples of each class.
 
     Raises:
-        UserError: the weights are of another number than the classes, not numbers, negative, or all zero.
+        UserError: the weights are of another number than the classes, not numbers, negative, or zero for all classes
+            that have samples.
     """
     if text in ("none", ""):
         return None
@@ -216,4 +224,7 @@ def class_weights(text: str, counts: Sequence[int]) -> list[float] | None:
         )
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
         raise UserError(f"--class-weights {text!r}: weights are finite, not negative and not all zero")
-    return weights
+    total = sum(weight * count for weight, count in zip(weights, counts, strict=True))
+    if not total:
+        raise UserError(f"--class-weights {text!r}: no class that has training samples has a weight")
+    return [weight * sum(counts) / total for weight in weights]

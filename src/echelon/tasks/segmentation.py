@@ -118,6 +118,12 @@ class Segmentation(Task):
         task._size, task._pixels = specs[0].shape, Pixels.of(data.inputs, data.mean, data.std)
         return task
 
+    def for_evaluation(self) -> Self:
+        """Return the task without label smoothing and class weights."""
+        task = copy.copy(self)
+        task._smoothing, task._weights = 0.0, torch.zeros(0)
+        return task
+
     @property
     def outputs(self) -> int:
         """One logit a class, for each pixel."""

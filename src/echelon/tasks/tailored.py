@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,14 @@ class TailoredTask(Task):
     def is_own(self) -> bool:
         """It is, in part."""
         return True
+
+    def for_evaluation(self) -> Self:
+        """Return the same of the task as evaluations have it; a loss of one's own is as in training."""
+        tailored = copy.copy(self)
+        tailored._task = self._task.for_evaluation()
+        if not isinstance(self._loss, OwnLoss):
+            tailored._loss = tailored._task.loss_sum
+        return tailored
 
     def facts(self) -> TaskFacts:
         """Return what a record says of the task."""

@@ -44,6 +44,12 @@ class TokenTask(Task):
         task._vocabulary, task._smoothing = nest.leaves(data.targets)[0].count, settings.label_smoothing
         return task
 
+    def for_evaluation(self) -> Self:
+        """Return the task without label smoothing."""
+        task = copy.copy(self)
+        task._smoothing = 0.0
+        return task
+
     @property
     def outputs(self) -> int:
         """One logit for each token of the vocabulary; 0: any."""

@@ -72,7 +72,7 @@ def evaluate(
         advance: is called after each batch of this rank.
         autocast: type of matrix products and the like, as in training; None: that of the parameters.
     """
-    began = time.perf_counter()
+    began, task = time.perf_counter(), task.for_evaluation()
     metrics, examples, place = task.metrics(world.device), task.examples(), loader.first
     chosen = _Chosen(task.generation_samples, loader.total)
     totals = torch.zeros(3, dtype=torch.float64)

@@ -19,6 +19,8 @@ from echelon.records.kinds import Checkpoint, Evaluation, Pause, PipelineStep, R
 from echelon.trainer.display import Display, EpochTotals
 from echelon.trainer.evaluate import EvaluationReport
 
+_SCALED_WEIGHTS = 2  # `records.kinds.VERSION`
+
 
 class RunProgress:
     """Tells of a run as it goes; rank 0 does, or the scheduler where workers come and go. In others it is silent."""
@@ -50,6 +52,8 @@ class RunProgress:
         self.display.say(f"{start.model} on {start.data}: {', '.join([*numbers, *([layout] if layout else [])])}")
         if before is not None and (changed := other_numerics(before, start)):
             self.note("numerics", f"{changed}: sums may differ in their last bits from those of an undisturbed run")
+        if before is not None and (changed := other_losses(before, config)):
+            self.note("losses", changed)
         self.listeners.tell(run_info(start, config, folder))
         self.listeners.deliver()
 
@@ -151,6 +155,20 @@ def record_pipeline(record: Recorder, split: SplitModel | None, step: int) -> No
     for actions in pipeline.timelines:
         record.write(PipelineStep(step, actions, pipeline.schedule, pipeline.microbatches))
     pipeline.timelines.clear()
+
+
+def other_losses(before: Start, config: RunConfig) -> str:
+    """Say how losses differ from those of a start by an earlier version; empty: they do not."""
+    weights, smoothing = config.optimizer.class_weights, config.optimizer.label_smoothing
+    if before.version >= _SCALED_WEIGHTS or (weights in ("none", "") and not smoothing):
+        return ""
+    changes = ["evaluations tell the loss without class weights and label smoothing"]
+    if weights not in ("none", "", "balanced"):
+        changes.append(
+            f"--class-weights {weights} are scaled to a mean of 1 over the training samples, which changes the "
+            "gradient as another --lr would"
+        )
+    return f"this run began with an earlier version; from here on {', and '.join(changes)}"
 
 
 def other_numerics(before: Start, now: Start) -> str:

@@ -12,6 +12,7 @@ from echelon.core.errors import UserError
 from echelon.data.base import DataInfo
 from echelon.tasks.base import TaskSettings
 from echelon.tasks.image_classification import ImageClassification
+from echelon.tasks.tailored import TailoredTask
 
 COUNTS = (30, 10, 60)
 
@@ -44,7 +45,23 @@ def test_the_documented_formula() -> None:
     logits, targets = draw()
     smoothed = 0.8 * F.one_hot(targets, 3) + 0.2 / 3
     each = -(smoothed * logits.log_softmax(1)).sum(1)
-    torch.testing.assert_close(loss(logits, targets), (torch.tensor([1, 0.5, 2])[targets] * each).sum())
+    mean = (30 * 1 + 10 * 0.5 + 60 * 2) / 100  # weight of a training sample
+    torch.testing.assert_close(loss(logits, targets), (torch.tensor([1, 0.5, 2])[targets] * each).sum() / mean)
+
+
+def test_equal_weights_are_none_and_evaluations_sum_plain_cross_entropies() -> None:
+    logits, targets = draw()
+    plain = F.cross_entropy(logits, targets, reduction="sum")
+    torch.testing.assert_close(build_loss(weights="2,2,2")(logits, targets), plain)
+    info = DataInfo("any", tuple("abc"), 1, 8, 100, 10, COUNTS)
+    task = ImageClassification().fitted(info, TaskSettings(0.1, "1,0.5,2"))
+    torch.testing.assert_close(task.for_evaluation().loss_sum(logits, targets), plain)
+    assert task.loss_sum(logits, targets) != plain
+    tailored = TailoredTask(task, None, {}, task.primary)
+    torch.testing.assert_close(tailored.for_evaluation().loss_sum(logits, targets), plain)
+    torch.testing.assert_close(tailored.loss_sum(logits, targets), task.loss_sum(logits, targets))
+    with pytest.raises(UserError, match="no class that has training samples has a weight"):
+        build_loss((30, 0, 60), weights="0,1,0")
 
 
 def test_balanced_weights_are_scikit_learns() -> None:

@@ -66,7 +66,10 @@ def test_balanced_weights_are_of_pixels() -> None:
     logits, targets = batch()
     weights = torch.tensor([100 / 180, 100 / 90, 100 / 30])
     wanted = F.cross_entropy(logits, targets, weights, reduction="sum")
+    weighted = task(class_weights="balanced", label_smoothing=0.1)
     torch.testing.assert_close(task(class_weights="balanced").loss_sum(logits, targets), wanted)
+    plain = F.cross_entropy(logits, targets, reduction="sum")
+    torch.testing.assert_close(weighted.for_evaluation().loss_sum(logits, targets), plain)
 
 
 def test_metrics_are_those_of_scikit_learn() -> None:

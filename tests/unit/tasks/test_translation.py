@@ -79,6 +79,7 @@ def test_the_loss_is_a_sum_over_target_tokens() -> None:
     log_p = logits.log_softmax(-1)
     mean = -sum(log_p[b, t].mean() for b, t in (targets != NO_TARGET).nonzero().tolist())
     assert torch.isclose(smooth.loss_sum(logits, targets), 0.9 * by_hand + 0.1 * mean)
+    assert torch.isclose(smooth.for_evaluation().loss_sum(logits, targets), by_hand)
 
 
 def test_sentences_are_written_until_their_end_and_scored_as_sacrebleu_does() -> None:

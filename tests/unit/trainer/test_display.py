@@ -14,11 +14,11 @@ from echelon.observe import screen
 from echelon.observe.callbacks import Listeners
 from echelon.observe.phases import PHASE_NAMES
 from echelon.records.file import Recorder
-from echelon.records.kinds import Steps
+from echelon.records.kinds import Start, Steps
 from echelon.tasks.base import EvaluationResult
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.evaluate import EvaluationReport
-from echelon.trainer.progress import RunProgress
+from echelon.trainer.progress import RunProgress, other_losses
 
 
 def window(epoch: int, step: int, seconds: float, waits: tuple[float, float], loss: float = 1.0) -> Steps:
@@ -75,3 +75,11 @@ def test_shares_of_a_step_add_up_to_100(capsys: pytest.CaptureFixture[str], seco
     shown = capsys.readouterr().out.partition("of step time: ")[2]
     assert sum(int(share) for share in re.findall(r"(\d+)%", shown)) == 100, shown
     assert "data" not in shown and "idle" not in shown and f"other {other}%" in shown
+
+
+def test_a_run_that_an_earlier_version_began_is_told_that_its_losses_are_others() -> None:
+    weighted = RunConfig(optimizer=OptimizerConfig(class_weights="2,2,2"))
+    assert "--class-weights 2,2,2 are scaled to a mean of 1" in other_losses(Start(version=1), weighted)
+    balanced = RunConfig(optimizer=OptimizerConfig(class_weights="balanced"))
+    assert "evaluations" in (said := other_losses(Start(version=1), balanced)) and "scaled" not in said
+    assert not other_losses(Start(version=2), weighted) and not other_losses(Start(version=1), RunConfig())
