@@ -117,7 +117,8 @@ class DataConfig:
     )
     measures: str = setting(
         "",
-        "folder of a run whose measures are kept: size and normalisation of inputs, categories and scales of columns",
+        "folder of a run whose measures are kept: size and normalisation of inputs, categories and scales of "
+        "columns, numbers of classes",
     )
     context: int = setting(128, "tokens in each window that a long text is cut into", above=1)
     root: str = setting(

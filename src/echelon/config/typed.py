@@ -113,7 +113,7 @@ class TrainSettings(ResumeSettings, total=False):
     features: str
     """what a model is given of sounds: log_mel (64 bands), waveform, or a transformers folder that says it; auto: what a transformers model is given, else log_mel [default: 'auto']"""
     measures: str
-    """folder of a run whose measures are kept: size and normalisation of inputs, categories and scales of columns"""
+    """folder of a run whose measures are kept: size and normalisation of inputs, categories and scales of columns, numbers of classes"""
     context: int
     """tokens in each window that a long text is cut into [default: 128]"""
     data_root: str

@@ -6,8 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from echelon.core.errors import UserError
-from echelon.data.base import DataInfo, DataRequest, Source
+from echelon.core.units import first_few
+from echelon.data.base import CLASS_NUMBER, DataInfo, DataRequest, Source
+from echelon.data.images import ImageArray, LabelledImages, TensorArray
 from echelon.data.kept_info import read_info
 from echelon.data.sounds import SoundFiles, at_rate
 
@@ -30,10 +35,11 @@ def measures_for(request: DataRequest) -> DataInfo | None:
 
 
 def measured_as(source: Source, measures: DataInfo) -> Source:
-    """Return data with the measures of other data: size and means of images, rate of sounds, units of targets.
+    """Return data with the measures of other data: size and means of images, rate of sounds, units of targets, classes.
 
     What data would be by its own measure is another input, or another target, in the same place.
     """
+    source = with_classes(source, measures.classes)
     info = source.info
     if info.mean and measures.mean:
         info = replace(
@@ -50,3 +56,35 @@ def measured_as(source: Source, measures: DataInfo) -> Source:
 
     parts = {name: heard(getattr(source, name)) for name in ("train", "evaluation", "test")}
     return replace(source, info=replace(info, rate=measures.rate), **parts)
+
+
+def with_classes(source: Source, classes: tuple[str, ...]) -> Source:
+    """Return data of one class a sample with its classes numbered by their names among others, where all are there.
+
+    Data with classes that are not among them stays as it is, and so does data whose items themselves hold the numbers.
+    """
+    info = source.info
+    if info.classes == classes or info.targets != CLASS_NUMBER or not set(info.classes) <= set(classes):
+        return source
+    numbers = np.array([classes.index(name) for name in info.classes], np.int64)
+    parts = {name: _renumbered(getattr(source, name), numbers) for name in ("train", "evaluation")}
+    if source.test is not None:
+        parts["test"] = _renumbered(source.test, numbers)
+    if not info.classes or None in parts.values():
+        return source
+    counts = dict(zip(info.classes, info.class_counts, strict=False))
+    info = replace(info, classes=classes, class_counts=tuple(counts.get(name, 0) for name in classes))
+    absent = [name for name in classes if name not in counts]
+    notes = (f"data {info.name} has no sample of {first_few(absent)}",) if absent else ()
+    return replace(source, info=info, notes=(*source.notes, *notes), **parts)
+
+
+def _renumbered(part: Any, numbers: NDArray[np.int64]) -> Any:
+    """Return samples of other class numbers; None: their items hold them."""
+    if isinstance(part, SoundFiles):
+        return replace(part, files=replace(part.files, labels=numbers[part.labels]))
+    if isinstance(part, TensorArray):
+        return replace(part, targets=numbers[part.targets])
+    if isinstance(part, LabelledImages | ImageArray):
+        return replace(part, labels=numbers[part.labels])  # type: ignore[type-var]
+    return None

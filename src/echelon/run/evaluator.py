@@ -124,22 +124,24 @@ def evaluate_part(
 
 
 def as_trained_on(source: Source, kept: DataInfo) -> Source:
-    """Return data as a model knows its own: size and means of images, rate of sounds, units of targets.
+    """Return data as a model knows its own: size and means of images, rate of sounds, units of targets, classes.
 
     What other data would be by its own measure is another input, or another class, in the same place.
 
     Raises:
-        UserError: its classes are others, or in another order.
+        UserError: it has classes that the run does not know, or they are numbered otherwise in its items.
     """
-    info = source.info
+    measured = measured_as(source, kept)
+    info = measured.info
     if info.classes != kept.classes:
-        why = "the same in another order" if set(info.classes) == set(kept.classes) else "others"
+        unknown = [name for name in info.classes if name not in kept.classes]
+        why = f"the run knows no {first_few(unknown)}" if unknown else "some are missing, or in another order"
         raise UserError(
             f"data {info.name} does not fit the run's model: its classes are {first_few(info.classes)}; the run's are "
-            f"{first_few(kept.classes)}: they are {why}, and the model knows a class by its place: name them as the "
+            f"{first_few(kept.classes)}: {why}, and the model knows a class by its number: name and number them as the "
             "run's"
         )
-    return measured_as(source, kept)
+    return measured
 
 
 def _opened(run: ResolvedRun, folder: Path, objects: UserObjects) -> tuple[Source, str | None]:

@@ -26,11 +26,38 @@ def other(**facts: Any) -> Source:
     return Source(nothing, nothing, replace(KEPT, name="other", **facts))
 
 
-def test_classes_of_other_names_or_in_another_order_are_refused() -> None:
-    with pytest.raises(UserError, match="its classes are b, g, r; the run's are r, g, b: they are the same in another"):
-        as_trained_on(other(classes=("b", "g", "r")), KEPT)
-    with pytest.raises(UserError, match="they are others"):
-        as_trained_on(other(classes=("x", "y", "z")), KEPT)
+def test_classes_that_the_run_does_not_know_or_that_cannot_be_renumbered_are_refused() -> None:
+    with pytest.raises(UserError, match="its classes are b, g, r; the run's are r, g, b: some are missing, or in anot"):
+        as_trained_on(other(classes=("b", "g", "r")), KEPT)  # its parts are no known kind
+    with pytest.raises(UserError, match="the run knows no x, y, and the model knows a class by its number"):
+        as_trained_on(other(classes=("r", "x", "y")), KEPT)
+
+
+@pytest.mark.parametrize("kind", ["images", "sounds", "texts"])
+def test_some_of_the_runs_classes_are_known_by_their_names(kind: str, tmp_path: Path) -> None:
+    for name in ("g", "r"):
+        for i in range(4):
+            write_sample(tmp_path / kind / name, kind, i)
+    opened: Any = open_data(DataConfig(source=str(tmp_path / kind), root=str(tmp_path)), 0)
+    kept = replace(opened.info, classes=("r", "b", "g"), class_counts=(4, 4, 4))
+    source: Any = as_trained_on(opened, kept)
+    before, after = (getattr(each.train, "labels", each.train) for each in (opened, source))
+    if kind == "texts":
+        before, after = before.targets, after.targets
+    assert after.tolist() == [{0: 2, 1: 0}[label] for label in before.tolist()]
+    counts = np.bincount(after, minlength=3)
+    assert source.info.classes == kept.classes and source.info.class_counts == tuple(counts) and counts[1] == 0
+    assert f"data {opened.info.name} has no sample of b" in source.notes
+
+
+def write_sample(folder: Path, kind: str, i: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "images":
+        make_image(folder / f"{i}.png", (20, 20))
+    elif kind == "sounds":
+        soundfile.write(folder / f"{i}.wav", np.zeros(4000, np.float32), 8000)
+    else:
+        (folder / f"{i}.txt").write_text(f"text {i} of {folder.name}")
 
 
 def test_images_are_normalised_and_sized_as_the_runs_own(tmp_path: Path) -> None:
@@ -109,18 +136,9 @@ def test_pairs_without_parts_are_evaluated_whole_and_none_is_said_to_be_held_out
 
 @pytest.mark.parametrize("kind", ["images", "sounds", "texts"])
 def test_folders_of_classes_are_evaluated_whole_where_they_are_no_parts(kind: str, tmp_path: Path) -> None:
-    def write(folder: Path, i: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if kind == "images":
-            make_image(folder / f"{i}.png", (20, 20))
-        elif kind == "sounds":
-            soundfile.write(folder / f"{i}.wav", np.zeros(4000, np.float32), 8000)
-        else:
-            (folder / f"{i}.txt").write_text(f"text {i} of {folder.name}")
-
     for part, count in (("train", 3), ("test", 2)):
         for each in ("low", "high"):
             for i in range(count):
-                write(tmp_path / "parts" / part / each, i)
+                write_sample(tmp_path / "parts" / part / each, kind, i)
     assert opened(tmp_path / "parts") == (4, "test")
     assert opened(tmp_path / "parts" / "train") == (6, "")
