@@ -21,6 +21,7 @@ from echelon.run.defaults import with_task_defaults
 from echelon.run.export_names import export_format
 from echelon.run.home import at_home, bring, mirror_at_home
 from echelon.run.machine import say
+from echelon.run.needs import EVALUATE, PREDICT, check_data_is_here, check_objects
 from echelon.run.outcome import Outcome, RunFailed
 from echelon.run.overview import bring_from_place
 from echelon.run.own_imports import import_metrics
@@ -336,6 +337,9 @@ def evaluate(
     from echelon.run.evaluate import rescore
 
     given = _user_objects({"data": data, **objects}, resolved.config)
+    check_objects(path, [*(given.needed if given else ()), *(["data"] if data else [])], EVALUATE)
+    if not data:
+        check_data_is_here(path, resolved.config.data.source, "run the command there, or give --data")
     return rescore(path, resolved.config, checkpoint, workers, given)
 
 
@@ -410,7 +414,9 @@ def predict(
     from echelon.tasks.base import Writing
 
     folder = None if masks is None else MaskOutput.of(masks)
-    given = _user_objects(dict(objects), resolved.config) or _no_objects()
+    given = _user_objects(dict(objects), resolved.config)
+    check_objects(Path(run), given.needed if given else (), PREDICT)
+    given = given or _no_objects()
     if workers != 1:
         from echelon.inference.workers import PredictionJob, predict_on_workers
 
@@ -437,6 +443,7 @@ def trained_model(
     from echelon.run.trained import load_trained
 
     given = _user_objects(dict(objects), resolved.config)
+    check_objects(Path(run), given.needed if given else (), PREDICT)
     return load_trained(Path(run), resolved.config, given or _no_objects(), checkpoint)
 
 

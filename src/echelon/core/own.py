@@ -102,6 +102,15 @@ def is_nameless(described: str) -> bool:
     return described.startswith(f"{_OBJECT}:")
 
 
+def calling(function: str, run: object, arguments: Sequence[str]) -> str:
+    """Return a call of a function of `echelon` on a run, as one would type it.
+
+    >>> calling("evaluate", "runs/a", ["model=..."])
+    "echelon.evaluate('runs/a', model=...)"
+    """
+    return f"echelon.{function}({', '.join([repr(str(run)), *arguments])})"
+
+
 def continuing(run: object, objects: Sequence[str] = (), **settings: object) -> str:
     """Return what continues a run, as one would type it.
 
@@ -114,7 +123,7 @@ def continuing(run: object, objects: Sequence[str] = (), **settings: object) -> 
     """
     if objects:
         values = [*(f"{name}=..." for name in objects), *(f"{name}={value!r}" for name, value in settings.items())]
-        return f"echelon.resume({', '.join([repr(str(run)), *values])})"
+        return calling("resume", run, values)
     flags = (f" --{name.replace('_', '-')} {value}" for name, value in settings.items())
     return f"echelon resume {run}{''.join(flags)}"
 

@@ -22,6 +22,7 @@ from echelon.inference.exports import format_of
 from echelon.inference.exports.base import ExportFormat
 from echelon.models import leads_to_model
 from echelon.observe.screen import Screen
+from echelon.run.needs import EXPORT, check_data_is_here, check_objects
 from echelon.run.trained import TrainedModel, load_trained
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
@@ -71,6 +72,9 @@ def write_export(folder: Path, config: RunConfig, file: Path, objects: UserObjec
         raise UserError(f"{file} is there already, and is not empty: name another one")
     if target.holds_weights_alone and not _is_here(config, objects):
         return _only_weights(target, folder, file)
+    check_objects(folder, objects.needed, EXPORT)
+    if objects.source is None:
+        check_data_is_here(folder, config.data.source, "run the command there; .safetensors needs no data")
     trained = load_trained(folder, config, objects, with_data=True)
     unfinished = file.with_name(f".{file.stem}-{uuid4().hex}{file.suffix}")
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,22 +19,6 @@ from echelon.records.kinds import EARLY_STOP, MAX_TIME, Checkpoint, End, Start, 
 from echelon.run.machine import say
 from echelon.run.outcome import Outcome, outcome_of
 from echelon.trainer.folder import CHECKPOINTS_FOLDER, has_checkpoint
-
-_LED_TO_BY_NO_NAME = ("model", "data", "task", "loss", "metrics", "optimizer")
-"""Objects from Python without which a run is another one."""
-
-
-def check_objects(path: Path, objects: Collection[str]) -> None:
-    """Refuse to continue a run without the objects from Python that it was given.
-
-    Raises:
-        UserError: says what continues it.
-    """
-    begun = next(newest(path, Start), None)
-    missing = [name for name in begun.objects if name not in objects] if begun is not None else []
-    if begun is not None and any(name in _LED_TO_BY_NO_NAME for name in missing):
-        was = f"{', '.join(missing)} of {path} {'were' if len(missing) > 1 else 'was'}"
-        raise UserError(f"{was} given from Python as objects: give them again, {continuing(path, begun.objects)}")
 
 
 def failed_by(path: Path, error: UserError) -> Outcome:

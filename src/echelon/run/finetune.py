@@ -14,6 +14,7 @@ from echelon.core.files import DATA_FILE
 from echelon.core.tokeniser import RUN_FILE
 from echelon.records.file import newest
 from echelon.records.kinds import Start
+from echelon.run.needs import FINETUNE, check_objects
 from echelon.run.trust import check_settings
 from echelon.trainer.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, has_checkpoint
 
@@ -39,6 +40,8 @@ def tuned_from(folder: Path, overrides: Mapping[str, SettingValue], trust: bool 
         raise UserError(f"{folder} holds no run: there is no {CONFIG_FILE} in it")
     if not has_checkpoint(folder):
         raise UserError(f"{folder} holds no checkpoint to tune: let it train first, or name weights with --weights")
+    if "model.name" not in overrides:
+        check_objects(folder, (), FINETUNE)
     config = load_run_config(file)
     default = RunConfig()
     known: dict[str, SettingValue] = {

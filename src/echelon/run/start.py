@@ -38,12 +38,13 @@ from echelon.run.data_names import check_data_name
 from echelon.run.deaths import Trained, watched
 from echelon.run.defaults import are_told_late, with_task_defaults
 from echelon.run.elsewhere import Around, followed, left_place, prepared, submitted, submitted_again
-from echelon.run.ending import check_checkpoints, check_objects, failed_by, nothing_left, why_cut
+from echelon.run.ending import check_checkpoints, failed_by, nothing_left, why_cut
 from echelon.run.foretold import Foretold, foretell, told_by_record, trained_scalars, trains_all
 from echelon.run.home import at_home, home_of, mend
 from echelon.run.job import RANK
 from echelon.run.machine import Machine, machine_words, say, this_machine
 from echelon.run.micro_batches import check_micro_batches, is_batch_open, is_open
+from echelon.run.needs import check_objects
 from echelon.run.notify import Notifier
 from echelon.run.opening import Opening, describe_untold
 from echelon.run.outcome import SUBMITTED, Outcome, outcome_of

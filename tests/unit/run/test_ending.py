@@ -12,7 +12,7 @@ from echelon.core.errors import UserError
 from echelon.records.events import DataGrew, StartedOver
 from echelon.records.file import Record, Recorder
 from echelon.records.kinds import Checkpoint, End, Start, Steps
-from echelon.run.ending import check_objects, epoch_lengths, nothing_left, why_cut
+from echelon.run.ending import epoch_lengths, nothing_left, why_cut
 from echelon.run.overview import overview_of
 
 STEPS = Steps(47, [1.0] * 7, 0.7)
@@ -63,14 +63,6 @@ def test_epochs_before_the_data_grew_count_with_their_own_steps(
         nothing_left(tmp_path, RunConfig(training=TrainingConfig(epochs=4)))
     _written(tmp_path, DataGrew("", 0), Start(steps_per_epoch=16))  # from scratch, with all that is there
     assert epoch_lengths(tmp_path, Start(steps_per_epoch=16)).stages == ((0, 16),)
-
-
-def test_a_run_of_objects_asks_for_those_without_which_it_is_another(tmp_path: Path) -> None:
-    _written(tmp_path, Start(objects=("model", "data", "callbacks")))
-    check_objects(tmp_path, ("model", "data"))
-    again = rf"^data, callbacks of .* again, echelon.resume\('{tmp_path}', model=..., data=..., callbacks=...\)$"
-    with pytest.raises(UserError, match=again):
-        check_objects(tmp_path, ("model",))
 
 
 def _written(folder: Path, *records: Record) -> None:
