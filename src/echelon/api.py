@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from echelon.checkpoint.files import check_whole
 from echelon.config import Resolved, RunConfig, build
@@ -381,6 +381,7 @@ def predict(
     writing: Writing | None = None,
     workers: int = 1,
     follow_links: bool = False,
+    on_bad_image: Literal["stop", "skip"] = "stop",
     **objects: Unpack[ModelObjects],
 ) -> list[PredictedRow]:
     """Return what a run's model says of new samples; `[row.plain() for row in ...]` is for JSON or a data frame.
@@ -399,6 +400,7 @@ def predict(
         workers: processes that share the work, with the same rows whatever their number; 1: this one alone; 0: one for
             each GPU, or each core where there is none.
         follow_links: use links in a folder of samples that lead out of it.
+        on_bad_image: of an image or a sound that cannot be read: `stop`, or `skip`: its row has an `error` alone.
         objects: `model=...`, `task=...`, where the run was given such from Python.
 
     Raises:
@@ -407,23 +409,25 @@ def predict(
     """
     if workers < 0:
         raise UserError(f"workers={workers}: name how many processes predict, or 0 for all cores")
+    if on_bad_image not in ("stop", "skip"):
+        raise UserError(f"--on-bad-image {on_bad_image}: it is stop or skip")
     resolved = usable(run, checkpoint, trust, follow_links)
     import_metrics()
     from echelon.inference.predict import MaskOutput, device_of, predict_samples
     from echelon.run.trained import load_trained
     from echelon.tasks.base import Writing
 
-    folder = None if masks is None else MaskOutput.of(masks)
+    folder, skips = None if masks is None else MaskOutput.of(masks), on_bad_image == "skip"
     given = _user_objects(dict(objects), resolved.config)
     check_objects(Path(run), given.needed if given else (), PREDICT)
     given = given or _no_objects()
     if workers != 1:
         from echelon.inference.workers import PredictionJob, predict_on_workers
 
-        job = PredictionJob(Path(run), resolved.config, checkpoint, data, writing or Writing(), device, folder)
+        job = PredictionJob(Path(run), resolved.config, checkpoint, data, writing or Writing(), device, folder, skips)
         return predict_on_workers(job, given, workers)
     trained = load_trained(Path(run), resolved.config, given, checkpoint)
-    return list(predict_samples(trained, data, writing or Writing(), device_of(device), folder))
+    return list(predict_samples(trained, data, writing or Writing(), device_of(device), folder, skips_bad=skips))
 
 
 def trained_model(

@@ -30,10 +30,12 @@ def predict_command() -> Any:
 
     def predict(run: str, files: list[str] | None, text: list[str] | None, out: str, masks: str, as_json: bool,
                 checkpoint: str, device: str, trust: bool, workers: int, follow_links: bool,
-                **writing: Any) -> None:  # fmt: skip
+                on_bad_image: str, **writing: Any) -> None:  # fmt: skip
         """Print or write what a run's model says of new samples."""
         from echelon import api
 
+        if on_bad_image not in ("stop", "skip"):
+            raise UserError(f"--on-bad-image {on_bad_image}: it is stop or skip")
         if not files and not text:
             raise UserError("name files to predict, - for lines of standard input, or give texts with --text")
         if out:
@@ -47,7 +49,7 @@ def predict_command() -> Any:
                 api.trained_model(run, checkpoint, trust, follow_links),
                 not out and sys.stdout.isatty(),
             )
-            rows = _predicted(trained, data, masks, device, writing, prints_here)
+            rows = _predicted(trained, data, masks, device, writing, prints_here, on_bad_image == "skip")
         else:
             api.usable(run, checkpoint, trust, follow_links)
             _check_masks(run, masks)
@@ -55,8 +57,9 @@ def predict_command() -> Any:
 
             with Screen(to_stderr=True) as screen, screen.bar("predicting"):
                 rows = api.predict(
-                    run, data, masks or None, checkpoint, trust, device, Writing(**writing), workers, follow_links
-                )
+                    run, data, masks or None, checkpoint, trust, device, Writing(**writing), workers, follow_links,
+                    "skip" if on_bad_image == "skip" else "stop",
+                )  # fmt: skip
         if out:
             from echelon.inference.predict import write_table
 
@@ -91,6 +94,9 @@ def _predict_options() -> list[inspect.Parameter]:
             help="processes that share the work; 0: one per GPU, or per core [default: 1]")),
         parameter("follow_links", bool, typer.Option(
             False, "--follow-links", help="follow links that lead out of a folder")),
+        parameter("on_bad_image", str, typer.Option(
+            "stop", "--on-bad-image", metavar="stop|skip",
+            help="of images and sounds that cannot be read; skip: their rows have an error alone [default: stop]")),
         *_model_options(),
     ]  # fmt: skip
 
@@ -175,12 +181,19 @@ def _named(file: str) -> Path | str:
 
 
 def _predicted(
-    trained: TrainedModel, data: list[Path | str], masks: str, device: str, writing: dict[str, Any], prints_here: bool
+    trained: TrainedModel,
+    data: list[Path | str],
+    masks: str,
+    device: str,
+    writing: dict[str, Any],
+    prints_here: bool,
+    skips_bad: bool,
 ) -> Iterator[PredictedRow]:
     """Yield the rows, and show on standard error how far it is where that takes long.
 
     Args:
         prints_here: the rows are printed on the terminal, in whose way a bar would be.
+        skips_bad: as `predict_samples`.
     """
     from echelon.inference.predict import MaskOutput, check_mask_folder, device_of, predict_samples
     from echelon.tasks.base import Writing
@@ -193,7 +206,8 @@ def _predicted(
             """Note that another batch begins, or that all are done."""
             bar.total, bar.done = batches, min(bar.done + 1, batches)
 
-        yield from predict_samples(trained, data, Writing(**writing), device_of(device), folder, advance)
+        writes, where = Writing(**writing), device_of(device)
+        yield from predict_samples(trained, data, writes, where, folder, advance, skips_bad=skips_bad)
 
 
 def _check_masks(run: str, masks: str) -> None:
@@ -211,10 +225,10 @@ def _print_table(rows: Iterable[PredictedRow]) -> None:
     for row in rows:
         name = str(row.sample)
         name = name if len(name) <= _WIDEST else f"…{name[1 - _WIDEST :]}"
-        value = row.mask_file or row.prediction.value
+        value = row.error or row.mask_file or row.prediction.value
         text = f"{value:.6g}" if isinstance(value, float) else str(value)
         if isinstance(value, list):
             text = ", ".join(map(str, value))
         sure = "" if row.prediction.probability is None else f"  {row.prediction.probability:.3f}"
-        print(f"{name}  {text}{sure}")
+        print(f"{name}  {'error: ' * bool(row.error)}{text}{sure}")
     sys.stdout.flush()

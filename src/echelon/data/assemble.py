@@ -255,8 +255,8 @@ class ImageRows(RowsOfOneShape):
         path = self._images.path(i)
         if not self._recipe.skip_bad:
             raise UserError(
-                f"{path}: cannot be decoded ({error}): replace or remove it; "
-                "training leaves it out with --on-bad-image skip"
+                f"{path}: cannot be decoded ({error}): replace or remove it; a run that is trained with "
+                "--on-bad-image skip leaves it out"
             ) from error
         return BadSample(row, path, str(error))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -56,11 +56,16 @@ class _OnDevice:
 
 @dataclass
 class _Made:
-    """Inputs and targets of a batch without its bad samples, and the indices of those that are left."""
+    """Inputs and targets of a batch without its bad samples, and the indices of those that are left.
+
+    Attributes:
+        left_out: why the others were, by their places in the batch.
+    """
 
     inputs: Nest
     targets: Nest
     indices: Indices
+    left_out: Mapping[int, str] = field(default_factory=dict)
 
 
 class Feed:
@@ -226,12 +231,12 @@ class Feed:
             if each.path not in self._bad_paths:
                 self._bad_paths.add(each.path)
                 self.bad_images.append((each.path, each.reason))
-        positions = {each.position for each in bad}
+        reasons = {each.position: each.reason for each in bad}
         device = nest.leaves(inputs)[0].device
-        places = [i for i in range(len(job.indices)) if i not in positions]
+        places = [i for i in range(len(job.indices)) if i not in reasons]
         good = torch.tensor(places, dtype=torch.int64, device=device)
         inputs, targets = nest.map_leaves(lambda leaf: leaf.index_select(0, good), (inputs, targets))
-        return _Made(inputs, targets, job.indices[places])
+        return _Made(inputs, targets, job.indices[places], reasons)
 
     def _settle(self) -> None:
         """Wait for copies to the device under way and give their slots back."""
@@ -242,7 +247,10 @@ class Feed:
 
     def _batch(self, epoch: int, job: BatchJob, made: _Made) -> Batch:
         units, numbers = self._global_units(job), functools.partial(self._numbers, made.indices)
-        return Batch(made.inputs, made.targets, job.global_size, job.number, units, epoch, numbers, job.sizes)
+        return Batch(
+            made.inputs, made.targets, job.global_size, job.number, units, epoch, numbers, job.sizes,
+            left_out=made.left_out,
+        )  # fmt: skip
 
     def _numbers(self, draws: Indices) -> Indices:
         """Return the numbers that the samples of some draws have in the user's data."""

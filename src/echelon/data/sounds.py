@@ -211,7 +211,8 @@ class SoundRows:
                 path = self._sounds.path(i)
                 if not self._skip_bad:
                     raise UserError(
-                        f"data {path}: cannot be read ({error}): training leaves it out with --on-bad-image skip"
+                        f"data {path}: cannot be read ({error}): replace or remove it; a run that is trained with "
+                        "--on-bad-image skip leaves it out"
                     ) from error
                 bad.append(BadSample(row, path, str(error)))
                 continue

@@ -50,16 +50,20 @@ class PredictedRow:
     Attributes:
         sample: its file, its text, or the number of its row, from 1.
         mask_file: that its mask was written to; empty: it has none.
+        error: why the sample could not be read, of which nothing is predicted; empty: it could.
     """
 
     sample: str | int
     prediction: Prediction
     mask_file: str = ""
+    error: str = ""
 
     def plain(self) -> dict[str, Any]:
         """Return it for JSON."""
         prediction, value = self.prediction, self.prediction.value
         row: dict[str, Any] = {"sample": self.sample}
+        if self.error:
+            return {**row, "error": self.error}
         if prediction.mask is None:
             row["prediction"] = value
         else:
@@ -142,6 +146,7 @@ def predict_samples(
     masks: MaskOutput | None = None,
     advance: Callable[[int], None] = lambda batches: None,
     part: BatchShare = _ALL,
+    skips_bad: bool = False,
 ) -> Iterator[PredictedRow]:
     """Yield what a model says of each sample, in their order.
 
@@ -150,13 +155,14 @@ def predict_samples(
         masks: folder that masks of images are written to, as PNG of class numbers under the images' names.
         advance: is called with the number of batches, before the first and after each.
         part: of the batches; whatever their number, they are the same ones.
+        skips_bad: of an image or a sound that cannot be read, yield the reason.
 
     Raises:
         UserError: the samples are not of the run's kind, or one cannot be read: names it.
     """
     samples = samples_of(trained, data)
     config = trained.config.data
-    described = replace(config, on_bad_image="stop", on_nan="stop")  # each sample has its row
+    described = replace(config, on_bad_image="skip", on_nan="stop")  # each sample has its row
     if len(samples.names) <= _FEW:
         described = replace(described, loaders=0)
     settings = LoaderConfig.of(described, trained.config.training.seed, device, trained.transforms)
@@ -173,18 +179,31 @@ def predict_samples(
         advance(len(loader))
         with torch.inference_mode():
             for batch in loader:
-                for prediction in trained.task.predict(outputs_of, batch.inputs, writing):
-                    yield _row(samples, place, prediction, mask_files)
+                rows = nest.rows(batch.targets)
+                said = iter(trained.task.predict(outputs_of, batch.inputs, writing) if rows else ())
+                for i in range(rows + len(batch.left_out)):
+                    if i not in batch.left_out:
+                        yield _row(samples, place, next(said), mask_files)
+                    elif skips_bad:
+                        yield PredictedRow(_name(samples, place), Prediction(None), error=batch.left_out[i])
+                    else:
+                        raise UserError(
+                            f"{samples.names[place]}: cannot be read ({batch.left_out[i]}): replace or leave it out; "
+                            "with --on-bad-image skip its row says so"
+                        )
                     place += 1
                 advance(len(loader))
     finally:
         loader.close()
 
 
+def _name(samples: Samples, place: int) -> str | int:
+    name = samples.names[place]
+    return name.encode("utf-8", "replace").decode() if isinstance(name, str) else name  # of a file in another encoding
+
+
 def _row(samples: Samples, place: int, prediction: Prediction, mask_files: Sequence[Path] | None) -> PredictedRow:
-    name, mask = samples.names[place], prediction.mask
-    if isinstance(name, str):  # a file may have a name of another encoding
-        name = name.encode("utf-8", "replace").decode()
+    name, mask = _name(samples, place), prediction.mask
     if mask is None:
         return PredictedRow(name, prediction)
     if samples.files:
@@ -224,7 +243,9 @@ def write_table(path: Path, rows: Sequence[PredictedRow]) -> None:
         if path.suffix.lower() == ".jsonl":
             write_atomic(path, "".join(json_line(row) + "\n" for row in rows))
             return
-        table = pa.Table.from_pylist([row.flat() for row in rows])
+        flat = [row.flat() for row in rows]
+        names = list(dict.fromkeys(name for row in flat for name in row))  # a sample that was not read lacks some
+        table = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in flat])
         if path.suffix.lower() == ".csv":
             csv.write_csv(table, unfinished)
         else:

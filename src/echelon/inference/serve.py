@@ -143,7 +143,11 @@ class PredictionService:
         if not (isinstance(job, list) and job and isinstance(job[0], bytes)):
             return list(predict_samples(self._trained, job, self._writing, self._device))
         with scratch_folder() as folder:
-            return list(predict_samples(self._trained, _as_files(folder, job), self._writing, self._device))
+            files = _as_files(folder, job)
+            try:
+                return list(predict_samples(self._trained, files, self._writing, self._device, skips_bad=True))
+            except UserError as error:  # in words of the request, which knows no folder of this machine
+                raise UserError(str(error).replace(f"{folder}/", "file ")) from error
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -175,8 +179,10 @@ def _job_of(body: bytes, kind: str) -> Any:
         if not isinstance(asked, dict) or len(asked) != 1:
             raise BadRequest(422, _WANTED)
         ((name, values),) = asked.items()
-        if not isinstance(values, list) or not values:
+        if not isinstance(values, list):
             raise BadRequest(422, _WANTED)
+        if not values:
+            raise BadRequest(422, f"{name:.20} is empty")
         if name == "files":
             return [base64.b64decode(each, validate=True) for each in values]
     except (ValueError, TypeError, binascii.Error, RecursionError) as error:

@@ -29,8 +29,8 @@ from echelon.tasks.base import Prediction, Writing
 from echelon.trainer.assemble import UserObjects
 from echelon.trainer.process import leave, log_to, one_line, place_of
 
-StoredRow = tuple[str | int, str, Any, float | None, dict[str, float], torch.Tensor | None]
-"""A row as plain values: sample, mask's file, what is said, how surely, by name, mask `(H, W)`."""
+StoredRow = tuple[str | int, str, Any, float | None, dict[str, float], torch.Tensor | None, str]
+"""A row as plain values: sample, mask's file, what is said, how surely, by name, mask `(H, W)`, error."""
 _ENTRY = "echelon.inference.workers:run_predictor"
 _PRELOAD = ("torch", "echelon.tasks.metrics_import", "echelon.inference.workers")
 
@@ -52,6 +52,7 @@ class PredictionJob:
     writing: Writing
     device: str
     masks: MaskOutput | None = None
+    skips_bad: bool = False
 
 
 def predict_on_workers(job: PredictionJob, objects: UserObjects, workers: int) -> list[PredictedRow]:
@@ -106,7 +107,10 @@ def run_predictor(files: EvaluationFiles, job: PredictionJob, workers: int, parc
         if device.type == "cuda":
             device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(device)  # a model's own code may say "cuda"
-        rows = list(predict_samples(trained, job.data, job.writing, device, job.masks, part=BatchShare(rank, workers)))
+        share = BatchShare(rank, workers)
+        rows = list(
+            predict_samples(trained, job.data, job.writing, device, job.masks, part=share, skips_bad=job.skips_bad)
+        )
         torch.save(list(map(_stored, rows)), _rows_of(files.folder, rank))  # read once this process has ended
     except UserError as error:
         write_atomic(files.refusal, str(error))
@@ -125,13 +129,13 @@ def _rows_of(folder: Path, rank: int) -> Path:
 def _stored(row: PredictedRow) -> StoredRow:
     said = row.prediction
     mask = None if said.mask is None else torch.from_numpy(said.mask)
-    return row.sample, row.mask_file, said.value, said.probability, dict(said.probabilities), mask
+    return row.sample, row.mask_file, said.value, said.probability, dict(said.probabilities), mask, row.error
 
 
 def _read(file: Path) -> list[PredictedRow]:
     """Return what `_stored` made of rows; nothing is unpickled but plain values and tensors."""
     rows: list[StoredRow] = torch.load(file, weights_only=True)
     return [
-        PredictedRow(sample, Prediction(value, sure, names, None if mask is None else mask.numpy()), mask_file)
-        for sample, mask_file, value, sure, names, mask in rows
+        PredictedRow(sample, Prediction(value, sure, names, None if mask is None else mask.numpy()), mask_file, error)
+        for sample, mask_file, value, sure, names, mask, error in rows
     ]

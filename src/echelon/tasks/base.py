@@ -89,6 +89,7 @@ class Batch:
         sizes: samples of each rank's part, in their order; empty: they differ by at most 1, the first have more.
         counted: gives the units of each rank's part, in their order, where these are being added up since a step
             earlier.
+        left_out: why samples of this part were left out, which could not be read, by their places in it.
     """
 
     inputs: Nest
@@ -100,6 +101,7 @@ class Batch:
     numbers: Callable[[], NDArray[np.int64]] | None = None
     sizes: tuple[int, ...] = ()
     counted: Callable[[], Sequence[int]] | None = None
+    left_out: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def samples(self) -> NDArray[np.int64] | None:

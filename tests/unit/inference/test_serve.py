@@ -15,7 +15,9 @@ from starlette.testclient import TestClient
 from torch import Tensor, nn
 
 from echelon.config import build
+from echelon.core.errors import UserError
 from echelon.data import DataInfo
+from echelon.inference.predict import predict_samples, write_table
 from echelon.inference.serve import PredictionService, ServiceLimits
 from echelon.run.trained import TrainedModel
 from echelon.tasks.base import TaskSettings, Writing
@@ -82,7 +84,7 @@ def test_a_fault_of_the_service_is_answered_and_said(
     assert "Traceback" in capsys.readouterr().err
 
 
-def image_client(folder: Path) -> TestClient:
+def image_model(folder: Path) -> TrainedModel:
     """Serve a model of 4 x 4 images of one channel, whose logits are their sum and its negative."""
     info = DataInfo("images", ("light", "dark"), 1, 4, 8, 2, (4, 4), mean=(0.5,), std=(1.0,))
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 2, bias=False))
@@ -90,7 +92,11 @@ def image_client(folder: Path) -> TestClient:
     torch.nn.init.constant_(model[1].weight[1], -1.0)
     task = ImageClassification().fitted(info, TaskSettings())
     trained = TrainedModel(model, info, task, build(None, {"data.loaders": 0}).config, folder)
-    service = PredictionService(trained, torch.device("cpu"), ServiceLimits(), Writing())
+    return trained
+
+
+def image_client(folder: Path) -> TestClient:
+    service = PredictionService(image_model(folder), torch.device("cpu"), ServiceLimits(), Writing())
     return TestClient(service.app(), base_url="http://127.0.0.1")
 
 
@@ -106,6 +112,29 @@ def test_images_of_any_colours_are_seen_in_the_models_channels(tmp_path: Path) -
     assert [row["prediction"] for row in answer.json()["predictions"]] == ["light", "light", "dark", "dark"]
     raw = image_client(tmp_path).post("/predict", content=png("L", 3), headers={"content-type": "image/png"})
     assert raw.json()["predictions"][0]["prediction"] == "dark"
+
+
+def test_a_file_that_is_no_image_has_an_error_in_its_place_and_the_others_are_answered(tmp_path: Path) -> None:
+    files = [base64.b64encode(each).decode() for each in (png("L", 3), b"no image", png("L", 250))]
+    answer = image_client(tmp_path).post("/predict", json={"files": files})
+    first, second, third = answer.json()["predictions"]
+    assert (first["prediction"], third["prediction"]) == ("dark", "light")
+    assert set(second) == {"sample", "error"} and second["sample"] == 1 and "/" not in second["error"]
+    assert "files is empty" in image_client(tmp_path).post("/predict", json={"files": []}).json()["error"]
+
+
+def test_an_image_that_cannot_be_read_stops_a_prediction_or_has_a_row_that_says_why(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}.png" for i in range(3)]
+    for path, content in zip(paths, (png("L", 3), b"no image", png("L", 250)), strict=True):
+        path.write_bytes(content)
+    trained, cpu = image_model(tmp_path), torch.device("cpu")
+    with pytest.raises(UserError, match=r"1\.png: cannot be read .* with --on-bad-image skip its row says so"):
+        list(predict_samples(trained, paths, Writing(), cpu))
+    rows = list(predict_samples(trained, paths, Writing(), cpu, skips_bad=True))
+    assert [row.prediction.value for row in rows] == ["dark", None, "light"] and "error" in rows[1].plain()
+    write_table(tmp_path / "rows.csv", rows[1:])
+    head, bad, good = (tmp_path / "rows.csv").read_text().splitlines()
+    assert head.startswith('"sample","error","prediction"') and "light" in good and "light" not in bad
 
 
 def test_a_text_never_names_a_file_of_the_machine(tmp_path: Path) -> None:
