@@ -126,6 +126,11 @@ def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool
     return rows
 
 
+def pixels_beside(info: DataInfo) -> tuple[int, ...]:
+    """Return the pixel that fills a square beside an image, by channel: the mean, about 0 once normalised."""
+    return tuple(round(255 * mean) for mean in info.mean)
+
+
 def shorter_side(side: int) -> int:
     """Return to what an image's shorter side is resized, in pixels, before its centre of `side` is cut out."""
     return side if side <= SMALL_IMAGE else round(side * 256 / 224)
@@ -151,7 +156,7 @@ def _mask_rows(pairs: MaskedImages, info: DataInfo, config: LoaderConfig, traini
         side=info.image_size,
         classes=len(info.classes),
         seed=config.seed if training and data.augment == "auto" else None,
-        fill=tuple(round(255 * mean) for mean in info.mean),
+        fill=pixels_beside(info),
         mean=() if on_device else info.mean,
         std=() if on_device else info.std,
         skip_bad=data.on_bad_image == "skip",

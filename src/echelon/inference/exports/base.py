@@ -13,7 +13,7 @@ from torch import Tensor
 
 from echelon.core.errors import UserError
 from echelon.data.columns import RUN_FILE as COLUMNS_FILE
-from echelon.data.recipe import shorter_side
+from echelon.data.recipe import pixels_beside, shorter_side
 from echelon.data.sound_features import read_features
 from echelon.data.tokenisers import RUN_FILE as TOKENISER_FILE
 from echelon.run.trained import TrainedModel
@@ -82,6 +82,8 @@ class Preprocessing:
 
     Attributes:
         layout, channels, fit_longer_side, resize_shorter_side, centre_crop, divide_by, mean, std: of images, in pixels.
+        interpolation: how they are resized; the pixels are rounded to whole numbers before they are divided.
+        place, fill: where an image that fits a square lies in it, and the pixel beside it, by channel, 0 to 255.
         own_transform: name of the user's own function that inputs go through besides (`--eval-transform`).
         features, bands, samples_per_second: of sounds.
         feature_extractor: of transformers, which makes the same features of sounds.
@@ -94,6 +96,9 @@ class Preprocessing:
     fit_longer_side: int | None = None
     resize_shorter_side: int | None = None
     centre_crop: int | None = None
+    interpolation: str | None = None
+    place: str | None = None
+    fill: Sequence[int] | None = None
     divide_by: int | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
@@ -119,6 +124,9 @@ class Preprocessing:
             fit_longer_side=info.image_size if pictures and fits else None,
             resize_shorter_side=shorter_side(info.image_size) if pictures and not fits else None,
             centre_crop=info.image_size if pictures and not fits else None,
+            interpolation="bilinear, antialiased" if pictures else None,
+            place="top left" if pictures and fits else None,
+            fill=pixels_beside(info) if pictures and fits else None,
             divide_by=255 if pictures else None,
             mean=info.mean or None,
             std=info.std if pictures else None,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from echelon.core.errors import UserError
 from echelon.inference.exports.base import ExportFormat, Predictor, cannot_be_traced, description
@@ -30,7 +31,9 @@ class OnnxFile(ExportFormat):
         program = traced(trained, path, example)
         try:
             with quiet():
-                graph = torch.onnx.export(program, dynamo=True, verbose=False)
+                graph = torch.onnx.export(
+                    program, dynamo=True, verbose=False, output_names=_output_names(trained, program)
+                )
         except Exception as error:
             raise cannot_be_traced(path, error) from error
         assert graph is not None
@@ -71,6 +74,12 @@ class OnnxFile(ExportFormat):
         values = session.run(wanted, {k: v.numpy() for k, v in as_named(inputs, names).items()})
         given = dict(zip(last, (torch.from_numpy(value) for value in values), strict=True))
         return next((name for name, own in _outputs_of(trained.model, inputs) if _differs(own, given.get(name))), "")
+
+
+def _output_names(trained: TrainedModel, program: ExportedProgram) -> list[str] | None:
+    """Return a name for the one output of a model of classes; None: the outputs are called as in the graph."""
+    is_one = len(program.graph_signature.user_outputs) == 1
+    return ["logits"] if is_one and trained.info.classes else None
 
 
 def _check_installed(path: Path) -> None:
