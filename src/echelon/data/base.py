@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from echelon.config import DataConfig
+from echelon.core.units import first_few, many
 from echelon.data.sample_index import Growth, SampleIndex
 from echelon.tasks.base import Batch, Encoding, SentenceMarks, TargetValues, TextDecoder, TightSample
 from echelon.tasks.nest import Nest, TensorSpec
@@ -150,6 +154,32 @@ class Source:
     sample_index: SampleIndex | None = None
     reads: tuple[str, ...] = ()
     of_new: tuple[str, ...] = ()
+
+
+def class_notes(info: DataInfo, evaluated: NDArray[Any], noun: str = "sample") -> tuple[str, ...]:
+    """Say which classes are only evaluated, and so cannot be learnt, and which only trained; nothing where none are.
+
+    Args:
+        evaluated: class numbers `(n,)` of the samples that are not trained on.
+        noun: what a sample is called.
+    """
+    counts = np.bincount(evaluated, minlength=len(info.classes))
+    unlearnt = [number for number, count in enumerate(info.class_counts) if not count and counts[number]]
+    unseen = [number for number, count in enumerate(info.class_counts) if count and not counts[number]]
+    notes = []
+    if unlearnt:
+        held, several = int(counts[unlearnt].sum()), len(unlearnt) > 1
+        notes.append(
+            f"no training {noun} has {_classes(info, unlearnt)}: {many(held, noun)} for evaluation "
+            f"{'have' if held > 1 else 'has'} {'them' if several else 'it'} and cannot be predicted right"
+        )
+    if unseen:
+        notes.append(f"no {noun} for evaluation has {_classes(info, unseen)}: how that is learnt is not seen")
+    return tuple(notes)
+
+
+def _classes(info: DataInfo, numbers: Sequence[int]) -> str:
+    return f"the class{'es' * (len(numbers) > 1)} {first_few([info.classes[number] for number in numbers])}"
 
 
 @dataclass(frozen=True)

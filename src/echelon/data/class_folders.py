@@ -204,4 +204,5 @@ def _is_seen(entry: os.DirEntry[str], links: FolderLinks, within: Sequence[str])
 
 
 def _named(classes: list[str]) -> str:
-    return ", ".join(classes[:3]) + (f" and {len(classes) - 3} more are" if len(classes) > 3 else " stand")
+    more = len(classes) - 3
+    return ", ".join(classes[:3]) + (f" and {more} more are" if more > 0 else " are" if len(classes) > 1 else " is")

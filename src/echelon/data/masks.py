@@ -212,8 +212,8 @@ class MaskRows(RowsOfOneShape):
                 path = self._pairs.images.path(i)
                 if not recipe.skip_bad:
                     raise UserError(
-                        f"{path}: cannot be decoded ({error}): replace or remove the pair; "
-                        "training leaves it out with --on-bad-image skip"
+                        f"{path}: cannot be decoded ({error}): replace or remove the pair; a run that is trained with "
+                        "--on-bad-image skip leaves it out"
                     ) from error
                 bad.append(BadSample(row, path, str(error)))
                 continue

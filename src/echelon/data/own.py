@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from echelon.core.errors import UserError
-from echelon.data.base import CLASS_NUMBER, DataInfo, Source
+from echelon.data.base import CLASS_NUMBER, DataInfo, Source, class_notes
 from echelon.data.images import (
     ImageArray,
     ImageItems,
@@ -100,7 +100,8 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
         label_span=_span(both) if both is not None and not classes else None,
         target_values=values, task=_task_of(targets, values),
     )  # fmt: skip
-    return Source(data, held, info, _notes(name, (train, evaluation), (read, held_read)))
+    unlearnt = class_notes(info, held_labels) if held_labels is not None else ()
+    return Source(data, held, info, (*_notes(name, (train, evaluation), (read, held_read)), *unlearnt))
 
 
 def _notes(name: str, data: tuple[Any, Any], reads: tuple[Measured, Measured]) -> tuple[str, ...]:

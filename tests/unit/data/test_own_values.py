@@ -90,6 +90,13 @@ def test_numbers_that_stand_for_no_class_are_none() -> None:
     assert Segmentation(["a", "b"]).fitted(info, TaskSettings()).outputs == 2
 
 
+def test_a_class_that_is_evaluated_alone_is_said_and_one_that_nobody_has_is_not() -> None:
+    train, held = (TensorDataset(torch.randn(4, 3), torch.tensor(labels)) for labels in ([0, 1, 0, 1], [0, 2, 2, 1]))
+    (note,) = from_datasets(train, held, classes=("a", "b", "c", "d")).notes
+    assert note == "no training sample has the class c: 2 samples for evaluation have it and cannot be predicted right"
+    assert from_datasets(train, train, classes=("a", "b", "c")).notes == ()
+
+
 def test_class_0_may_be_missing_where_classes_are_named() -> None:
     data = Items(torch.arange(6) % 2 + 1)
     info = from_datasets(data, data, classes=["none", "cat", "dog"]).info

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from echelon.core.errors import UserError
-from echelon.data.base import CLASS_NUMBER, DataInfo, DataOutline, DataRequest, Source
+from echelon.data.base import CLASS_NUMBER, DataInfo, DataOutline, DataRequest, Source, class_notes
 from echelon.data.class_folders import SOUND_FILES, FolderLinks
 from echelon.data.column_numbers import as_numbers, is_string, stray
 from echelon.data.columns import (
@@ -70,7 +70,6 @@ _TASKS = {
 }
 _MOST_ROUNDED = 1e-3  # of a target's deviation, that it may lose in single precision
 _ANY_TEXT = TensorSpec((1,), "int64", count=1, ragged=True)  # of which no token is known yet
-_NAMED = 5  # classes in a note
 _MOST_WHOLE_CLASSES = 30  # whole numbers with more values are numbers
 _SPOKEN = "; paths of sounds beside what is said in them are for --task speech-recognition"
 
@@ -377,28 +376,10 @@ class _Rows:
             columns=self.inputs,
         )
         values = inputs["numbers"] if numbers else inputs
-        if request.tell_whole is None:  # else nothing is trained on these rows
-            notes += self._unseen(encoding, targets, info)
+        if request.tell_whole is None and encoding is Encoding.CLASSES:  # else nothing is trained on these rows
+            notes += class_notes(info, targets[self.train :], "row")
         notes += self._marks_note(request, encoding, info)
         return self._cut(values, targets, info, notes, unknown)
-
-    def _unseen(self, encoding: Encoding, targets: NDArray[np.generic], info: DataInfo) -> list[str]:
-        """Say which classes no training row has, and so cannot be learnt, and which no other row has."""
-        if encoding is not Encoding.CLASSES:
-            return []
-        held = np.bincount(targets[self.train :], minlength=len(info.classes))
-        notes = []
-        if lacking := [number for number, count in enumerate(info.class_counts) if not count]:
-            rows = int(held[lacking].sum())
-            wrong = f": the {rows} evaluated rows of it count as wrong" if rows else ", nor has one that is evaluated"
-            notes.append(f"no training row has {self._named_classes(lacking, info)}{wrong}")
-        if unseen := [number for number, count in enumerate(held) if not count and number not in lacking]:
-            notes.append(f"no evaluated row has {self._named_classes(unseen, info)}: how it is learnt is not seen")
-        return notes
-
-    def _named_classes(self, numbers: Sequence[int], info: DataInfo) -> str:
-        names = ", ".join(info.classes[number] for number in numbers[:_NAMED])
-        return f"the class{'es' if len(numbers) > 1 else ''} {names}{' and others' if len(numbers) > _NAMED else ''}"
 
     def _marks_note(self, request: DataRequest, encoding: Encoding, info: DataInfo) -> list[str]:
         """Say that lists hold a mark for each label, and of several targets learnt as numbers that they could be."""

@@ -69,7 +69,7 @@ class StoredEvaluation:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """All that a run's folder says; `records` in the order written."""
+    """All that a run's folder says; `records` in the order written; `folder` as its reader named it."""
 
     name: str
     records: Sequence[Record] = ()
@@ -77,6 +77,7 @@ class RunRecord:
     config: Mapping[str, object] = field(default_factory=dict)
     evaluation: StoredEvaluation = StoredEvaluation()
     notes: Sequence[str] = ()
+    folder: str = ""
 
     @cached_property
     def _by_type(self) -> dict[type[Record], list[Any]]:
@@ -198,7 +199,7 @@ def load_run(run: Path) -> RunRecord:
     records = _read_all(run, notes)
     config = _read_config(run / CONFIG_FILE, notes)
     evaluation = _read_evaluation(run / EVALUATION_FILE, records, notes)
-    return RunRecord(run.resolve().name, records, config_text, config, evaluation, notes)
+    return RunRecord(run.resolve().name, records, config_text, config, evaluation, notes, str(run))
 
 
 def _read_all(run: Path, notes: list[str]) -> list[Record]:

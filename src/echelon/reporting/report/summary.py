@@ -45,6 +45,7 @@ class Summary:
         last_command_s: seconds of the last one.
         startup_s: from the command to where training begins, the sum over the commands that came so far.
         objects: keywords of `echelon.resume` by which the run needs objects from Python again.
+        folder: of the run, as its reader named it; empty: not known.
         whole: from the first step to the end of the last evaluation or checkpoint: the figure by which runs compare.
     """
 
@@ -92,10 +93,12 @@ class Summary:
     served: bool
     searched: bool
     objects: tuple[str, ...] = ()
+    folder: str = ""
 
     def to_json(self) -> JsonObject:
         """Plain values for `summary.json`; NaN and infinity become null."""
         values = asdict(self)
+        del values["folder"]
         values[f"best_{self.task.primary.name}"] = values.pop("best")
         values["whole"] = self.whole and {
             "seconds": self.whole.seconds, "steps_s": self.whole.steps_s, "pauses": dict(self.whole.pauses),
@@ -165,6 +168,7 @@ def summarise(record: RunRecord) -> Summary:
         served=record.served,
         searched=record.searched,
         objects=tuple(start.objects) if start else (),
+        folder=record.folder,
     )
 
 

@@ -82,7 +82,7 @@ def _outcome(s: Summary) -> str:
         after = f"a search of {many(min(s.steps, STEPS), 'step')}"
     known = {
         "completed": f"Completed {after} in {_took(s)}",
-        "stopped": f"Stopped {after} and {_took(s)}; `{continuing('RUN', s.objects)}` continues it",
+        "stopped": f"Stopped {after} and {_took(s)}; `{continuing(s.folder or 'RUN', s.objects)}` continues it",
         "failed": f"Failed {after} and {_took(s)}",
         "refused": f"Refused {after}" if s.steps else "Refused before the first step",
         "unfinished": f"Not ended {after}" if s.steps else "No step was recorded",

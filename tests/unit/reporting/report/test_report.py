@@ -240,7 +240,8 @@ def test_resume_counts_no_restart_and_its_pause_no_time(tmp_path: Path) -> None:
     counters = {"sent_bytes": 460_000_000, "dropped": 0}
     lines.append({"t": lines[-1]["t"] + 1, "kind": "link", "link": "100mbit", "hosts": [counters]})
     later[0] |= {"launched_t": lines[0]["launched_t"] + 86_400, "start_step": 100}
-    summary, _ = rewrite(tmp_path, [*lines, *later])
+    summary, words = rewrite(tmp_path, [*lines, *later])
+    assert f"`echelon resume {tmp_path}` continues it" in words
     assert "The kernel counted 460 MB of payload sent on the links (100mbit)" in (tmp_path / "report.html").read_text()
     assert summary.restarts == 0
     assert summary.seconds == pytest.approx(2 * seconds, abs=0.01)
