@@ -328,6 +328,10 @@ def _no_parts(values: pa.ChunkedArray) -> list[str] | None:
 def _columns(request: DataRequest, names: Sequence[str], file: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of inputs and targets, as they are described."""
     wanted, target = (listed(text) for text in (request.config.input, request.config.target))
+    if not target and request.tell_whole is not None:  # a command that evaluates takes no names of columns
+        raise UserError(
+            f"data {request.config.source} is a table, and the run's data is none: it names no column to predict"
+        )
     if not target:
         raise UserError(f"data {request.config.source}: name the column to predict with --target: {', '.join(names)}")
     check_known(names, (*wanted, *target), file)

@@ -545,6 +545,10 @@ class Task(ABC):
         """Say why a loss of the user's own cannot be computed; empty: it can, or there is none."""
         return ""
 
+    def odd_outputs(self, outputs: Any) -> str:
+        """Say what a model's outputs for some samples look like that its user can hardly mean; empty: nothing does."""
+        return ""
+
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs for some samples, as `must return ...`; empty: nothing is."""
         if not self.outputs:

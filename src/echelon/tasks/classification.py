@@ -29,12 +29,15 @@ from echelon.tasks.base import (
     InputFacts,
     Metrics,
     Prediction,
+    TargetValues,
     Task,
     TaskSettings,
 )
 from echelon.tasks.classification_metrics import ClassificationMetrics
 from echelon.tasks.classification_report import class_sections
+from echelon.tasks.nest import TensorSpec
 
+_SUMS_TO_ONE = 1e-3  # also in bfloat16
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
 
@@ -78,6 +81,8 @@ class Classification(Task):
             which = "they are one-hot: give targets.argmax(1)" if one_hot else "give int64 class numbers from 0"
             if len(kind) == 1 and kind[0].shape == (1,) and kind[0].dtype in _INTEGERS:
                 which = "give targets.squeeze(1)"
+            elif len(kind) == 1 and not one_hot and (task := _task_for(kind[0], data.target_values)):
+                which = f"--task {task} learns these"
             raise UserError(
                 f"data {data.name}: targets are {nest.describe(data.targets)}, and --task {_flag(self.name)} needs "
                 f"one whole number, the class, for each sample: {which}, or name another --task"
@@ -148,6 +153,10 @@ class Classification(Task):
         """Return the task's own, else the one for columns of a table; others as by the size of images."""
         return self.default_model or (self.table_model if data.task == self.name else "")
 
+    def odd_outputs(self, outputs: Any) -> str:
+        """Say that outputs are probabilities, as of a model that ends in a softmax."""
+        return probabilities_for_logits(outputs, -1)
+
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs."""
         if isinstance(outputs, Tensor) and outputs.shape == (samples, self.outputs):
@@ -190,6 +199,36 @@ class CrossEntropy:
         if self.weights.device != logits.device or self.weights.dtype != logits.dtype:
             self.weights = self.weights.to(logits)
         return self.weights[targets] * losses
+
+
+def _task_for(targets: TensorSpec, values: TargetValues | None) -> str:
+    """Return the task that targets look like which are no class each; empty: they look like no other one's."""
+    is_marks = targets.dtype == "bool" or (values is not None and values.marks)
+    if len(targets.shape) == 1 and targets.shape[0] > 1 and is_marks:
+        return "multi-label"
+    return "segmentation" if len(targets.shape) == 2 and targets.dtype in _INTEGERS else ""
+
+
+def probabilities_for_logits(outputs: Any, classes: int) -> str:
+    """Say that outputs are probabilities and the loss takes logits; empty: they are none.
+
+    Args:
+        classes: the dim of the classes.
+    """
+    if (
+        not isinstance(outputs, Tensor)
+        or not outputs.numel()
+        or outputs.shape[classes] < 2
+        or bool((outputs < 0).any())
+    ):
+        return ""
+    sums = outputs.float().sum(classes)
+    if not torch.allclose(sums, torch.ones_like(sums), atol=_SUMS_TO_ONE):
+        return ""
+    return (
+        "its outputs are not negative and sum to 1 over the classes, as those of a softmax, and the loss takes logits: "
+        "leave out the softmax, with which it learns slowly; or give a loss of probabilities with --loss"
+    )
 
 
 def _flag(task: str) -> str:

@@ -36,7 +36,7 @@ from echelon.tasks.base import (
     Task,
     TaskSettings,
 )
-from echelon.tasks.classification import class_weights
+from echelon.tasks.classification import class_weights, probabilities_for_logits
 from echelon.tasks.classification_metrics import computed, summed_over_ranks
 from echelon.tasks.nest import Nest
 from echelon.tasks.worst_samples import Pixels, Worst, data_uri
@@ -186,6 +186,10 @@ class Segmentation(Task):
             "means over classes that are there or were predicted. Pixels that are ignored count nowhere."
         ]
         return [ReportSection("Classes of pixels", tables=[ReportTable("Classes", head, rows, summary)], notes=notes)]
+
+    def odd_outputs(self, outputs: Any) -> str:
+        """Say that outputs are probabilities, as of a model that ends in a softmax."""
+        return probabilities_for_logits(_logits(outputs), 1)
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs."""

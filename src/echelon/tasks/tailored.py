@@ -136,6 +136,10 @@ class TailoredTask(Task):
         """Say why the loss cannot be computed, where it is one's own."""
         return self._loss.refusal(outputs, self._task.learnt(targets)) if isinstance(self._loss, OwnLoss) else ""
 
+    def odd_outputs(self, outputs: Any) -> str:
+        """Say what the task says; a loss of one's own may take any."""
+        return "" if isinstance(self._loss, OwnLoss) else self._task.odd_outputs(logits_in(outputs))
+
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs; a loss of one's own may take any tensor."""
         outputs = logits_in(outputs)

@@ -147,6 +147,8 @@ class _Trial:
         exact = nest.exact(outputs)
         if wrong := self._work.task.wrong_loss(exact, targets):
             raise UserError(f"{wrong}{mode}")
+        if not mode and (odd := self._work.task.odd_outputs(exact)):
+            self._work.oddities.append(f"{self._label}: {odd}")
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
             self._check_gradient(exact, targets)
         elif self._work.task.is_own and (wrong := _wrong_task(self._work.task, exact, targets, example.device)):

@@ -34,6 +34,7 @@ class Work:
         least_samples: that a rank computes with at once in some step; 0: not known.
         usual_samples: that a rank computes with at once in a full batch; 0: not known.
         example_targets: of the two samples, where data is at hand; None: it is not, as in a rehearsal.
+        oddities: what its outputs for these look like that its user can hardly mean, each time that it is tried.
     """
 
     info: DataInfo
@@ -48,6 +49,7 @@ class Work:
     example_targets: Nest = None
     least_samples: int = 0
     usual_samples: int = 0
+    oddities: list[str] = field(default_factory=list)
 
     @property
     def tuned(self) -> Tuned:
@@ -57,7 +59,8 @@ class Work:
     @property
     def notes(self) -> list[tuple[str, str]]:
         """What a user has to know of it, with the name of its event."""
-        return [("tuning", self.tuned.words)] if self.tunings else []
+        tuned = [("tuning", self.tuned.words)] if self.tunings else []
+        return [*tuned, *(("outputs", odd) for odd in self.oddities[:1])]
 
     def inputs(self, like: Tensor) -> Nest:
         """Return the example, alike on all ranks, drawn without the run's generators, where `like` (any shape) is."""

@@ -97,6 +97,16 @@ def test_a_class_that_is_evaluated_alone_is_said_and_one_that_nobody_has_is_not(
     assert from_datasets(train, train, classes=("a", "b", "c")).notes == ()
 
 
+@pytest.mark.parametrize(
+    ("targets", "task"),
+    [(torch.rand(6, 3) > 0.5, "multi-label"), (torch.arange(96).view(6, 4, 4) % 3, "segmentation")],
+)
+def test_targets_that_another_task_learns_name_it(targets: torch.Tensor, task: str) -> None:
+    data = TensorDataset(torch.randn(6, 3), targets)
+    with pytest.raises(UserError, match=f"--task {task} learns these"):
+        Classification().fitted(from_datasets(data, data).info, TaskSettings())
+
+
 def test_class_0_may_be_missing_where_classes_are_named() -> None:
     data = Items(torch.arange(6) % 2 + 1)
     info = from_datasets(data, data, classes=["none", "cat", "dog"]).info

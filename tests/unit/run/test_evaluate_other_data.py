@@ -118,6 +118,12 @@ def test_rows_of_a_file_are_evaluated_by_the_parts_that_it_names_else_all(
     assert opened(tmp_path / "other.csv", target="y", **settings) == found
 
 
+def test_a_table_is_refused_by_a_run_of_other_data_in_words_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n3,4\n")
+    with pytest.raises(UserError, match=r"rows\.csv is a table, and the run's data is none"):
+        opened(tmp_path / "rows.csv")
+
+
 def test_one_row_alone_and_a_text_are_evaluated_whole(tmp_path: Path) -> None:
     (tmp_path / "one.csv").write_text("a,b,y\n1,2,3.5\n")
     assert opened(tmp_path / "one.csv", target="y") == (1, "")

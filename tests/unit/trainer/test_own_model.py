@@ -123,6 +123,20 @@ def test_numbers_with_fractions_are_learnt_by_regression_and_whole_ones_are_clas
     assert check(nn.Linear(8, 3), X, Y) == "image_classification"
 
 
+@pytest.mark.parametrize(("model", "loss", "count"), [
+    (nn.Sequential(nn.Linear(8, 3), nn.Softmax(-1)), None, 1),
+    (nn.Sequential(nn.Linear(8, 3), nn.LogSoftmax(-1)), None, 0),
+    (nn.Sequential(nn.Linear(8, 3), nn.Sigmoid()), None, 0),
+    (nn.Sequential(nn.Linear(8, 3), nn.Softmax(-1)), F.cross_entropy, 0),
+])  # fmt: skip
+def test_a_model_that_ends_in_a_softmax_is_told_that_the_loss_takes_logits(
+    model: nn.Module, loss: LossFunction | None, count: int
+) -> None:
+    work = work_of(X, Y, loss=loss)
+    check_own_model(model, work)
+    assert len(work.oddities) == count == sum("sum to 1" in note for _, note in work.notes)
+
+
 def test_what_forward_raises_is_refused_with_its_place_where_data_are_at_hand() -> None:
     with pytest.raises(
         UserError, match=r"model Raises cannot be called .*RuntimeError: mine \(.*test_own_model.py:\d+"
