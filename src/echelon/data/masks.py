@@ -74,7 +74,8 @@ def read_mask(path: str) -> Mask:
     """Return the numbers of a mask `(H, W)`: of a palette its indices, of grey pixels their values.
 
     Raises:
-        UserError: it cannot be decoded, or its pixels are no numbers from 0 to 255.
+        CannotDecode: it is damaged.
+        UserError: its pixels are no numbers from 0 to 255.
     """
     from PIL import Image
 
@@ -83,9 +84,7 @@ def read_mask(path: str) -> Mask:
             mode, pixels = image.mode, np.asarray(image)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"data {path}: this mask cannot be decoded ({reason}): write it again, or remove it and its image"
-        ) from None
+        raise CannotDecode(f"its mask cannot be decoded: {reason}") from None
     if pixels.ndim != 2:
         raise UserError(
             f"data {path}: this mask has colours ({mode}): write the class number of each pixel, "
@@ -98,16 +97,18 @@ def read_mask(path: str) -> Mask:
     return pixels.astype(np.uint8)
 
 
-def pixel_counts(pairs: MaskedImages, root: str) -> NDArray[np.int64]:
+def pixel_counts(pairs: MaskedImages, root: str, skips_bad: bool = False) -> NDArray[np.int64]:
     """Return how many pixels of each number each mask has, `(N, 256)`; checks the masks beside.
+
+    A damaged one has none where such are left out.
 
     Kept below the data's root by a hash of names, sizes and times of the files: one process of a machine counts, others
     wait.
 
     Raises:
-        UserError: a mask cannot be used: colours, another size than its image's, or ignored pixels alone.
+        UserError: a mask cannot be used: damaged, colours, another size than its image's, or ignored pixels alone.
     """
-    digest = hashlib.sha256(f"{_FORMAT} {pairs.images.root} {pairs.masks.root}".encode())
+    digest = hashlib.sha256(f"{_FORMAT} {pairs.images.root} {pairs.masks.root}{' skip' * skips_bad}".encode())
     for i in range(len(pairs)):
         for path in (pairs.images.path(i), pairs.masks.path(i)):
             about = os.stat(path)  # noqa: PTH116 - a Path for each of many files
@@ -117,7 +118,7 @@ def pixel_counts(pairs: MaskedImages, root: str) -> NDArray[np.int64]:
     with locked(file.with_suffix(".lock"), _COUNTING_S, busy):
         if file.is_file():
             return _unpacked(json.loads(file.read_text()), len(pairs))
-        counts = np.stack([_counted(pairs, i) for i in range(len(pairs))])
+        counts = np.stack([_counted(pairs, i, skips_bad) for i in range(len(pairs))])
         rows, numbers = np.nonzero(counts)
         write_atomic(file, json.dumps([rows.tolist(), numbers.tolist(), counts[rows, numbers].tolist()]))
     return counts
@@ -130,8 +131,17 @@ def _unpacked(cached: list[list[int]], masks: int) -> NDArray[np.int64]:
     return counts
 
 
-def _counted(pairs: MaskedImages, i: int) -> NDArray[np.int64]:
-    mask, path = read_mask(pairs.masks.path(i)), pairs.masks.path(i)
+def _counted(pairs: MaskedImages, i: int, skips_bad: bool) -> NDArray[np.int64]:
+    path = pairs.masks.path(i)
+    try:
+        mask = read_mask(path)
+    except CannotDecode as error:
+        if skips_bad:
+            return np.zeros(_NUMBERS, np.int64)  # its loader leaves the pair out
+        raise UserError(
+            f"data {path}: {error}: write it again, or remove it and its image; a run that is trained with "
+            "--on-bad-image skip leaves the pair out"
+        ) from None
     try:
         picture = pairs.images.picture(i)
         _check_size(path, mask, picture)
@@ -207,7 +217,7 @@ class MaskRows(RowsOfOneShape):
             try:
                 picture = self._pairs.images.picture(i)
                 frame = Frame.of(picture, recipe.side, None if numbers is None else numbers[row])
-                image = picture.load(frame.scale)
+                image, mask = picture.load(frame.scale), self._mask(i, picture)
             except CannotDecode as error:
                 path = self._pairs.images.path(i)
                 if not recipe.skip_bad:
@@ -217,7 +227,7 @@ class MaskRows(RowsOfOneShape):
                     ) from error
                 bad.append(BadSample(row, path, str(error)))
                 continue
-            frame.place(image, self._mask(i, picture), pixels[row], targets[row])
+            frame.place(image, mask, pixels[row], targets[row])
         if recipe.mean:
             normalise(torch.from_numpy(pixels), self._mean, self._std, torch.from_numpy(inputs))
         return bad

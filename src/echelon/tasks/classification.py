@@ -81,8 +81,8 @@ class Classification(Task):
             which = "they are one-hot: give targets.argmax(1)" if one_hot else "give int64 class numbers from 0"
             if len(kind) == 1 and kind[0].shape == (1,) and kind[0].dtype in _INTEGERS:
                 which = "give targets.squeeze(1)"
-            elif len(kind) == 1 and not one_hot and (task := _task_for(kind[0], data.target_values)):
-                which = f"--task {task} learns these"
+            elif len(kind) == 1 and not one_hot and (other := _task_for(kind[0], data.target_values)):
+                which = f"--task {other} learns these"
             raise UserError(
                 f"data {data.name}: targets are {nest.describe(data.targets)}, and --task {_flag(self.name)} needs "
                 f"one whole number, the class, for each sample: {which}, or name another --task"

@@ -157,3 +157,21 @@ def test_folders_of_classes_are_still_folders_of_classes(tmp_path: Path) -> None
     for name in ("cat", "images"):
         (tmp_path / name).mkdir()
     assert kind_of(str(tmp_path)).form == "a folder"
+
+
+def test_a_pair_with_a_damaged_mask_is_refused_or_left_out(tmp_path: Path) -> None:
+    root = make_shapes(tmp_path / "data", ("train", "val"), 6, sizes=(32,))
+    (root / "train" / "masks" / "003.png").write_bytes(b"no image")
+    with pytest.raises(
+        UserError, match=r"003\.png: its mask cannot be decoded: .* --on-bad-image skip leaves the pair"
+    ):
+        opened(root)
+    loader = TrainLoader(
+        opened(root, on_bad_image="skip"), settings(root, on_bad_image="skip", batch_size=6), Shard(0, 1)
+    )
+    try:
+        (batch,) = loader.epoch(0)
+        ((path, reason),) = loader.bad_images
+    finally:
+        loader.close()
+    assert len(batch.targets) == 5 and path.endswith("003.png") and "its mask cannot be decoded" in reason

@@ -86,11 +86,12 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     pairs = _pairs(path / folders.train, links)
     parts = {name: _pairs(part, links) for name, part in others.items()}
     links.check()
-    counts = pixel_counts(pairs, config.root)
+    skips_bad = config.on_bad_image == "skip"
+    counts = pixel_counts(pairs, config.root, skips_bad)
     names = _class_names(path, pairs, counts)
     sample_index = FixedSampleIndex.of(request.folder, config.source, len(pairs), _digest(pairs, counts))
     for part in parts.values():
-        _check_classes(part, pixel_counts(part, config.root), len(names), path)
+        _check_classes(part, pixel_counts(part, config.root, skips_bad), len(names), path)
     notes: tuple[str, ...] = ()
     validation, test = parts.get("val"), parts.get("test")
     if validation is None:
