@@ -115,8 +115,7 @@ def summarise(record: RunRecord) -> Summary:
     stretches = sittings(record)
     seconds = sum(s.seconds for s in stretches)
     startup_s = _startup_s(record)
-    evaluations = record.kept_evaluations()
-    task = record.task
+    evaluations, task = record.kept_evaluations(), record.task
     best, best_step = _best(evaluations, task.primary)
     status, message = _status(record)
     start = record.last_start
