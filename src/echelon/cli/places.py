@@ -90,10 +90,10 @@ def logs_command() -> Any:
         tail = LogTail(file, from_start=True)
         tail.show()
         try:
-            for look, _ in enumerate(until_over(path, _LOOK_S) if follow else ()):
+            for _ in until_over(path, _LOOK_S) if follow else ():
                 tail.show()
-                if look and is_here and not file.exists() and any(file.parent.glob("rank*.log")):
-                    break  # the processes have begun, and there is none of this rank
+                if is_here and not file.exists() and _has_fewer(path, rank or 0):
+                    break
         except KeyboardInterrupt:  # the way to end it
             return
         if not file.exists():
@@ -101,6 +101,16 @@ def logs_command() -> Any:
             raise UserError(f"{file} is not there; {file.parent} has {known}")
 
     return as_command(logs, "logs", COMMANDS["logs"][1])
+
+
+def _has_fewer(run: Path, rank: int) -> bool:
+    """Whether the ranks of the newest command have begun, and are too few for one of this number."""
+    from echelon.records.file import newest
+    from echelon.records.going import read_launch
+    from echelon.records.kinds import Start
+
+    begun = next(newest(run, Start), None)
+    return begun is not None and begun.t >= (read_launch(run).launched_t or 0.0) and begun.world_size <= rank
 
 
 def stop_command() -> Any:

@@ -163,7 +163,7 @@ def class_notes(info: DataInfo, evaluated: NDArray[Any], noun: str = "sample") -
         evaluated: class numbers `(n,)` of the samples that are not trained on.
         noun: what a sample is called.
     """
-    counts = np.bincount(evaluated, minlength=len(info.classes))
+    counts = np.bincount(evaluated[evaluated >= 0], minlength=len(info.classes))  # others are refused later
     unlearnt = [number for number, count in enumerate(info.class_counts) if not count and counts[number]]
     unseen = [number for number, count in enumerate(info.class_counts) if count and not counts[number]]
     notes = []

@@ -232,6 +232,7 @@ class _Group:
         self.alive: set[str] = set()
         self.exit_codes: dict[str, int] = {}
         self.started: dict[str, Started] = {}
+        self._ranks: dict[str, int] = {}  # that processes were started as
         self.death: Death | None = None  # not told yet
         self.leave_by = 0.0
         self.left: list[Process] = []
@@ -308,22 +309,18 @@ class _Group:
         if self.members is not None:
             values |= self.members.environment(process.name)
         if self.round.first_rank is not None:
-            values |= {"RANK": str(self.round.first_rank + local), "LOCAL_RANK": str(local)}
+            self._ranks[process.name] = self.round.first_rank + local
+            values |= {"RANK": str(self._ranks[process.name]), "LOCAL_RANK": str(local)}
         return values
 
     def _rank(self, name: str) -> int | None:
         """Return the rank of a process in the group that spans the job, where there is one."""
-        at_start = self._start_rank(name)
+        at_start = self._ranks.get(name)
         return at_start if at_start is None or self.members is None else self.members.rank_of(name, at_start)
 
     def _log(self, name: str) -> str:
-        at_start = self._start_rank(name)
+        at_start = self._ranks.get(name)
         return name if at_start is None else f"rank{at_start}"
-
-    def _start_rank(self, name: str) -> int | None:
-        """Return the rank that a process was started as, which `_environment` tells it."""
-        first = self.round.first_rank if self.round is not None else None
-        return None if first is None else first + [p.name for p in self.processes].index(name)
 
     def living(self) -> list[Living]:
         """Return the processes that have begun and not ended."""

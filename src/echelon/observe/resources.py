@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from echelon.records.kinds import RESOURCE_NAMES
 EVERY_S = 1.5  # less than a window: each long one brings a sample
 LIST_CHILDREN_EVERY_S = 30.0
 UNKNOWN = math.nan
+_TUNNELS = ("wireguard", "vxlan", "geneve")
 
 
 class Sampler:
@@ -105,10 +107,22 @@ def _network_bytes() -> tuple[int, int, int]:
 
 
 def carrying_interfaces(names: Sequence[str], system: Path = Path("/sys/class/net")) -> list[str]:
-    """Return the interfaces that carry bytes themselves: a bond, a bridge or a VLAN counts what others carry, again."""
+    """Return the interfaces that carry bytes themselves: a bond, a bridge or a tunnel counts what others carry, again.
+
+    So does a container's end of a bridge on its host; in the container, its interface is all that is seen.
+    """
     lowest = [name for name in names if not any((system / name).glob("lower_*"))]
-    devices = [name for name in lowest if (system / name / "device").exists()]
-    return devices or lowest
+    carry = [name for name in lowest if (system / name / "device").exists() or not _is_carried(system / name)]
+    return carry or lowest
+
+
+def _is_carried(interface: Path) -> bool:
+    try:
+        kind = re.search(r"^DEVTYPE=(\w+)", (interface / "uevent").read_text(), re.MULTILINE)
+    except OSError:
+        kind = None
+    is_tunnel = (interface / "tun_flags").exists() or (kind is not None and kind[1] in _TUNNELS)
+    return is_tunnel or (interface / "master").exists()
 
 
 def resident_bytes() -> int:

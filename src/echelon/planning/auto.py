@@ -193,8 +193,8 @@ def _given(settings: Mapping[str, str], predictions: Sequence[RunEstimate]) -> R
 
 def _check(resolved: Resolved, free: frozenset[str], tolerance: float) -> None:
     given = [name for name in _SETTINGS if resolved.origins[name] != "default"]
-    if resolved.config.training.accumulate == 0:
-        raise UserError("--accumulate auto cuts batches until one choice fits: give --accumulate N, or choose by hand")
+    if resolved.config.training.accumulate == 0 and (not free or _PARALLEL in free):
+        raise UserError("--accumulate auto cuts batches until one layout fits: give --parallel, or --accumulate N")
     if given and not free:
         raise UserError(f"--auto chooses {', '.join(given)}: leave it out, or leave out --auto")
     what = ", ".join(f"--{name.removeprefix('strategy.')} auto" for name in _SETTINGS if name in free) or "--auto"

@@ -217,7 +217,7 @@ def _changes(
     described: DescribedModel | None,
 ) -> tuple[Change, ...]:
     """Ask again with a faster link, a larger batch, more workers: of the ways that fit, with that batch too."""
-    fitting = [p for p in predictions if p.fits]
+    fitting = [p for p in predictions if p.fits and p.is_long_enough]
     if not fitting:
         return ()
     asked: list[tuple[str, Machines, Length]] = []
@@ -240,4 +240,5 @@ def _changes(
 
 
 def _best(known: Calibration, length: Length, machines: Machines, ways: Sequence[RunEstimate]) -> RunEstimate:
-    return min((predict(known, length, machines, p.candidate) for p in ways), key=lambda p: p.run_s.value)
+    found = [predict(known, length, machines, p.candidate) for p in ways]
+    return min([p for p in found if p.is_long_enough] or found, key=lambda p: p.run_s.value)

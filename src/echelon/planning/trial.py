@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,11 +100,12 @@ def _ended(words: Sequence[str], printed: Path, what: str) -> int:
         try:
             return trial.wait(_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            raise UserError(f"a trial with {what} did not end in {_DEADLINE_S:g} s") from None
+            last = printed.read_text(errors="replace").strip().rpartition("\n")[2]
+            raise UserError(f"a trial with {what} did not end in {_DEADLINE_S:g} s; it printed last: {last}") from None
         finally:
             if trial.poll() is None:
                 trial.terminate()
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     trial.wait(_STOPS_WITHIN_S)
-                finally:
-                    trial.kill()
+                with suppress(ProcessLookupError):
+                    os.killpg(trial.pid, signal.SIGKILL)  # with its ranks

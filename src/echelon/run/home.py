@@ -57,7 +57,9 @@ def at_home(config: RunConfig) -> RunConfig:
     """
     if not is_url(config.run):
         mirror = config.checkpoint.mirror
-        return replace(config, checkpoint=replace(config.checkpoint, mirror=absolute(mirror))) if mirror else config
+        with naming("--mirror"):
+            mirror = check_url(mirror) if is_url(mirror) else absolute(mirror) if mirror else ""
+        return replace(config, checkpoint=replace(config.checkpoint, mirror=mirror))
     with naming("--run"):
         url = check_url(config.run)
     mirror = mirror_at_home(url, config.checkpoint.mirror or None)

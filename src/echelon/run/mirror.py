@@ -60,11 +60,12 @@ class MirrorState:
 
 def read_state(folder: Path, url: str) -> MirrorState:
     """Return what a folder has in common with a URL."""
-    return next((state for state in _states(folder) if state.url == url), MirrorState())
+    return next((state for state in _states(folder) if state.url == absolute(url)), MirrorState())
 
 
 def write_state(folder: Path, url: str, version: Version | None) -> None:
     """Note that a folder is the same as a version at a URL; None: it is about to become so."""
+    url = absolute(url)
     others = [state for state in _states(folder) if state.url != url]
     same = MirrorState(url) if version is None else MirrorState(url, version.writer, version.number, version.sha256)
     states = [*others, same]

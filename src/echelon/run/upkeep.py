@@ -106,10 +106,10 @@ def findings(place: str) -> Iterator[Finding]:
         return
     folder = Path(place)
     check_is_run(folder)
+    saved = next(newest(folder, Checkpoint, StartedOver), None)  # before the look: a run may go on to save
     checkpoints = entries(folder / CHECKPOINTS_FOLDER)
     for entry in (*checkpoints, *bases_of(checkpoints)):
         yield Finding(entry.path.name, _size(entry.path), _damage(entry))
-    saved = next(newest(folder, Checkpoint, StartedOver), None)
     present = max((entry.step for entry in checkpoints), default=-1)
     if isinstance(saved, Checkpoint) and saved.step > present:
         if load_run_config(folder / CONFIG_FILE).optimizer.lr_find:  # such a run's checkpoints go at its end

@@ -163,7 +163,7 @@ class OwnMetrics:
         self._base.update(logits, targets)
         shown = self._task.given(logits)
         for metric in self._own.values():
-            metric.update(beside(_scores_for(metric, shown), targets), targets)
+            metric.update(beside(_scores_for(metric, shown, targets), targets), targets)
         if self._shows_loss:
             self._loss += torch.tensor([float(self._task.loss_sum(outputs, targets)), self._task.units(targets)])
 
@@ -193,12 +193,14 @@ class OwnMetrics:
         return EvaluationResult(metrics, result.detail)
 
 
-def _scores_for(metric: Metric, logits: Any) -> Any:
+def _scores_for(metric: Metric, logits: Any, targets: Nest) -> Any:
     """Return what a metric takes: one that tells a class from the other, of two, the probability of the second."""
     kind = type(metric)
     is_binary = kind.__name__.startswith("Binary") and kind.__module__.startswith("torchmetrics.")
-    two = isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[1] == 2
-    return logits.softmax(1)[:, 1] if is_binary and two else logits
+    if not (is_binary and isinstance(logits, Tensor) and isinstance(targets, Tensor)):
+        return logits
+    are_two_classes = logits.ndim == 2 and logits.shape[1] == 2 and targets.shape == logits.shape[:1]
+    return logits.softmax(1)[:, 1] if are_two_classes else logits
 
 
 def _numbers(name: str, value: Any) -> dict[str, float | None]:

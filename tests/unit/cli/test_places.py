@@ -6,13 +6,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from echelon.config import build
+from echelon.records.file import Recorder
+from echelon.records.kinds import Start
 from echelon.trainer.folder import claim
 from tests.unit.cli.conftest import Here
 
@@ -78,6 +80,8 @@ def test_a_log_of_a_rank_that_is_not_there_is_refused_also_where_it_is_followed(
     refused = here("logs", "runs/a", "--follow", "--rank", "5")
     assert refused.returncode == 2 and "rank5.log is not there; " in refused.stderr
     (run / "logs" / "rank0.log").write_text("trains\n")
+    with closing(Recorder(run)) as record:
+        record.write(Start(world_size=2))
     with _held(run):
         refused = here("logs", "runs/a", "--follow", "--rank", "5")
     assert refused.returncode == 2 and "has rank0.log" in refused.stderr

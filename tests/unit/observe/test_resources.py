@@ -138,9 +138,13 @@ def test_bytes_of_bonds_bridges_and_vlans_are_counted_once(tmp_path: Path) -> No
         (tmp_path / name).mkdir()
     for name, below in (("bond0", "eth0"), ("bond0", "eth1"), ("bond0.100", "bond0"), ("br0", "veth7")):
         (tmp_path / name / f"lower_{below}").touch()
+    (tmp_path / "veth7" / "master").touch()
     names = ["eth0", "eth1", "bond0", "bond0.100", "br0", "veth7"]
-    assert carrying_interfaces(names, tmp_path) == ["eth0", "eth1", "veth7"]
-    for name in ("eth0", "eth1"):
-        (tmp_path / name / "device").touch()
     assert carrying_interfaces(names, tmp_path) == ["eth0", "eth1"]
+    (tmp_path / "wg0").mkdir()
+    (tmp_path / "wg0" / "uevent").write_text("DEVTYPE=wireguard\nINTERFACE=wg0\n")
+    assert carrying_interfaces(["eth0", "wg0"], tmp_path) == ["eth0"]
+    assert carrying_interfaces(["veth7"], tmp_path) == ["veth7"]
+    (tmp_path / "eth1" / "device").touch()
+    assert carrying_interfaces(["eth0", "eth1"], tmp_path) == ["eth0", "eth1"], "a pod's network beside a device"
     assert carrying_interfaces(["en0"], tmp_path / "none") == ["en0"]

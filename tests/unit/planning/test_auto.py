@@ -65,7 +65,7 @@ def test_a_layout_is_left_open_on_the_command_line_alone() -> None:
     with pytest.raises(UserError, match="--parallel auto is for `echelon train`"):
         resolve(described(parallel="auto"))
     for given, said in (
-        ("training.accumulate", "give --accumulate N"),
+        ("training.accumulate", "give --parallel, or --acc"),
         ("data.batch_size", "give --batch-size N"),
     ):
         with pytest.raises(UserError, match=said):

@@ -182,6 +182,7 @@ def test_a_way_that_agrees_too_seldom_in_so_short_a_run_is_not_recommended() -> 
         assert answer.best[0].label == best
         assert [p.label for p in answer.too_short] == ["local(period=8)"] * (best == "none")
         assert ("agree fewer than 20 times" in " ".join(answer_words(answer))) == (best == "none")
+        assert all(change.best.label == best and change.before is answer.best[0] for change in answer.changes[:1])
 
 
 def test_a_run_is_as_long_as_its_steps_allow() -> None:

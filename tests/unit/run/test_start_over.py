@@ -37,7 +37,7 @@ def _is_aside(run: Path) -> bool:
 
 def test_a_run_of_objects_that_are_not_given_stays(run: Path) -> None:
     _described(run, "model")
-    with pytest.raises(UserError, match="given from Python as objects"):
+    with pytest.raises(UserError, match=r"model of .* was given from Python as an object: give it again"):
         echelon.resume(run, from_scratch=True)
     assert not _is_aside(run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,3 +138,11 @@ def test_a_binary_metric_takes_the_probability_of_the_second_of_two_classes() ->
     metrics.update(logits, targets)
     found = metrics.compute().metrics
     assert found["f1_score"] == pytest.approx(0.5) and found["binary_auroc"] == pytest.approx(0.5)
+
+
+def test_a_binary_metric_of_two_labels_takes_both() -> None:
+    data = replace(NUMBERS, targets=TensorSpec((2,), "float32"), task="multi_label", classes=("a", "b"))
+    wanted = TaskChoice.of(build(None, {"training.metrics": "BinaryAccuracy", "task": "multi-label"}).config)
+    metrics = wanted.fitted(data).metrics(torch.device("cpu"))
+    metrics.update(torch.tensor([[2.0, -1.0], [-1.0, 3.0]]), torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    assert metrics.compute().metrics["binary_accuracy"] == pytest.approx(0.75)

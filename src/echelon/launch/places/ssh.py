@@ -236,13 +236,17 @@ class Ssh(Cluster):
         for host, answer in zip(self.hosts, answers, strict=True):
             if isinstance(answer, Exception):
                 raise UserError(str(answer))
-            connection, *_, said = answer.strip().splitlines()
+            connection, *_, said = answer.rstrip("\n").split("\n")
             found = json.loads(said)
             for name, wanted in versions.items():
                 if (there := found["versions"][name]) != wanted:
                     has = f"{name} {there}" if there else f"no {name} for {python}"
                     raise UserError(f"{host} has {has}, here it is {wanted}: use the same (python=... names another)")
             if not address:
+                if not connection:
+                    raise UserError(
+                        f"{host}: its sessions have no SSH_CONNECTION, which tells its address: name others"
+                    )
                 own = connection.split()[2]
                 if ":" in own and self.machines > 1:
                     raise UserError(f"{host} is reached by IPv6 ({own}), and machines meet by IPv4: name that address")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from echelon.observe.phases import Phase
 from echelon.records.kinds import Checkpoint, Evaluation, Start
-from echelon.reporting.report.predictions import SAYS_SO, WayPrediction, pick_ways
+from echelon.reporting.report.predictions import FEWEST_AGREEMENTS, SAYS_SO, WayPrediction, pick_ways
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import SlowRank, Timing
 from echelon.reporting.report.whole_run import WholeRun
@@ -140,7 +140,13 @@ def _input(record: RunRecord, share: float) -> Advice:
 
 def _predicted(predictions: Sequence[WayPrediction], share: float) -> Advice:
     """Say what other ways to communicate would save of the whole run, where the run recorded what they cost."""
-    better = [p for p in predictions if p.gain >= SAYS_SO and p.is_long_enough]
+    faster = [p for p in predictions if p.gain >= SAYS_SO]
+    better = [p for p in faster if p.is_long_enough]
+    if faster and not better:
+        text = (
+            f"Communication takes {share:.0%} of a step; in a longer run {_named(faster[0])} would save time: in this "
+        )
+        return Advice(f"{text}one replicas would agree fewer than {FEWEST_AGREEMENTS} times", _gain(share))
     if not better:
         text = f"Communication takes {share:.0%} of a step, and no other way that was computed from the record would "
         return Advice(f"{text}save time; a larger --batch-size communicates less often", _gain(share))

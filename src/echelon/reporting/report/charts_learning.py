@@ -52,8 +52,6 @@ def _primary(record: RunRecord, windows: list[Steps]) -> Chart | None:
     """The primary metric of the task, and the share of training samples that it counts where it counts any."""
     task = record.task
     primary, label = task.primary, task.score_label
-    if primary.name == "loss" and not label:
-        return None  # its evaluations are beside the training's
     train = _scores(windows) if label else []
     held = [(e, v) for e in record.kept_evaluations() if (v := e.metrics.get(primary.name)) is not None]
     traces = []
@@ -62,8 +60,9 @@ def _primary(record: RunRecord, windows: list[Steps]) -> Chart | None:
         traces.append(line(f"training {label}", x, y, "train"))
     said = f"Training {label} ends at {train[-1][1]:.3f}. " if train else ""
     if held:
-        steps = [e.step for e, _ in held]
-        traces.append(dots(f"evaluation {primary.title}", steps, [v for _, v in held], "eval", symbol="diamond"))
+        steps, is_loss = [e.step for e, _ in held], primary.name == "loss"
+        if not is_loss:  # whose evaluations are beside the training's
+            traces.append(dots(f"evaluation {primary.title}", steps, [v for _, v in held], "eval", symbol="diamond"))
         for metric in task.curves:
             values = [e.metrics.get(metric.name) for e, _ in held]
             if any(v is not None and (v < 1 or not metric.percent) for v in values):
@@ -80,6 +79,8 @@ def _primary(record: RunRecord, windows: list[Steps]) -> Chart | None:
     }
     caption = "Training is measured while the weights change and with augmentation, evaluation after."
     chart_id, title = primary.noun or primary.name, sentence_case(noun)
+    if primary.name == "loss":
+        chart_id, title = "score", sentence_case(f"training {label}" if label else "other metrics")
     return Chart(chart_id, title, caption if train else "", said.strip(), traces, layout)
 
 

@@ -30,9 +30,9 @@ from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import Timing, own_work
 from echelon.reporting.report.whole_run import WholeRun
 
-SAYS_SO = 1.05
 FEWEST_AGREEMENTS = 20
 """Of a run with fewer, what periods cost in accuracy was not measured."""
+SAYS_SO = 1.05
 """Gains below are not worth saying."""
 _MOST_NAMED = 5
 UNEVEN = 0.25
@@ -110,9 +110,13 @@ def agreements_in(steps: int, period: int) -> float | None:
 
 
 def newest_alternatives(record: RunRecord) -> Alternatives | None:
-    """Return what other ways cost the ranks that the run had last; None: these have not measured it."""
-    newest = next((line for line in reversed(record.records) if isinstance(line, Alternatives | Start)), None)
-    return newest if isinstance(newest, Alternatives) else None
+    """Return what other ways cost as many ranks, with as large batches, as the run had last; None: not measured."""
+    recorded, lines = record.of(Alternatives), [x for x in record.records if isinstance(x, Alternatives | Start)]
+    if not recorded:
+        return None
+    place = next(i for i in reversed(range(len(lines))) if lines[i] is recorded[-1])
+    starts = [line for line in lines[max(0, place - 1) :] if isinstance(line, Start)]
+    return recorded[-1] if len({(start.world_size, start.batch_size) for start in starts}) < 2 else None
 
 
 def networks_part(timing: Timing | None) -> Communication | None:

@@ -137,6 +137,12 @@ def test_where_the_loss_is_the_metric_its_evaluations_are_in_its_one_chart() -> 
     charts = learning_charts(record)
     assert [chart.id for chart in charts].count("loss") == 1
     assert [trace["name"] for trace in charts_of(record)["loss"].traces] == ["training", "evaluation"]
+    shown = TaskFacts(
+        "t", "t", "sample", Metric("loss", "min"), score_label="top-1", curves=[Metric("perplexity", "min")]
+    )
+    charts = learning_charts(of_task(shown, loss=0.4, perplexity=1.5))
+    assert [chart.id for chart in charts] == ["loss", "score"]
+    assert [trace["name"] for trace in charts[1].traces] == ["evaluation perplexity"]
 
 
 def test_a_second_metric_above_one_is_drawn_too_and_a_share_that_is_always_one_is_not() -> None:
