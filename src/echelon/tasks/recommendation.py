@@ -177,6 +177,14 @@ class ItemRanking(PairPrediction):
         losses = scores.logsumexp(1) - scores.masked_fill(~taken, 0).sum(1)
         return losses.masked_fill(unknown[:, 0], 0).sum()
 
+    def learnt(self, targets: Tensor) -> Tensor:
+        """Return targets `(B, I)`, which have no units."""
+        return targets
+
+    def given(self, outputs: Tensor) -> Tensor:
+        """Return scores `(B, I, 1)` or `(B, I)`, which have no units."""
+        return outputs
+
     def metrics(self, device: torch.device) -> Metrics:
         """Return an accumulator of NDCG and hit rate."""
         return _RankMetrics(device)

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from sklearn import metrics as reference
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import TensorDataset
+from torchmetrics import MeanSquaredError
 from torchmetrics.functional.retrieval import retrieval_hit_rate, retrieval_normalized_dcg
 
 from echelon.core.errors import UserError
+from echelon.core.task import Metric
 from echelon.data import from_datasets
 from echelon.data.base import DataInfo
 from echelon.tasks.base import NO_TARGET, EvaluationResult, Task, TaskSettings
@@ -20,6 +23,7 @@ from echelon.tasks.nest import TensorSpec
 from echelon.tasks.recommendation import ranks_of
 from echelon.tasks.registry import build_task
 from echelon.tasks.regression import regression_scores
+from echelon.tasks.tailored import TailoredTask
 
 CPU = torch.device("cpu")
 N = 57
@@ -134,6 +138,19 @@ def test_a_ranking_is_judged_as_torchmetrics_does() -> None:
     assert task.report_sections(result)[0].charts[0].title == "Hit rate"
     assert task.wrong_outputs(scores, N) == task.wrong_outputs(scores[..., 0], N) == ""
     assert "must return a score for each id" in task.wrong_outputs(scores[:, 0], N)
+
+
+def test_a_ranking_takes_a_loss_and_metrics_of_ones_own() -> None:
+    given = tuple(TensorSpec((5,), "int64", count) for count in (N, 5))
+    task = fitted("recommendation", info(TensorSpec((5,), count=2), given))
+    scores, targets = torch.randn(N, 5, 1), torch.nn.functional.one_hot(torch.randint(0, 5, (N,)), 5).float()
+    own = TailoredTask(task, torch.nn.BCEWithLogitsLoss(), {"mse": MeanSquaredError()}, Metric("loss", "min"))
+    assert own.wrong_loss(scores, targets) == ""
+    assert torch.isclose(own.loss_sum(scores, targets), binary_cross_entropy_with_logits(scores[..., 0], targets) * N)
+    result = evaluated(own, scores, targets)
+    assert result.metrics["mse"] == pytest.approx(float((scores[..., 0] - targets).square().mean()))
+    plain = TailoredTask(task, None, {}, Metric("loss", "min"))
+    assert evaluated(plain, scores, targets).metrics["loss"] == pytest.approx(float(task.loss_sum(scores, targets)) / N)
 
 
 @pytest.mark.parametrize("name", ["regression", "multi_label"])
