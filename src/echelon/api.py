@@ -391,7 +391,7 @@ def predict(
     Args:
         data: paths or URLs of images or sounds, or of folders of them; texts, or files with one a line; tables (files,
             rows as mappings, data frames of pandas or tables of pyarrow); or arrays and tensors as the model takes
-            them.
+            them; images as uint8 `(N, C, H, W)`, or a list of `(C, H, W)` of one shape.
         masks: folder that a segmentation's masks are written to, as PNG of class numbers.
         checkpoint: `best`, `newest`, or the number of its step.
         trust: import code that the run's description names (`module:function`) and you have not used before.

@@ -43,6 +43,7 @@ from echelon.tasks.nest import Nest, TensorSpec
 
 MASK_TOKEN = "[MASK]"
 """What stands in a text where a masked language model is to say what belongs there."""
+_CHANNELS = (1, 3)  # of images
 
 
 class SampleKind(StrEnum):
@@ -358,6 +359,8 @@ def _texts(trained: TrainedModel, texts: list[str], names: Sequence[str] = ()) -
     """Return texts, which are called by themselves where they have no names."""
     for i, text in enumerate(texts, 1):
         _check_unicode(f"text {i}", text)
+    if not texts:
+        raise UserError("there is nothing to predict: the files hold no text")
     tokeniser: Any = trained.info.tokeniser
     rows = _encoder(trained, tokeniser)(texts)
     array = TensorArray(with_mask(rows), _blank_targets(len(texts)))
@@ -397,16 +400,15 @@ def _arrays(trained: TrainedModel, raw: Any) -> Samples:
     Raises:
         UserError: these are none, or of another shape than the run's.
     """
-    wanted = nest.describe(trained.info.inputs)
-    arrays = nest.map_leaves(_array, raw) if raw is not None else None
-    if arrays is None or any(leaf is None for leaf in nest.leaves(arrays)):
-        what = "images" if trained.info.mean else f"arrays: each sample {wanted}"
+    specs = trained.info.inputs
+    arrays = nest.map_leaves(_array, raw)
+    if not nest.leaves(arrays) or any(leaf is None for leaf in nest.leaves(arrays)):
+        what = "images" if trained.info.mean else f"arrays: each sample {nest.describe(specs)}"
         raise UserError(f"this run's samples are {what}; give echelon.predict files or arrays of these")
-    if trained.info.mean and nest.leaves(arrays)[0].dtype == np.uint8:
-        pixels = nest.leaves(arrays)[0]
+    if trained.info.mean:
+        pixels = _pixels(arrays)
         images = ImageArray(pixels, _blank_targets(len(pixels)))
         return Samples(range(1, len(pixels) + 1), _sample_source(trained, images))
-    specs = trained.info.inputs
     try:
         in_order = nest.leaves_as(specs, arrays)
     except ValueError as error:
@@ -417,6 +419,26 @@ def _arrays(trained: TrainedModel, raw: Any) -> Samples:
     arrays = nest.map_leaves(_as_wanted, nest.rebuild(specs, iter(in_order)), specs)
     count = nest.rows(arrays)
     return Samples(range(1, count + 1), _sample_source(trained, TensorArray(arrays, _blank_targets(count))))
+
+
+def _pixels(arrays: Nest) -> NDArray[np.uint8]:
+    """Return images as one array `(N, C, H, W)`: one that is such already, or a list of images `(C, H, W)`.
+
+    Raises:
+        UserError: they are of another shape or type.
+    """
+    leaves = nest.leaves(arrays)
+    shapes = list(dict.fromkeys(each.shape for each in leaves))
+    is_list = isinstance(arrays, list | tuple) and len(shapes) == 1 and len(shapes[0]) == 3
+    pixels = np.stack(leaves) if is_list else leaves[0]
+    wanted = "this run takes images as one array (N, C, H, W), or a list of them (C, H, W) of one shape; C is 1 or 3"
+    if (len(leaves) > 1 and not is_list) or pixels.ndim != 4 or pixels.shape[1] not in _CHANNELS:
+        is_last = len(shapes[0]) > 2 and shapes[0][-1] in _CHANNELS
+        hint = "; channels come last here: transpose them, as with numpy.moveaxis(array, -1, -3)" if is_last else ""
+        raise UserError(f"{wanted}; these are of shape {', '.join(map(str, shapes))}{hint}")
+    if pixels.dtype != np.uint8:
+        raise UserError(f"{wanted}; these are {pixels.dtype}: give pixels from 0 to 255 as uint8")
+    return pixels
 
 
 def _array(leaf: Any) -> NDArray[Any] | None:
