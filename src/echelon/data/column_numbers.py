@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from echelon.core.errors import UserError
 
 _NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
+_OF_DAY = "day:"  # before the unit of a time of day; in what earlier versions have measured it is not there
 _SECONDS = {"d": 86_400.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_SECONDS |= {f"{_OF_DAY}{unit}": _SECONDS[unit] for unit in ("s", "ms", "us", "ns")}
 
 
 def is_string(values: pa.ChunkedArray) -> bool:
@@ -32,12 +34,14 @@ def stray(values: pa.ChunkedArray) -> str:
 
 
 def unit_of(kind: pa.DataType) -> str:
-    """Return the unit of times, such as `s` or `d`, by a column's type; empty: it holds no times."""
+    """Return the unit of times, such as `s`, `d`, or `day:s` of times of day, by a type; empty: it is none of times."""
     if pa.types.is_date32(kind):
         return "d"
     if pa.types.is_timestamp(kind) or pa.types.is_date64(kind):
         return "s"
-    return str(kind.unit) if pa.types.is_time(kind) or pa.types.is_duration(kind) else ""
+    if pa.types.is_time(kind):
+        return f"{_OF_DAY}{kind.unit}"
+    return str(kind.unit) if pa.types.is_duration(kind) else ""
 
 
 def as_numbers(values: pa.ChunkedArray, unit: str = "") -> NDArray[np.float64]:
@@ -47,7 +51,7 @@ def as_numbers(values: pa.ChunkedArray, unit: str = "") -> NDArray[np.float64]:
         unit: of times; empty: that of the column's type, as `unit_of` returns it.
     """
     own = unit_of(values.type)
-    if own == "s" and not pa.types.is_time(values.type) and not pa.types.is_duration(values.type):
+    if own == "s" and not pa.types.is_duration(values.type):
         values = values.cast(pa.timestamp("s"), safe=False).cast("int64")
     elif own:
         values = values.cast("int32" if values.type.bit_width == 32 else "int64")
@@ -83,6 +87,8 @@ _TIMES = _Kind(
     "no time such as 2021-03-01 07:00, and no date such as 2021-03-01",
 )
 
+_TIMES_OF_DAY = _Kind((pa.time64("us"), pa.time64("ns")), "no time of day such as 07:00 or 07:00:30")
+
 
 def read_strings(name: str, values: pa.ChunkedArray, unit: str) -> pa.ChunkedArray:
     """Return a column of strings as the times or numbers that it stands for, as JSON has them; any other as it is.
@@ -91,11 +97,14 @@ def read_strings(name: str, values: pa.ChunkedArray, unit: str) -> pa.ChunkedArr
         unit: of the times that the run has there; empty: it has numbers.
 
     Raises:
-        UserError: names the first row that is none.
+        UserError: names the first row that is none; or the run has times of day, and these are other times.
     """
+    of_day = unit.startswith(_OF_DAY)
+    if of_day and unit_of(values.type) and not pa.types.is_time(values.type):
+        raise UserError(f"column {name} holds {values.type}; the run's data has times of day there, such as 07:00")
     if not is_string(values):
         return values
-    kind = _TIMES if unit in ("d", "s") else _NUMBERS
+    kind = _TIMES_OF_DAY if of_day else _TIMES if unit in ("d", "s") else _NUMBERS
     for wanted in kind.types:
         if (read := _cast(values, wanted)) is not None:
             return read
@@ -107,6 +116,10 @@ def read_strings(name: str, values: pa.ChunkedArray, unit: str) -> pa.ChunkedArr
 
 def _cast(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | None:
     try:
+        if pa.types.is_time(kind):  # which Arrow reads with a date alone
+            dated = pc.binary_join_element_wise("1970-01-01", values, " ")
+            is_time = pc.match_substring(values, ":")
+            return pc.if_else(is_time, dated, "").cast(pa.timestamp(kind.unit)).cast(kind)
         return values.cast(kind)
     except pa.ArrowException:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import pytest
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data import open_data
-from echelon.data.column_numbers import as_numbers, unit_of
-from echelon.data.columns import MeasuredColumns, inputs_of_rows
+from echelon.data.column_numbers import as_numbers, read_strings, unit_of
+from echelon.data.columns import MeasuredColumns, inputs_of_rows, number_facts
 
 ROWS = 40
 FORMS: list[Any] = [
@@ -58,10 +58,28 @@ def test_a_string_that_is_no_number_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
-def test_durations_and_times_of_day_are_of_one_unit(unit: str) -> None:
+def test_durations_are_of_one_unit(unit: str) -> None:
     kind = pa.duration(unit)
     ticks = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}[unit]
     values = pa.chunked_array([pa.array([90 * ticks, None]).cast(kind)])
     assert unit_of(kind) == unit
     np.testing.assert_allclose(as_numbers(values, "s"), [90.0, np.nan])
     assert as_numbers(values)[0] == 90 * ticks
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+def test_a_time_of_day_is_one_number_however_it_is_written(unit: Any) -> None:
+    kind = pa.time32(unit) if unit in ("s", "ms") else pa.time64(unit)
+    values = pa.chunked_array([pa.array([time(i % 24, 30) for i in range(ROWS)]).cast(kind)])
+    facts = number_facts(values)
+    assert facts.unit == f"day:{unit}" == unit_of(kind)
+    alike = [pa.array(["07:00", "07:00:00", "07:00:00.0", None]), pa.array([time(7)] * 3 + [None])]
+    numbers = [as_numbers(read_strings("at", pa.chunked_array([each]), facts.unit), facts.unit) for each in alike]
+    for each in numbers:
+        np.testing.assert_allclose(each, as_numbers(values, facts.unit)[0] * np.array([14, 14, 14, np.nan]))
+    np.testing.assert_allclose(as_numbers(values, unit), as_numbers(values))  # which earlier versions have measured
+    for other in ("2021-03-01 07:00", "25:00", "07", ""):
+        with pytest.raises(UserError, match=f"column at: '{other}' in row 2 is no time of day such as 07:00"):
+            read_strings("at", pa.chunked_array([["07:00", other]]), facts.unit)
+    with pytest.raises(UserError, match=r"column at holds timestamp\[us\]; the run's data has times of day"):
+        read_strings("at", pa.chunked_array([[datetime(2021, 3, 1, 7)]]), facts.unit)
