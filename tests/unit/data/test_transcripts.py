@@ -147,6 +147,32 @@ def test_a_table_of_paths_and_texts(tmp_path: Path) -> None:
         open_data(DataConfig(str(tmp_path), **given), 0, "speech-recognition")  # type: ignore[arg-type]
 
 
+def test_a_table_of_paths_that_grows_under_a_run_goes_on_with_the_rows_that_it_knows(tmp_path: Path) -> None:
+    make_transcribed(tmp_path / "clips")
+    rows = [f"clips/{i:03}.wav,{text}" for i, text in enumerate(spoken(10))]
+    config = DataConfig(str(tmp_path / "t.csv"), input="path", target="text")
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def opened_with(lines: list[str]) -> Source:
+        """Return the table of these rows as the run sees it."""
+        (tmp_path / "t.csv").write_text("\n".join(["path,text", *lines]))
+        return open_data(config, 0, "speech-recognition", run)
+
+    before = opened_with(rows[:8])
+    assert before.sample_index is not None and before.sample_index.can_grow
+    before.sample_index.keep(run)
+    grown = opened_with(rows)
+    assert grown.sample_index is not None and grown.sample_index.added == 2
+    assert texts(grown, grown.evaluation) == texts(before, before.evaluation)
+    grown.sample_index.grown(epoch=1).keep(run)
+    after = opened_with(rows)
+    assert [stage.count for stage in after.info.stages] == [before.info.train_size, before.info.train_size + 2]
+    assert texts(after, after.evaluation) == texts(before, before.evaluation)
+    with pytest.raises(UserError, match="some of the run's 10 rows are not what they were"):
+        opened_with(rows[::-1])
+
+
 def test_the_sound_with_the_fewest_frames_for_its_labels_is_known(tmp_path: Path) -> None:
     for part, said in (("train", ("ab", "", "aab")), ("val", ("", "abc"))):
         for i, text in enumerate(said):

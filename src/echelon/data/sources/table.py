@@ -517,7 +517,9 @@ class _Rows:
         places = np.arange(len(names))
         train, held, test = (rows.some(part) for part in np.split(places, [self.train, end]))
         source = transcribed(request, train, held, test if test.names else None)
-        return replace(source, notes=(*links.notes, *self.notes, *source.notes))
+        info = replace(source.info, stages=self.sample_index.trained_stages(self.train))
+        notes = (*links.notes, *self.notes, *source.notes)
+        return replace(source, info=info, notes=notes, sample_index=self.sample_index)
 
     def _missing_note(self, name: str) -> list[str]:
         """Say how many values of a column of categories are missing."""
