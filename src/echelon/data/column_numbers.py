@@ -90,11 +90,14 @@ _TIMES = _Kind(
 _TIMES_OF_DAY = _Kind((pa.time64("us"), pa.time64("ns")), "no time of day such as 07:00 or 07:00:30")
 
 
-def read_strings(name: str, values: pa.ChunkedArray, unit: str) -> pa.ChunkedArray:
+def read_strings(
+    name: str, values: pa.ChunkedArray, unit: str, places: NDArray[np.int64] | None = None
+) -> pa.ChunkedArray:
     """Return a column of strings as the times or numbers that it stands for, as JSON has them; any other as it is.
 
     Args:
         unit: of the times that the run has there; empty: it has numbers.
+        places: of the values in their file, from 0; None: they are all of it, in its order.
 
     Raises:
         UserError: names the first row that is none; or the run has times of day, and these are other times.
@@ -111,7 +114,8 @@ def read_strings(name: str, values: pa.ChunkedArray, unit: str) -> pa.ChunkedArr
     row = next(
         row for row in range(len(values)) if all(_cast(values.slice(row, 1), wanted) is None for wanted in kind.types)
     )
-    raise UserError(f"column {name}: {values[row].as_py()!r} in row {row + 1} is {kind.words}")
+    place = row if places is None else int(places[row])
+    raise UserError(f"column {name}: {values[row].as_py()!r} in row {place + 1} is {kind.words}")
 
 
 def _cast(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | None:

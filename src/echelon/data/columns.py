@@ -75,6 +75,7 @@ def is_whole(values: pa.ChunkedArray) -> bool:
 
 _ID_NAME = re.compile(r"(?:^|[^a-z])(?:id|ids|uuid|code|zip|zipcode|postcode)$", re.IGNORECASE)
 _ID_SUFFIX = re.compile(r"[a-z0-9]I[dD]s?$")  # userId, movieID
+_VALUES = (Form.NUMBERS, Form.CATEGORIES, Form.TEXTS, Form.NOTHING)  # which depends on the rows that are there
 _TAKEN_AS = {"number": Form.NUMBERS, "category": Form.CATEGORIES}
 _FEW_VALUES = 30  # of a category, however few rows there are
 _LISTED = 8  # columns of a kind that are named in a note
@@ -115,7 +116,7 @@ def _listed(names: Sequence[str]) -> str:
 def input_forms(
     columns: Mapping[str, pa.ChunkedArray], described: str, measured: MeasuredColumns, are_ids: bool = False
 ) -> InputForms:
-    """Return what each input column is taken as: as described, as the run has had it, else by its type and name.
+    """Return what each input column is taken as: as described, as the run has had it, else by its values and name.
 
     Whole numbers are categories where the name of the column says so (id, shop_id, userId, zip, code) and values
     repeat. Where ids are wanted, all whole numbers and strings are ids; beside columns of floats, those whose name says
@@ -129,10 +130,11 @@ def input_forms(
     Raises:
         UserError: it names no input, or what the column cannot be.
     """
-    wanted = _described_forms(columns, described)
     own = {name: _own_form(values, are_ids) for name, values in columns.items()}
     whole = [name for name, values in columns.items() if is_whole(values) and own[name] is Form.NUMBERS]
-    known = {name: form for name in whole if (form := measured.form(name)) is not None}
+    begun = {name: form for name in columns if own[name] in _VALUES and (form := measured.form(name)) is not None}
+    known = {name: own[name] if form is Form.NOTHING else form for name, form in begun.items()}
+    wanted = _described_forms(columns, described, known)
     open_ones = [name for name in whole if name not in wanted and name not in known]
     if are_ids:
         has_floats = any(form is Form.NUMBERS and name not in whole for name, form in own.items())
@@ -166,8 +168,10 @@ def _repeats(values: pa.ChunkedArray) -> bool:
     return bool(count <= _FEW_VALUES or 2 * count <= len(values))
 
 
-def _described_forms(columns: Mapping[str, pa.ChunkedArray], described: str) -> dict[str, Form]:
-    """Return the forms that a user names.
+def _described_forms(
+    columns: Mapping[str, pa.ChunkedArray], described: str, known: Mapping[str, Form]
+) -> dict[str, Form]:
+    """Return the forms that a user names; of a column that a run knows, whatever these rows have there.
 
     Raises:
         UserError: a column is no input, or cannot be that.
@@ -181,7 +185,7 @@ def _described_forms(columns: Mapping[str, pa.ChunkedArray], described: str) -> 
             )
         if kind not in _TAKEN_AS:
             raise UserError(f"--columns {part}: write {name}=number or {name}=category")
-        if not is_whole(columns[name]):
+        if name not in known and not is_whole(columns[name]):
             raise UserError(f"--columns {part}: {name} holds {columns[name].type}; only whole numbers may be either")
         forms[name] = _TAKEN_AS[kind]
     return forms
@@ -256,11 +260,19 @@ class MeasuredColumns:
         return self.is_kept or name in self._others
 
     def form(self, name: str) -> Form | None:
-        """Return what a run has taken a column as; None where none keeps anything of it."""
+        """Return what a run has taken a column as; `NOTHING`: no value was there, or all 0; None: it keeps nothing."""
         facts = self._facts.get(name) or self._others.get(name)
         if facts is None:
             return None
+        if facts == ColumnFacts():
+            return Form.NOTHING
         return Form.CATEGORIES if facts.known else Form.NUMBERS
+
+    @property
+    def strings(self) -> tuple[str, ...]:
+        """Return the names of the columns whose known values are strings, whatever those of other rows look like."""
+        facts = {**self._others, **self._facts}
+        return tuple(name for name, each in facts.items() if each.known and isinstance(each.known[0], str))
 
     def known(self, name: str) -> ColumnFacts:
         """Return the facts of a column that the run keeps.

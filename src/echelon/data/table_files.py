@@ -80,7 +80,8 @@ class TableParts:
         links = FolderLinks(path, request.config.follow_links)
         links.count(paths)
         links.check()
-        files = tuple(map(TablePart.of, paths))
+        strings = MeasuredColumns(request.folder, request.config.measures).strings
+        files = tuple(TablePart.of(each, strings) for each in paths)
         parts = cls(request.config.source, files, VALIDATION in names, TEST in names, links.notes)
         return parts._divided(request)
 
@@ -225,15 +226,17 @@ class TablePart:
     Attributes:
         whole: its rows, where the format has to be read as a whole to know its columns.
         written: names as they stand in the file, where spaces may surround them.
+        strings: columns that are read as strings where the format does not say what they hold, as csv does not.
     """
 
     path: Path
     names: tuple[str, ...]
     whole: pa.Table | None = None
     written: Mapping[str, str] = field(default_factory=dict)
+    strings: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, path: Path) -> TablePart:
+    def of(cls, path: Path, strings: Sequence[str] = ()) -> TablePart:
         """Read the names of the columns.
 
         Raises:
@@ -254,7 +257,7 @@ class TablePart:
         stripped = tuple(name.strip() for name in names)  # as in a head of `a, b`
         if len(set(stripped)) < len(names):
             raise UserError(f"data {path}: two columns have the same name")
-        return cls(path, stripped, whole, dict(zip(stripped, names, strict=True)))
+        return cls(path, stripped, whole, dict(zip(stripped, names, strict=True)), tuple(strings))
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Read some columns.
@@ -263,13 +266,14 @@ class TablePart:
             UserError: it has no rows, or is not of its format.
         """
         written = [self.written.get(name, name) for name in columns]
+        strings = [self.written.get(name, name) for name in self.strings]
         with _refused(self.path):
             if self.whole is not None:
                 table = self.whole.select(written)
             elif self.path.suffix.lower() == ".parquet":
                 table = parquet.read_table(self.path, columns=written)
             else:
-                table = arrow_csv.read_csv(self.path, **_csv_options(self.path, written))
+                table = arrow_csv.read_csv(self.path, **_csv_options(self.path, written, strings))
             table = table.rename_columns(list(columns))
         if not len(table):
             raise UserError(f"data {self.path}: it has no rows")
@@ -296,13 +300,16 @@ def without_dictionaries(table: pa.Table) -> pa.Table:
     return table
 
 
-def read_rows(path: Path) -> pa.Table:
+def read_rows(path: Path, strings: Sequence[str] = ()) -> pa.Table:
     """Return all columns of a table's file.
+
+    Args:
+        strings: columns that are read as strings where the format does not say what they hold, as csv does not.
 
     Raises:
         UserError: it is not there, empty, or not of its format.
     """
-    file = TablePart.of(path)
+    file = TablePart.of(path, strings)
     return file.read(file.names)
 
 
@@ -378,15 +385,23 @@ def _refused(file: Path) -> Iterator[None]:
         raise UserError(f"data {file}: cannot be read as {file.suffix[1:].lower()} ({_first_line(error)})") from error
 
 
-def _csv_options(file: Path, columns: Sequence[str] = ()) -> dict[str, object]:
-    """Return how a CSV file is read: its delimiter by its first line, and of the columns those named, else all."""
+def _csv_options(file: Path, columns: Sequence[str] = (), strings: Sequence[str] = ()) -> dict[str, object]:
+    """Return how a CSV file is read: its delimiter by its first line, and of the columns those named, else all.
+
+    Args:
+        strings: columns whose values are strings, whatever they look like.
+    """
     with file.open("rb") as stream:
         head = stream.readline()
     others = [mark for mark in (";", "|") if mark.encode() in head and b"," not in head]
     delimiter = "\t" if file.suffix.lower() == ".tsv" else next(iter(others), ",")
     return {
         "parse_options": arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        "convert_options": arrow_csv.ConvertOptions(strings_can_be_null=True, include_columns=list(columns)),
+        "convert_options": arrow_csv.ConvertOptions(
+            strings_can_be_null=True,
+            include_columns=list(columns),
+            column_types=dict.fromkeys(strings, pa.string()),
+        ),
     }
 
 

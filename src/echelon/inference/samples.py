@@ -26,7 +26,7 @@ from echelon.data.images import ImageArray, ImageFiles, TensorArray
 from echelon.data.labelled_files import FileNames, LabelledFiles
 from echelon.data.masks import ImagesToMask
 from echelon.data.sound_features import read_features
-from echelon.data.sounds import measured
+from echelon.data.sounds import measured as measured_sounds
 from echelon.data.sources.text_file import SUFFIXES as TEXTS
 from echelon.data.sources.text_file import lines_of, read_lines, read_text
 from echelon.data.sources.texts import TEXT_FILES
@@ -118,7 +118,8 @@ def _samples_of(trained: TrainedModel, raw: Any) -> Samples:
         case SampleKind.SOUNDS:
             return _sounds(trained, _files(raw, SOUND_FILES, "sounds", follow))
         case SampleKind.ROWS:
-            return _rows(trained, _table(raw, columns))
+            measured = MeasuredColumns(trained.folder)
+            return _rows(trained, _table(raw, columns, measured.strings), measured)
         case SampleKind.TEXTS if trained.task.encoding.judges_text and not columns:
             return _documents(trained, raw)
         case SampleKind.TEXTS:
@@ -205,12 +206,15 @@ def _images(trained: TrainedModel, files: list[str]) -> Samples:
 
 
 def _sounds(trained: TrainedModel, files: list[str]) -> Samples:
-    sounds = measured(_labelled(files), read_features(trained.config.data.features), trained.info.rate)
+    sounds = measured_sounds(_labelled(files), read_features(trained.config.data.features), trained.info.rate)
     return Samples(files, _sample_source(trained, sounds), files)
 
 
-def _table(raw: Any, columns: Sequence[str]) -> pa.Table:
+def _table(raw: Any, columns: Sequence[str], strings: Sequence[str] = ()) -> pa.Table:
     """Return rows as a table.
+
+    Args:
+        strings: columns that hold strings, whatever those of a csv file look like.
 
     Raises:
         UserError: these are no rows.
@@ -229,15 +233,15 @@ def _table(raw: Any, columns: Sequence[str]) -> pa.Table:
         return _table_of_mappings(raw, columns)
     if not _are_paths(raw) or not all(str(each).lower().endswith(TABLES) for each in raw):
         raise UserError(f"{wanted}: give files that end in {', '.join(TABLES)}")
-    tables = [_with_columns(Path(each).expanduser(), columns) for each in raw]
+    tables = [_with_columns(Path(each).expanduser(), columns, strings) for each in raw]
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
         raise UserError(f"the tables differ in their columns ({str(error).splitlines()[0]})") from error
 
 
-def _with_columns(file: Path, columns: Sequence[str]) -> pa.Table:
-    table = read_rows(file)
+def _with_columns(file: Path, columns: Sequence[str], strings: Sequence[str]) -> pa.Table:
+    table = read_rows(file, strings)
     for name in columns:
         if name not in table.column_names:
             raise UserError(f"{file}: no column {name!r}: {nearest(name, table.column_names)}it has "
@@ -289,8 +293,8 @@ def _check_unicode(what: str, text: str) -> None:
         raise UserError(f"{what} is no Unicode text: its character {error.start + 1} is half of a pair") from error
 
 
-def _rows(trained: TrainedModel, table: pa.Table) -> Samples:
-    inputs = inputs_of_rows(table, trained.info, MeasuredColumns(trained.folder))
+def _rows(trained: TrainedModel, table: pa.Table, measured: MeasuredColumns) -> Samples:
+    inputs = inputs_of_rows(table, trained.info, measured)
     array = TensorArray(inputs, _blank_targets(len(table)))
     return Samples(range(1, len(table) + 1), _sample_source(trained, array))
 
@@ -317,7 +321,7 @@ def _lines(raw: Any, columns: Sequence[str], keep_empty: bool) -> list[str]:
         elif path is None:
             texts.append(str(each))
         elif path.suffix.lower() in TABLES and columns:
-            texts += _column(read_rows(path), columns[0])
+            texts += _column(read_rows(path, columns[:1]), columns[0])
         else:
             texts += _lines_of(path, keep_empty)
     return texts

@@ -485,6 +485,68 @@ def test_other_rows_are_encoded_as_the_run_s_own_were(tmp_path: Path) -> None:
         open_data(other, 0, "classification", run)
 
 
+def of_a_run(folder: Path) -> tuple[DataConfig, dict[str, list[Any]]]:
+    """Return what a run in a folder was started with, which keeps its columns: 40 rows, of which none is held out."""
+    table = {
+        "origin": [f"a country with a long name {i % 4}" for i in range(ROWS)],
+        "code": ["0012", "12", "A1", "B7"] * (ROWS // 4),
+        "size": [10.0 + i for i in range(ROWS)],
+        "count": list(range(1, ROWS + 1)),
+        "at": ["07:00:00", "19:30:00"] * (ROWS // 2),
+        "kind": ["x", "y"] * (ROWS // 2),
+    }
+    (folder / "data").mkdir()
+    write(folder / "data" / "train.csv", table)
+    write(folder / "data" / "val.csv", table)
+    config = DataConfig(str(folder / "data"), target="kind", columns="count=number")
+    open_data(config, 0, folder=folder)
+    return config, table
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("origin", [f"a country with a long name {i}" for i in range(6)]),
+        ("origin", [None] * 6),
+        ("code", ["0012", "12"] * 3),
+        ("size", [None] * 6),
+        ("size", [12, 13] * 3),
+        ("count", [None, 1.5] * 3),
+        ("at", [None] * 6),
+    ],
+    ids=str,
+)
+def test_a_column_is_what_a_run_has_it_as_whatever_other_rows_look_like(
+    tmp_path: Path, column: str, values: list[Any]
+) -> None:
+    config, table = of_a_run(tmp_path)
+    first = open_data(config, 0, folder=tmp_path)
+    few = {name: each[:6] for name, each in table.items()} | {column: values}
+    other = open_data(replace(config, source=write(tmp_path / "few.csv", few)), 0, folder=tmp_path)
+    assert other.info.several == first.info.several
+    if column == "code":
+        ids = {int(i) for i in other.train.values["categories"][:, 1]}
+        assert ids == {int(first.train.values["categories"][i, 1]) for i in (0, 1)}
+
+
+def test_a_string_in_a_column_of_numbers_of_a_run_is_named_by_its_row(tmp_path: Path) -> None:
+    config, table = of_a_run(tmp_path)
+    for column, words in (("size", "is no number"), ("at", "is no time of day such as 07:00")):
+        path = write(tmp_path / f"{column}.csv", table | {column: [*table[column][:30], "?", *table[column][31:]]})
+        with pytest.raises(UserError, match=rf"column {column}: '\?' in row 31 {words}"):
+            open_data(replace(config, source=path), 0, folder=tmp_path)
+
+
+def test_a_category_that_no_training_row_has_is_one_when_the_run_goes_on(tmp_path: Path) -> None:
+    table = {"a": [float(i) for i in range(ROWS)], "note": [None] * ROWS, "kind": ["x", "y"] * (ROWS // 2)}
+    write(tmp_path / "train.csv", table)
+    write(tmp_path / "val.csv", table | {"note": ["new"] * ROWS})
+    (tmp_path / "run").mkdir()
+    config = DataConfig(str(tmp_path), target="kind")
+    first, again = (open_data(config, 0, folder=tmp_path / "run") for _ in range(2))
+    assert again.info.several == first.info.several is not None
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
 @pytest.mark.parametrize(
     ("settings", "model"),

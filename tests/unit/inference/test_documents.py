@@ -56,6 +56,8 @@ def test_a_column_of_texts_keeps_what_is_zero(tmp_path: Path) -> None:
     task = SimpleNamespace(encoding=Encoding.TEXT)
     trained: Any = SimpleNamespace(info=info, task=task, folder=tmp_path, config=SimpleNamespace(data=DataConfig()))
     assert samples_of(trained, [{"text": 0}, {"text": None}, {"text": 7}]).names == ["0", "", "7"]
+    (tmp_path / "digits.csv").write_text("text\n0012\n1.50\n")
+    assert samples_of(trained, [tmp_path / "digits.csv"]).names == ["0012", "1.50"]
 
 
 def test_rows_of_several_types_are_a_table_and_what_is_no_value_is_named() -> None:

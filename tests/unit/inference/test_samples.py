@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from echelon.core.errors import UserError
 from echelon.data import DataInfo
 from echelon.inference.samples import samples_of
 from echelon.tasks.base import Encoding
+from echelon.tasks.nest import TensorSpec
 
 IMAGES = np.random.default_rng(0).integers(0, 255, (5, 3, 4, 4), np.uint8)
 
@@ -60,3 +62,15 @@ def test_files_without_a_text_are_nothing_to_predict(tmp_path: Path) -> None:
     info = SimpleNamespace(rate=0, columns=(), tokeniser=object(), marks=None)
     with pytest.raises(UserError, match="nothing to predict: the files hold no text"):
         samples_of(_trained(info, Encoding.TEXT_PAIRS), [tmp_path / "a.txt"])
+
+
+def test_codes_that_are_all_digits_in_a_file_are_the_strings_that_the_run_knows(tmp_path: Path) -> None:
+    measured = {"code": {"known": ["0012", "12", "A1"]}, "x": {"mean": 1.0, "std": 2.0, "known": []}}
+    (tmp_path / "columns.json").write_text(json.dumps(measured))
+    specs = {"numbers": TensorSpec((1,)), "categories": TensorSpec((1,), "int64", 4)}
+    trained = _trained(DataInfo("rows", ("a", "b"), 1, 1, 5, 5, (3, 2), several=specs, columns=("code", "x")))
+    trained.folder = tmp_path
+    (tmp_path / "a.csv").write_text("code ,x\n0012,3\n12,5\n,7\n")
+    samples = samples_of(trained, [tmp_path / "a.csv"])
+    inputs = [samples.source.evaluation[i][0] for i in range(3)]
+    assert [(int(each["categories"]), float(each["numbers"])) for each in inputs] == [(1, 1.0), (2, 2.0), (0, 3.0)]

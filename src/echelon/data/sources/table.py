@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from echelon.core.errors import UserError
 from echelon.data.base import CLASS_NUMBER, DataInfo, DataOutline, DataRequest, Source, class_notes
 from echelon.data.class_folders import SOUND_FILES, FolderLinks
-from echelon.data.column_numbers import as_numbers, is_string, stray
+from echelon.data.column_numbers import as_numbers, is_string, read_strings, stray
 from echelon.data.columns import (
     UNSEEN,
     Form,
@@ -576,7 +576,7 @@ class _Rows:
             values, form = self.table[name], forms.forms[name]
             if form is Form.NUMBERS:
                 facts = self.measured.of(name, number_facts, values[: self.train])
-                column = standardised(values, facts)
+                column = standardised(read_strings(name, values, facts.unit, self.origin), facts)
                 numbers.append(column.values)
                 if is_named_id(name) and is_whole(values) and _hardly_repeat(count_different(values), len(values)):
                     notes.append(
