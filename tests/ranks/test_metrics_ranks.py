@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassAveragePrecision
 
 from echelon.config import build
 from echelon.core.figure import ReportSection
@@ -13,12 +14,15 @@ from echelon.data import Batch
 from echelon.tasks.base import EvaluationResult
 from echelon.tasks.classification_metrics import ClassificationMetrics
 from echelon.tasks.gathering import RowMessages
+from echelon.tasks.image_classification import ImageClassification
+from echelon.tasks.own_metrics import OwnMetrics
 from echelon.tasks.worst_samples import Pixels, WorstSamples
 from echelon.trainer.evaluate import batches_of_all
 from tests.ranks.layouts import make_world
 from tests.ranks.spawn import Rank, run_ranks
 
 SAMPLES, CLASSES = 101, 6
+CPU = torch.device("cpu")
 LIMITS = (10**6, 300, 50)  # exact ROC; binned at the end; binned while counting
 
 
@@ -72,6 +76,34 @@ def test_the_worst_samples_are_the_same_however_the_set_is_cut(parts: tuple[int,
     assert expected is not None and len(expected.pictures) == 5
     shown, *others = run_ranks(worst_on_rank, len(parts), parts)
     assert shown == expected and others == [None] * len(others)  # the first rank alone shows them
+
+
+def own_metrics(parts: tuple[int, ...], index: int, group: dist.ProcessGroup | None) -> dict[str, float | None]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(SAMPLES, CLASSES, generator=generator)
+    targets = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    own = {
+        "rows": MulticlassAveragePrecision(CLASSES),  # states (N, C) and (N,) of whole numbers
+        "by_hand": MulticlassAUROC(CLASSES, sync_on_compute=False),
+        "sums": MulticlassAccuracy(CLASSES),
+    }
+    metrics = OwnMetrics(ImageClassification(), ClassificationMetrics("abcdef", CPU), own, CPU)
+    first = sum(parts[:index])
+    for rows in torch.arange(first, first + parts[index]).split(7):
+        if len(rows):
+            metrics.update(logits[rows], targets[rows])
+    return metrics.compute(group).metrics
+
+
+def own_on_rank(rank: Rank, parts: tuple[int, ...]) -> dict[str, float | None]:
+    return own_metrics(parts, rank.index, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("parts", [(SAMPLES, 0), (0, SAMPLES)], ids=str)
+def test_own_metrics_that_keep_rows_are_the_same_where_a_rank_has_none(parts: tuple[int, ...]) -> None:
+    expected = own_metrics((SAMPLES,), 0, None)
+    for metrics in run_ranks(own_on_rank, 2, parts):
+        assert metrics == pytest.approx(expected)
 
 
 class Uneven:

@@ -112,6 +112,31 @@ def gather_rows(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return torch.cat(gather_all_tensors(tensor.to(meeting_device(tensor, group)), group)).cpu()
 
 
+_MOST_DIMS = 8  # of a metric's state
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+def gather_states(state: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Return a state of a metric of torchmetrics of all ranks, in rank order, as its `dist_sync_fn`; all call it.
+
+    Rows `(B, ...)` of a rank that has counted no sample are an empty vector of floats there, whatever those of the
+    others are: they become `(0, ...)` of their type, as ranks can exchange only what has as many dims everywhere.
+    """
+    from torchmetrics.utilities.distributed import gather_all_tensors
+
+    form = torch.tensor([_DTYPES.index(state.dtype), state.ndim, *state.shape], device=state.device)
+    forms = [form.new_zeros(2 + _MOST_DIMS) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(forms, torch.nn.functional.pad(form, (0, len(forms[0]) - len(form))), group=group)
+    full = [(kind, shape[:dims]) for kind, dims, *shape in (each.tolist() for each in forms) if all(shape[:dims])]
+    if full and state.ndim == 1 and not len(state):
+        kind, shape = full[0]
+        state = state.new_zeros((0, *shape[1:]), dtype=_DTYPES[kind])
+    return cast(list[Tensor], gather_all_tensors(state, group))
+
+
 Row = TypeVar("Row", bound=tuple[Any, ...])
 
 

@@ -17,7 +17,7 @@ from echelon.core.own import OwnCall, call_with, read_calls
 from echelon.core.spec import Spec, Value
 from echelon.core.task import Metric as MetricFacts
 from echelon.tasks.base import EvaluationResult, Metrics, StreamedMetrics, Task
-from echelon.tasks.gathering import RowMessages
+from echelon.tasks.gathering import RowMessages, gather_states
 from echelon.tasks.nest import Nest, beside, logits_in
 
 if TYPE_CHECKING:
@@ -178,9 +178,10 @@ class OwnMetrics:
         with torch.inference_mode():
             for name, metric in self._own.items():
                 metric.process_group = group  # which is not the default one
+                metric.dist_sync_fn = metric.dist_sync_fn or gather_states
                 metric.distributed_available_fn = lambda: group is not None
                 if group is not None and not metric.sync_on_compute:
-                    metric.sync()
+                    metric.sync(metric.dist_sync_fn)
                 metrics |= _numbers(name, metric.compute())
         primary = self._task.primary.name
         if self._shows_loss and (primary == LOSS.name or LOSS.name not in metrics):  # a task may count its own
