@@ -392,7 +392,8 @@ def predict(
         data: paths or URLs of images or sounds, or of folders of them; texts, or files with one a line; tables (files,
             rows as mappings, data frames of pandas or tables of pyarrow); or arrays and tensors as the model takes
             them; images as uint8 `(N, C, H, W)`, or a list of `(C, H, W)` of one shape.
-        masks: folder that a segmentation's masks are written to, as PNG of class numbers.
+        masks: folder that a segmentation's masks are written to, as PNG of class numbers: rows then have the names of
+            the files (`mask_file`); None: rows have the masks themselves (`prediction.mask`).
         checkpoint: `best`, `newest`, or the number of its step.
         trust: import code that the run's description names (`module:function`) and you have not used before.
         device: `auto`, `cpu` or `cuda`.

@@ -64,7 +64,7 @@ class PredictedRow:
         row: dict[str, Any] = {"sample": self.sample}
         if self.error:
             return {**row, "error": self.error}
-        if prediction.mask is None:
+        if prediction.mask is None and not self.mask_file:
             row["prediction"] = value
         else:
             row |= {"mask": self.mask_file, "shares": value}
@@ -212,7 +212,7 @@ def _row(samples: Samples, place: int, prediction: Prediction, mask_files: Seque
     if mask_files is None:
         return PredictedRow(name, prediction)
     _write_mask(mask, mask_files[place])
-    return PredictedRow(name, prediction, str(mask_files[place]))
+    return PredictedRow(name, replace(prediction, mask=None), str(mask_files[place]))  # masks of all are too many
 
 
 def _write_mask(mask: NDArray[np.uint8], file: Path) -> None:

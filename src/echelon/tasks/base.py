@@ -295,7 +295,7 @@ class Prediction:
         value: a class, labels, a number or several by the names of targets, a text; else the outputs as they are.
         probability: of the class that is the value; None: it is no class.
         probabilities: of every class, by its name.
-        mask: the class number of each pixel `(H, W)`; None: it is of no image.
+        mask: the class number of each pixel `(H, W)`; None: it is of no image, or was written to a file.
     """
 
     value: Any
