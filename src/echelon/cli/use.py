@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -153,11 +154,22 @@ def _model_options() -> list[Any]:
 
 
 def _check_out(path: Path) -> None:
-    """Refuse a file for predictions whose suffix names no format, before torch is imported."""
+    """Refuse a file for predictions whose suffix names no format, or that cannot be written, before torch is imported.
+
+    Raises:
+        UserError: says which.
+    """
     if path.suffix.lower() not in _TABLES:
         raise UserError(f"--out {path}: predictions are written as {', '.join(_TABLES)}")
     if not path.absolute().parent.is_dir():
         raise UserError(f"--out {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UserError(f"--out {path}: it is a folder: name a file")
+    try:
+        with NamedTemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot be written ({error.strerror})") from error
 
 
 def _named(file: str) -> Path | str:

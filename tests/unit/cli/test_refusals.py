@@ -13,6 +13,7 @@ import pytest
 
 from echelon.cli import _run as _run_command
 from tests.machine import slowness
+from tests.unit.cli.conftest import Here
 
 LONGEST_S = 0.5  # of the processor's time, for the same reason on a busy machine
 REFUSED = [
@@ -118,6 +119,24 @@ def test_a_name_that_no_disk_takes_is_refused_in_one_line(
     assert _run_command() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(": a name in a path may have 255 bytes, a path 4095")
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("p.txt", "predictions are written as .jsonl"),
+        ("none/p.csv", "there is no folder none"),
+        ("folder.csv", "it is a folder: name a file"),
+        ("/sys/p.csv", "cannot be written ("),  # where not even root makes a file
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_predicted(
+    here: Here, tmp_path: Path, out: str, words: str
+) -> None:
+    (tmp_path / "folder.csv").mkdir()
+    done = here("predict", "no-run", "rows.csv", "--out", out)
+    assert done.returncode == 2 and f"--out {out}: {words}" in done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["folder.csv"]
 
 
 @pytest.mark.parametrize(("arguments", "named", "words"), STUDIES)
