@@ -115,18 +115,14 @@ def pixel_counts(pairs: MaskedImages, root: str, skips_bad: bool = False) -> NDA
             digest.update(f"{path}\0{about.st_size}\0{about.st_mtime_ns}\0".encode("utf-8", "surrogateescape"))
     file = Path(root).expanduser() / "masks" / f"{digest.hexdigest()[:32]}.json"
     busy = f"data {pairs.masks.root}: another process counts its pixels for an hour: remove {file.parent} if none does"
-    with locked(file.with_suffix(".lock"), _COUNTING_S, busy):
-        if file.is_file():
-            return _unpacked(json.loads(file.read_text()), len(pairs))
-        counts = np.stack([_counted(pairs, i, skips_bad) for i in range(len(pairs))])
-        rows, numbers = np.nonzero(counts)
-        write_atomic(file, json.dumps([rows.tolist(), numbers.tolist(), counts[rows, numbers].tolist()]))
-    return counts
-
-
-def _unpacked(cached: list[list[int]], masks: int) -> NDArray[np.int64]:
-    rows, numbers, pixels = cached
-    counts = np.zeros((masks, _NUMBERS), np.int64)
+    if not file.is_file():
+        with locked(file.with_suffix(".lock"), _COUNTING_S, busy):
+            if not file.is_file():
+                counts = np.stack([_counted(pairs, i, skips_bad) for i in range(len(pairs))])
+                rows, numbers = np.nonzero(counts)
+                write_atomic(file, json.dumps([rows.tolist(), numbers.tolist(), counts[rows, numbers].tolist()]))
+    rows, numbers, pixels = json.loads(file.read_text())
+    counts = np.zeros((len(pairs), _NUMBERS), np.int64)
     counts[rows, numbers] = pixels
     return counts
 

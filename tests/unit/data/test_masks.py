@@ -13,8 +13,9 @@ from PIL import Image
 from echelon.config import DataConfig, build
 from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, Shard, Source, TrainLoader, open_data
+from echelon.data.cache import locked
 from echelon.data.decode import as_picture
-from echelon.data.masks import Frame, read_mask
+from echelon.data.masks import Frame, MaskedImages, pixel_counts, read_mask
 from echelon.data.sources import kind_of
 from echelon.run.defaults import with_task_defaults
 from tests.unit.data.shapes import make_shapes
@@ -68,6 +69,24 @@ def test_masks_that_were_counted_are_not_read_again(tmp_path: Path, monkeypatch:
     first = opened(root)
     monkeypatch.setattr("echelon.data.masks.read_mask", lambda path: pytest.fail(f"{path} is read"))
     assert opened(root).info == first.info
+
+
+def test_pixels_that_were_counted_are_used_where_no_lock_can_be_made(tmp_path: Path) -> None:
+    pairs = opened(make_shapes(tmp_path / "data")).train
+    assert isinstance(pairs, MaskedImages)
+    counts = pixel_counts(pairs, str(tmp_path / "root"))
+    for lock in (tmp_path / "root" / "masks").glob("*.lock"):
+        lock.unlink()
+        lock.mkdir()
+    assert (pixel_counts(pairs, str(tmp_path / "root")) == counts).all()
+
+
+def test_what_may_all_be_there_is_read_without_a_lock_where_nobody_can_write() -> None:
+    lock = Path("/sys/echelon.lock")  # where not even root makes a file
+    with locked(lock, 1.0, "busy", is_required=False):
+        pass
+    with pytest.raises(UserError, match=r"/sys cannot be written"), locked(lock, 1.0, "busy"):
+        pass
 
 
 @pytest.mark.parametrize("numbers", [None, *np.random.default_rng(0).random((40, 4))], ids=str)

@@ -92,7 +92,7 @@ def open_torchvision(name: str, root: Path) -> tuple[Images, Images, tuple[str, 
     """
     chosen = SETS[name]
     busy = f"data {name}: another process has been downloading it for an hour"
-    with locked(root / f".{name}.lock", _DOWNLOAD_S, busy), _network_deadline():
+    with locked(root / f".{name}.lock", _DOWNLOAD_S, busy, is_required=False), _network_deadline():
         train, evaluation = (_open(name, chosen.name, root, part) for part in (chosen.train, chosen.evaluation))
     images = _images(train)
     return images, _images(evaluation), _class_names(train, images.labels)
