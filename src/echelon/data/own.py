@@ -435,8 +435,24 @@ def _spec(leaf: torch.Tensor) -> TensorSpec:
 def _labels(name: str, data: Any, read: Measured) -> Labels:
     if read.labels is not None:
         return read.labels
+    known = _known_labels(name, data)
+    if known is not None:
+        return known
+    if len(data) > _MOST_READ_FOR_LABELS:
+        raise UserError(
+            f"data {name}: give the data set `targets`, a list of the labels of all its items, as these have them: "
+            f"{len(data)} items are too many to read for it"
+        )
+    numbers = data.indices if isinstance(data, Subset) else range(len(data))
+    labels = [class_of(name, int(number), read_item(data, i)) for i, number in enumerate(numbers)]
+    return np.array(labels, dtype=np.int64)
+
+
+def _known_labels(name: str, data: Any) -> Labels | None:
+    """Return the labels that a data set has beside its items, and these have too; None: it has none."""
     if isinstance(data, Subset):
-        return _labels(name, data.dataset, read)[np.asarray(data.indices)]
+        of_all = _known_labels(name, data.dataset)
+        return None if of_all is None else of_all[np.asarray(data.indices)]
     if isinstance(data, TensorDataset) and type(data).__getitem__ is TensorDataset.__getitem__:
         return np.asarray(data.tensors[-1], dtype=np.int64)
     found = labels_of(data)
@@ -444,8 +460,4 @@ def _labels(name: str, data: Any, read: Measured) -> Labels:
         some = np.unique(np.linspace(0, len(data) - 1, _LOOKED_AT).astype(int))
         if isinstance(data, Stream) or all(found[i] == class_of(name, int(i), read_item(data, int(i))) for i in some):
             return found  # what items give counts: `targets` may be those before a target_transform
-    if len(data) > _MOST_READ_FOR_LABELS:
-        raise UserError(
-            f"data {name}: give the data set `targets`, a list of its {len(data)} labels, as items have them"
-        )
-    return np.array([class_of(name, i, read_item(data, i)) for i in range(len(data))], dtype=np.int64)
+    return None

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, example_samples, from_datasets
+from echelon.data.images import ImageItems
 from echelon.data.recipe import _augment, make_rows
 from echelon.tasks import nest
 
@@ -107,6 +109,19 @@ def test_images_that_draw_nothing_are_made_once() -> None:
     first, asked = inputs.copy(), data.asked
     rows.fill(1, np.arange(4), inputs, targets)
     assert data.asked == asked and np.array_equal(inputs, first)
+
+
+def test_of_a_part_of_data_without_labels_its_own_items_are_read_and_no_others() -> None:
+    data = Counted([i % 3 for i in range(30_000)])  # more than are read to learn their labels
+    part = Subset(data, list(range(1, 101)))
+    source = from_datasets(part, part)
+    assert isinstance(source.train, ImageItems) and source.train.labels.tolist() == [i % 3 for i in range(1, 101)]
+    assert data.asked < 400  # the labels of both parts, and images to measure
+    data.items[50] = 0.5
+    with pytest.raises(UserError, match=r"the target of item 50 is 0\.5"):
+        from_datasets(part, part)
+    with pytest.raises(UserError, match="30000 items are too many to read"):
+        from_datasets(data, part)
 
 
 @pytest.mark.parametrize("name", ["svhn", "gtsrb", "cifar10"])
