@@ -24,7 +24,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -40,6 +40,7 @@ from echelon.run.trained import TrainedModel
 from echelon.tasks.base import Writing
 
 _MOST_WAITING = 64
+_HUNG_UP = 499  # which nobody reads
 _GRACE_S = 10
 _JSON = "application/json"
 _RAW = ("image/", "audio/", "application/octet-stream")
@@ -113,6 +114,8 @@ class PredictionService:
             return JSONResponse({"error": reason}, 503)
         except BadRequest as refusal:
             return JSONResponse({"error": str(refusal)}, refusal.status)
+        except ClientDisconnect:
+            return Response(status_code=_HUNG_UP)
         return JSONResponse({"predictions": [_plain(i, row) for i, row in enumerate(rows)]})
 
     async def _body(self, request: Request) -> bytes:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,3 +177,21 @@ def test_other_hosts_and_methods_are_refused(tmp_path: Path) -> None:
     asked = client(tmp_path)
     assert asked.get("/health", headers={"host": "evil.example"}).status_code == 400
     assert asked.get("/predict").status_code == 405
+
+
+def test_a_client_that_hangs_up_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    messages = iter([{"type": "http.request", "body": b'{"rows": [', "more_body": True}, {"type": "http.disconnect"}])
+    statuses = []
+
+    async def receive() -> Any:
+        """Return part of a body, and that the client is gone."""
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        """Note a status."""
+        statuses.append(message.get("status"))
+
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers, "query_string": b""}
+    asyncio.run(client(tmp_path).app(scope, receive, send))
+    assert statuses[0] == 499 and not capsys.readouterr().err
