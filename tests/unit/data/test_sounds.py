@@ -146,6 +146,15 @@ def test_a_readme_beside_class_folders_hides_no_sounds(tmp_path: Path) -> None:
     assert source.info.eval_size == 16 and source.test is not None
 
 
+@pytest.mark.parametrize("name", ["Thumbs.db", "desktop.ini", "Checksums"])
+def test_what_systems_leave_beside_sounds_hides_none(tmp_path: Path, name: str) -> None:
+    root = make_sounds(tmp_path)
+    (root / "high" / name).write_text("")
+    for file in (root / "high").glob("*.wav"):
+        file.rename(file.with_name(f"tone{file.name}"))  # behind the others
+    assert open_data(settings(root).data, 0).info.task == "speech_classification"
+
+
 def test_sounds_with_parts_but_nothing_to_train_on_are_refused(tmp_path: Path) -> None:
     root = make_sounds(tmp_path, ("val", "test"))
     with pytest.raises(UserError, match="there is test/ but no train/ beside it"):

@@ -19,8 +19,10 @@ from echelon.data.sample_index import NamedSampleIndex, SampleIndex
 from echelon.data.sound_features import read_features
 from echelon.data.sounds import SoundFiles, feature_notes, measured
 from echelon.data.sources.base import SourceKind, held_out_of_begun
+from echelon.data.sources.text_file import SUFFIXES
 from echelon.tasks.base import Encoding
 
+_KNOWN = (*IMAGE_FILES.extensions, *SOUND_FILES.extensions, *SUFFIXES)
 _LOOKED_AT = 1000  # files and folders, until the first one tells what a folder holds
 
 
@@ -63,17 +65,19 @@ SOURCE = Sounds
 
 
 def first_file(path: Path) -> str:
-    """Return the name of the first file below a folder; empty: none is soon found.
+    """Return the name of the first image, sound or text below a folder; empty: none is soon found.
 
     Left out are hidden ones, and what lies in no class's folder: lists and a README.
     """
     looked_at, own = 0, (str(path), str(train_folder(path)))
     for folder, folders, files in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        seen = sorted(name for name in files if not name.startswith(".")) if folder not in own or not folders else []
+        known = sorted(name for name in files if not name.startswith(".") and name.lower().endswith(_KNOWN))
         looked_at += 1 + len(folders)
-        if seen or looked_at > _LOOKED_AT:
-            return seen[0] if seen else ""
+        if known and (folder not in own or not folders):
+            return known[0]
+        if looked_at > _LOOKED_AT:
+            return ""
     return ""
 
 
