@@ -134,7 +134,7 @@ def gather_states(state: Tensor, group: dist.ProcessGroup | None = None) -> list
     if full and state.ndim == 1 and not len(state):
         kind, shape = full[0]
         state = state.new_zeros((0, *shape[1:]), dtype=_DTYPES[kind])
-    return cast(list[Tensor], gather_all_tensors(state, group))
+    return gather_all_tensors(state, group)
 
 
 Row = TypeVar("Row", bound=tuple[Any, ...])
