@@ -70,8 +70,11 @@ class RowStream:
         return rows[rows[:, -1] > 0, :-1]
 
 
-class Gathered:
-    """Collects float32 rows `(B, columns)` of outputs and of targets; then gives those of all ranks, in rank order."""
+class RowMetrics:
+    """Metrics of rows: collects float32 rows `(B, columns)` of outputs and of targets, and gives those of all ranks.
+
+    They travel as those of `StreamedMetrics`, and stand in rank order.
+    """
 
     def __init__(self, columns: int, device: torch.device) -> None:
         """Begin with none."""
@@ -79,7 +82,7 @@ class Gathered:
         self._columns = columns
         self._stream: RowStream | None = None
 
-    def stream(self, messages: RowMessages) -> None:
+    def stream(self, messages: RowMessages, samples: int) -> None:
         """Let rows travel while more of them are made; all ranks call it before the first ones."""
         self._stream = RowStream(2 * self._columns, messages)
 
@@ -88,7 +91,7 @@ class Gathered:
         if self._stream is not None:
             self._stream.flush()
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
+    def add(self, outputs: Tensor, targets: Tensor) -> None:
         """Add a batch of outputs and targets, `(B, columns)` each, or `(B,)` for one column; B may be 0."""
         both = [tensor.detach().float().reshape(-1, self._columns) for tensor in (outputs, targets)]
         rows = torch.cat(both, dim=1)

@@ -35,7 +35,7 @@ from echelon.tasks.base import (
     are_tokens,
 )
 from echelon.tasks.classification_report import class_sections
-from echelon.tasks.gathering import Gathered, RowMessages
+from echelon.tasks.gathering import RowMetrics
 
 _THRESHOLD = 0.5
 _CURVE_POINTS = 200
@@ -120,25 +120,18 @@ class MultiLabel(Task):
 TASK = MultiLabel
 
 
-class _LabelMetrics:
+class _LabelMetrics(RowMetrics):
     def __init__(self, labels: Sequence[str], device: torch.device) -> None:
-        self._labels, self._rows = list(labels), Gathered(len(labels), device)
-
-    def stream(self, messages: RowMessages, samples: int) -> None:
-        """Let rows travel while more of them are made."""
-        self._rows.stream(messages)
-
-    def flush(self) -> None:
-        """Begin the last messages."""
-        self._rows.flush()
+        super().__init__(len(labels), device)
+        self._labels = list(labels)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count a batch of logits and targets (B, L); B may be 0."""
-        self._rows.update(outputs, targets)
+        self.add(outputs, targets)
 
     def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
         """Return the means over labels, and the detail by label; None is undefined, and left out of means."""
-        logits, targets = self._rows.all(group)
+        logits, targets = self.all(group)
         return _label_scores(self._labels, logits.sigmoid(), targets.long())
 
 

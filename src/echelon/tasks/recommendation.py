@@ -35,7 +35,7 @@ from echelon.tasks.base import (
     Task,
     TaskSettings,
 )
-from echelon.tasks.gathering import Gathered, RowMessages, bins_by_prediction
+from echelon.tasks.gathering import RowMetrics, bins_by_prediction
 from echelon.tasks.nest import TensorSpec
 from echelon.tasks.regression import Regression, Units, regression_scores
 
@@ -255,26 +255,19 @@ def ranks_of(scores: Tensor, targets: Tensor) -> Tensor:
     return torch.where(there, 1 + before.double(), torch.inf)
 
 
-class _PairMetrics:
+class _PairMetrics(RowMetrics):
     def __init__(self, units: Units, clicks: bool, device: torch.device) -> None:
-        self._units, self._clicks, self._rows = units, clicks, Gathered(1, device)
-
-    def stream(self, messages: RowMessages, samples: int) -> None:
-        """Let rows travel while more of them are made."""
-        self._rows.stream(messages)
-
-    def flush(self) -> None:
-        """Begin the last messages."""
-        self._rows.flush()
+        super().__init__(1, device)
+        self._units, self._clicks = units, clicks
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count a batch: outputs (B, 1) or (B,), targets (B,); B may be 0."""
         wide = outputs.reshape(-1, 1).float()
-        self._rows.update(wide if self._clicks else self._units.given(wide), targets.to(wide))
+        self.add(wide if self._clicks else self._units.given(wide), targets.to(wide))
 
     def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
         """Return the metrics, and the calibration as means of groups of pairs."""
-        outputs, targets = self._rows.all(group)
+        outputs, targets = self.all(group)
         given = outputs[:, 0].sigmoid() if self._clicks else outputs[:, 0]
         predicted, true = bins_by_prediction(given, targets[:, 0], _GROUPS)
         metrics = _click_scores(outputs[:, 0], targets[:, 0]) if self._clicks else _rating_scores(outputs, targets)

@@ -34,7 +34,7 @@ from echelon.tasks.base import (
     TaskSettings,
     are_tokens,
 )
-from echelon.tasks.gathering import Gathered, RowMessages
+from echelon.tasks.gathering import RowMetrics
 from echelon.tasks.nest import Nest, TensorSpec
 
 RMSE = Metric("rmse", "min", "RMSE", noun="error")
@@ -146,27 +146,19 @@ class Regression(Task):
 TASK = Regression
 
 
-class _RegressionMetrics:
+class _RegressionMetrics(RowMetrics):
     def __init__(self, names: Sequence[str], units: Units, device: torch.device) -> None:
+        super().__init__(len(names), device)
         self._names, self._units = list(names), units
-        self._rows = Gathered(len(names), device)
-
-    def stream(self, messages: RowMessages, samples: int) -> None:
-        """Let rows travel while more of them are made."""
-        self._rows.stream(messages)
-
-    def flush(self) -> None:
-        """Begin the last messages."""
-        self._rows.flush()
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count a batch: outputs and targets (B, T), or (B,); B may be 0."""
         shape = (len(targets), len(self._names))
-        self._rows.update(self._units.given(outputs.reshape(shape).float()), targets.reshape(shape))
+        self.add(self._units.given(outputs.reshape(shape).float()), targets.reshape(shape))
 
     def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
         """Return the metrics over all targets, and the detail of each, with points for drawing."""
-        outputs, targets = self._rows.all(group)
+        outputs, targets = self.all(group)
         metrics, by_target = regression_scores(outputs, targets)
         chosen = torch.linspace(0, max(0, len(outputs) - 1), min(_POINTS, len(outputs))).long()
         detail = {
