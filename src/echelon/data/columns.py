@@ -271,8 +271,8 @@ class MeasuredColumns:
     @property
     def strings(self) -> tuple[str, ...]:
         """Return the names of the columns whose known values are strings, whatever those of other rows look like."""
-        facts = {**self._others, **self._facts}
-        return tuple(name for name, each in facts.items() if each.known and isinstance(each.known[0], str))
+        columns = {**self._others, **self._facts}
+        return tuple(name for name, facts in columns.items() if facts.known and isinstance(facts.known[0], str))
 
     def known(self, name: str) -> ColumnFacts:
         """Return the facts of a column that the run keeps.

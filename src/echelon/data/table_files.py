@@ -81,7 +81,7 @@ class TableParts:
         links.count(paths)
         links.check()
         strings = MeasuredColumns(request.folder, request.config.measures).strings
-        files = tuple(TablePart.of(each, strings) for each in paths)
+        files = tuple(TablePart.of(file, strings) for file in paths)
         parts = cls(request.config.source, files, VALIDATION in names, TEST in names, links.notes)
         return parts._divided(request)
 

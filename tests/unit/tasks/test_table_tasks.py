@@ -141,8 +141,8 @@ def test_a_ranking_is_judged_as_torchmetrics_does() -> None:
 
 
 def test_a_ranking_takes_a_loss_and_metrics_of_ones_own() -> None:
-    given = tuple(TensorSpec((5,), "int64", count) for count in (N, 5))
-    task = fitted("recommendation", info(TensorSpec((5,), count=2), given))
+    ids = tuple(TensorSpec((5,), "int64", count) for count in (N, 5))
+    task = fitted("recommendation", info(TensorSpec((5,), count=2), ids))
     scores, targets = torch.randn(N, 5, 1), torch.nn.functional.one_hot(torch.randint(0, 5, (N,)), 5).float()
     own = TailoredTask(task, torch.nn.BCEWithLogitsLoss(), {"mse": MeanSquaredError()}, Metric("loss", "min"))
     assert own.wrong_loss(scores, targets) == ""
