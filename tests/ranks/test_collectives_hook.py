@@ -418,9 +418,29 @@ def test_the_thread_ends_with_its_model() -> None:
     assert run_ranks(ends, 2) == [[], []]
 
 
+def alone(rank: Rank) -> list[Tensor]:
+    """Return a gradient of ones after each of three steps of one rank by itself, along a path of groups."""
+    ddp = DistributedDataParallel(nn.Linear(64, 64, bias=False))
+    hook = GradientHook(None, read("topk(1, momentum=0.5)"), paths.build("hierarchical(group=2)"), average=True)
+    hook.attach(ddp)
+    found = []
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.ones(1, 64)).sum().backward()
+        found.append(ddp.module.weight.grad.clone())
+    hook.close()
+    return found
+
+
+def test_a_codec_of_one_rank_applies_its_momentum_along_a_path_of_groups_too() -> None:
+    (found,) = run_ranks(alone, 1)
+    assert [float(gradient.mean()) for gradient in found] == [1.0, 1.5, 1.75]
+
+
 def refused(rank: Rank) -> list[str]:
     words = []
-    for compression, collective in [("topk(0.1)", "ring"), ("tpok(0.1)", "backend"), ("int8", "rign")]:
+    pairs = [("topk(0.1)", "ring"), ("topk(0.1)", "hierarchical(group=2)"), ("tpok(0.1)", "backend"), ("int8", "rign")]
+    for compression, collective in pairs:
         try:
             GradientHook(None, read(compression), paths.build(collective), average=True)
         except UserError as error:
@@ -429,7 +449,8 @@ def refused(rank: Rank) -> list[str]:
 
 
 def test_what_cannot_work_is_refused_in_words() -> None:
-    (words,) = run_ranks(refused, 1)
+    words, _ = run_ranks(refused, 2)
     assert "collective backend or hierarchical" in words[0]
-    assert "did you mean topk" in words[1]
-    assert "did you mean ring" in words[2]
+    assert "hierarchical(group=2) makes one group of 2 replicas" in words[1]
+    assert "did you mean topk" in words[2]
+    assert "did you mean ring" in words[3]

@@ -19,6 +19,7 @@ from echelon.compression.base import Codec, State
 from echelon.compression.transforms import MomentumCorrection, momentum_of, weighted_sum
 from echelon.core.errors import UserError
 from echelon.core.shards import FlatTensor
+from echelon.core.spec import spec_of
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class TieredReducer(Reducer):
         self._group, self._divisor = route.group, route.size if coding.average else 1
         self.shards, self._coded, self._linear = [], None, None
         ring = self._tiers.between
-        if ring is None or len(ring.members) == 1:  # with one group nothing goes where the codec works
+        if ring is None:  # others of its group have all pieces
             return
         start, stop = self._tiers.pieces[self._tiers.inside.index]
         piece, name = like.view(-1)[start:stop], f"{name}.{self._tiers.inside.index}"
@@ -148,20 +149,15 @@ class TieredReducer(Reducer):
         inside, pieces = self._tiers.inside, self._tiers.pieces
         sent = run_schedule(flat, reduce_scatter(inside, pieces, 0), self._group)
         if self._tiers.between is not None:
-            piece, ring = flat[slice(*pieces[inside.index])], self._tiers.between
-            sent += self._reduce_between(piece, ring) if len(ring.members) > 1 else self._divide(piece)
+            sent += self._reduce_between(flat[slice(*pieces[inside.index])], self._tiers.between)
         return sent + run_schedule(flat, all_gather(inside, pieces, self._tiers.spread_round), self._group)
-
-    def _divide(self, piece: Tensor) -> int:
-        if self._divisor != 1:
-            piece.div_(self._divisor)
-        return 0
 
     def _reduce_between(self, piece: Tensor, ring: Ring) -> int:
         if self._coded is not None:
             return self._coded.sum_(piece, self._divisor)
         assert self._linear is not None
-        self._divide(piece)
+        if self._divisor != 1:
+            piece.div_(self._divisor)
         return self._linear.sum_(piece, lambda message: self._sum_between(message, ring), average=False)
 
     def _sum_between(self, message: Tensor, ring: Ring) -> int:
@@ -174,10 +170,17 @@ def check_combination(codec: Codec, path: Path, size: int) -> None:
     Raises:
         UserError: names the nearest combination that works.
     """
-    if not codec.linear and not path.by_backend and path.tiers(0, size, 0) is None:
+    tiers = path.tiers(0, size, 0)
+    if not codec.linear and not path.by_backend and tiers is None:
         raise UserError(
             f"collective {path.name} sums at every hop, and what compression {codec.name} sends cannot be summed: "
             "use collective backend or hierarchical(group=N), or a compression that can (bf16, fp16, powersgd, randomk)"
+        )
+    between = tiers.between if tiers is not None and not (codec.shaped and codec.linear) else None
+    if between is not None and len(between.members) == 1 and size > 1:
+        raise UserError(
+            f"collective {spec_of(path.name, path)} makes one group of {size} replicas, and compression {codec.name} "
+            "works between groups: use a smaller group, or collective backend"
         )
 
 
@@ -199,7 +202,7 @@ def make_reducer(coding: Coding, pieces: list[FlatTensor], name: str, like: Tens
     codec, route = coding.codec, coding.route
     if codec.shaped and codec.linear:
         return LinearReducer(coding, pieces, like)
-    tiers = route.path.tiers(route.rank, route.size, like.numel())
+    tiers = route.path.tiers(route.rank, route.size, like.numel()) if route.size > 1 else None
     if tiers is not None:
         return TieredReducer(coding, tiers, like, name)
     if codec.linear:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -12,7 +13,7 @@ from echelon.collectives.wire import nothing_to_encode
 from echelon.config import OptimizerConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
-from echelon.core.layout import AUTO, Layout
+from echelon.core.layout import AUTO, FILL, Layout
 from echelon.core.own import TRANSFORMERS
 from echelon.models.external import WITHOUT_AUXILIARY_HEADS
 from echelon.models.keras_model import KerasModule
@@ -53,13 +54,8 @@ def check_strategies(run: ResolvedRun, ranks: int) -> None:
             "use int8, topk or powersgd"
         )
     if run.compression.encodes and ranks > 1:
-        check_combination(run.compression.build(), path, ranks)
-        tiers = None if codec.shaped and codec.linear else path.tiers(0, ranks, 0)
-        if tiers is not None and tiers.between is not None and len(tiers.between.members) == 1:
-            raise UserError(
-                f"--collective {given.collective} makes one group of {ranks} workers, and --compression "
-                f"{given.compression} works between groups: use a smaller group, or --collective backend"
-            )
+        with naming(f"--nodes {run.described.launch.nodes}") if run.nodes.is_range else nullcontext():
+            check_combination(run.compression.build(), path, _fewest_replicas(run, ranks))
     sends_gradients = run.sync.encodes_gradients or run.sync.synchronous_steps
     if codec.in_gradient_units and sends_gradients and ranks > 1 and run.config.training.precision == "fp16":
         raise UserError(
@@ -72,6 +68,13 @@ def check_strategies(run: ResolvedRun, ranks: int) -> None:
         )
     if not path.by_backend and ranks == 1:
         raise UserError(f"--collective {given.collective} needs several workers: leave it out, or use --workers 2")
+
+
+def _fewest_replicas(run: ResolvedRun, ranks: int) -> int:
+    """Return the least number of replicas, above one, between which a codec may work: that of the fewest machines."""
+    if run.layout.sizes.get(Axis.DP, FILL) != FILL:
+        return run.layout.dp
+    return max(2, ranks * run.nodes.least // run.nodes.most // run.layout.fixed)
 
 
 def _check_epochs_of_tuning(run: ResolvedRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ def test_plans_and_cuts_are_read() -> None:
     ("settings", "words"),
     [
         ({"strategy.sync": "local(8, start=100)", "strategy.compression": "sign"}, "leave out start"),
-        ({"strategy.collective": "hierarchical(group=8)", "strategy.compression": "int8"}, "one group of 2 workers"),
+        ({"strategy.collective": "hierarchical(group=8)", "strategy.compression": "int8"}, "one group of 2 replicas"),
         ({"strategy.compression": "threshold(tau=0.01)", "training.precision": "fp16"}, "use --precision bf16"),
         ({"strategy.compression": "sign(vote=true)", "training.precision": "fp16"}, "use --precision bf16"),
         ({"strategy.compression": "topk(0.01, clip=1)+huffman", "training.precision": "fp16"}, "use --precision bf16"),
@@ -97,6 +98,27 @@ def test_plans_and_cuts_are_read() -> None:
 def test_a_codec_that_would_do_harm_or_nothing_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         check_strategies(resolve(build(None, settings).config), 2)
+
+
+@pytest.mark.parametrize(
+    ("group", "settings", "refused"),
+    [
+        (2, {"strategy.parallel": "dp=2,fsdp=4"}, "one group of 2 replicas"),
+        (2, {"strategy.parallel": "dp=4,fsdp=2"}, ""),
+        (4, {"launch.nodes": "1:2"}, "--nodes 1:2: .*one group of 4 replicas"),
+        (2, {"launch.nodes": "1:2"}, ""),
+        (2, {"launch.nodes": "1:2", "strategy.parallel": "fsdp=4"}, "one group of 2 replicas"),
+        (4, {"launch.nodes": "2"}, ""),
+        (4, {"launch.nodes": "1:2", "strategy.compression": "powersgd(rank=2)"}, ""),  # on every link
+    ],
+)
+def test_a_codec_that_works_between_groups_of_replicas_has_two_at_least(
+    group: int, settings: dict[str, Any], refused: str
+) -> None:
+    chosen = {"strategy.collective": f"hierarchical(group={group})", "strategy.compression": "topk(0.01)"}
+    run = resolve(build(None, {**chosen, "launch.rendezvous": "a:1", **settings}).config)
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
+        check_strategies(run, 8)
 
 
 def test_a_codecs_own_momentum_is_the_optimizers_in_a_single_worker() -> None:
