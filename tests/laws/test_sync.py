@@ -407,6 +407,37 @@ def test_moments_that_are_reset_begin_anew_after_an_agreement() -> None:
         assert all(seen[2]) and not any(seen[3]) and all(seen[4])
 
 
+class Experts(nn.Module):
+    """A layer that all replicas use, and one of the same shape for each of two replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        return (self.layers[2](x) + self.layers[expert](x)).square().sum()
+
+
+def _moments_of_experts(rank: Rank, sync: str) -> list[float]:
+    """Return the norm of each layer's moment after an agreement; 0: it has none."""
+    parts = make_parts(Trial(sync, model=Experts, momentum=0.9))
+    for _ in range(3):
+        parts.sync.begin_step(2, 4)
+        parts.model(torch.ones(2, 4) * (1 + rank.index), rank.index).backward()
+        parts.sync.step()
+    parts.sync.close()
+    states = [parts.optimizer.state.get(parameter, {}) for parameter in parts.model.parameters()]
+    return [float(state["momentum_buffer"].norm()) if state else 0.0 for state in states]
+
+
+@pytest.mark.parametrize("sync", ["local(3, optimizer_state={})", "diloco(3, fragments=3, optimizer_state={})"])
+def test_moments_are_averaged_of_parameters_that_all_replicas_have_stepped(sync: str) -> None:
+    first, second = run_ranks(_moments_of_experts, 2, sync.format("average"))
+    own_first, own_second = run_ranks(_moments_of_experts, 2, sync.format("keep"))
+    assert first[:2] == own_first[:2] and second[:2] == own_second[:2], "an expert's moment is its own"
+    assert first[2] != own_first[2] and second[2] != own_second[2]
+
+
 def _drain(rank: Rank, compressions: list[str]) -> list[tuple[dict[str, Tensor], int]]:
     """Take steps, then only agree, with a learning rate of 0: what codecs had left out must arrive."""
     ends = []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from echelon.collectives import codec_state
@@ -14,7 +16,7 @@ from echelon.collectives.buckets import Bucket, lay_out
 from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite, make_reducer
 from echelon.collectives.route import Route
-from echelon.collectives.wire import WireCount
+from echelon.collectives.wire import WireCount, ring_bytes
 from echelon.compression.base import Codec
 from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.values import Value
@@ -82,6 +84,24 @@ class Exchange:
             device = values[0].tensor.device
             self._link.wire.add("small", self._link.route.sum_(torch.zeros(1, device=device)))
         return means
+
+    def had_by_all(self, values: Sequence[Value]) -> list[Value]:
+        """Return the values without moments of parameters that have others, or none, in some replica.
+
+        A replica may not have stepped a parameter yet: an expert that saw no tokens, a layer that was dropped.
+        """
+        moments: dict[int, list[str]] = {id(v.owner): [] for v in values if v.kind == "parameter"}
+        for value in values:
+            if value.kind == "moment":
+                moments[id(value.owner)].append(value.name)
+        digests = [zlib.crc32(" ".join(names).encode()) >> 1 for names in moments.values()]
+        extremes = torch.tensor([digests, [-digest for digest in digests]], dtype=torch.int32)
+        extremes = extremes.to(values[0].tensor.device)
+        group = self._link.route.group
+        dist.all_reduce(extremes, dist.ReduceOp.MIN, group=group)
+        self._link.wire.add("moments", ring_bytes(extremes.nbytes, group.size(), extremes.is_cuda))
+        alike = dict(zip(moments, (extremes[0] == -extremes[1]).tolist(), strict=True))
+        return [v for v in values if v.kind != "moment" or alike[id(v.owner)]]
 
     def _tell(self, names: Sequence[str]) -> None:
         """Warn once, with the names of this rank's own parameters that are at fault."""

@@ -104,22 +104,25 @@ class Fragment:
         values, samples, expected = self._averaged(optimizer, plan), self.samples, self.expected
         deltas = {}
         for value in values:
-            own = value.read()
-            anchor = self._anchor.setdefault(value.name, torch.zeros_like(own))
-            deltas[value.name] = _apart(value, own, anchor)
+            own, anchor = value.read(), self._anchor.get(value.name)  # a new moment has none: it comes from 0
+            deltas[value.name] = own if anchor is None else _apart(value, own, anchor)
         self.samples = self.expected = 0
         if background is None:
-            means = PendingMean.at_once(self._mean(values, deltas, samples, expected))
+            means = PendingMean.at_once(self._mean(values, deltas, samples, expected, plan))
         else:
-            means = background.submit(lambda: self._mean(values, deltas, samples, expected))
+            means = background.submit(lambda: self._mean(values, deltas, samples, expected, plan))
         self.flight = PendingAverage(step + plan.overlap, means, deltas if plan.keep_progress else {})
 
-    def _mean(self, values: Sequence[Value], deltas: dict[str, Tensor], samples: int, expected: int) -> Means:
+    def _mean(
+        self, values: Sequence[Value], deltas: dict[str, Tensor], samples: int, expected: int, plan: AveragingPlan
+    ) -> Means:
         if not self.values:  # nothing travels, and what the others agree on it has
             return {} if expected else None
         if self._exchange is None:
             return self._alone(deltas) if samples else None
         with torch.no_grad():
+            if plan.optimizer_state == "average":
+                values = self._exchange.had_by_all(values)
             return self._exchange.mean(values, deltas, samples)
 
     def _alone(self, deltas: dict[str, Tensor]) -> Means:
@@ -137,10 +140,10 @@ class Fragment:
         self.equal, self.fresh = not (rule.centred or plan.overlap or plan.alpha), True
         plain = MeanRule()
         for value in self._averaged(optimizer, plan):
-            if value.name not in means:  # a moment that came after the deltas were taken
+            if value.name not in means:  # a moment that came after the deltas were taken, or that not all have
                 continue
-            own = value.read()
-            anchor, mean = self._anchor[value.name], means[value.name]
+            own, mean = value.read(), means[value.name]
+            anchor = self._anchor.setdefault(value.name, torch.zeros_like(own))
             chosen: Rule = rule if value.kind == "parameter" else plain
             taken = anchor + deltas[value.name] if deltas else None
             agreed = chosen.agree(value.name, own, anchor, mean)

@@ -25,7 +25,7 @@ class Value:
     Attributes:
         name: the same on all ranks.
         tensor: the live tensor, any shape; of complex numbers, their parts.
-        owner: what the optimizer's state is kept under: the parameter.
+        owner: what the optimizer's state is kept under: the parameter; of a buffer itself.
     """
 
     name: str
@@ -94,7 +94,7 @@ def moments(optimizer: torch.optim.Optimizer, parameters: Sequence[Value]) -> li
             tensor = as_real(state[key]) if isinstance(state[key], Tensor) else None
             fits = tensor is not None and tensor.is_floating_point() and tensor.shape == value.tensor.shape
             if tensor is not None and fits and key != "step":
-                found.append(Value(f"{value.name}:{key}", tensor, "moment", tensor))
+                found.append(Value(f"{value.name}:{key}", tensor, "moment", value.owner))
     return found
 
 
