@@ -35,7 +35,7 @@ def _alone(
     """Go on alone up to a step: parameters then, the optimizer's velocities before, its momentum and decay."""
     parts = make_parts(trial)
     load_shared_state(parts, shared)
-    load_rank_state(parts, world_of(rank), {"dp": len(own)}, own)
+    load_rank_state(parts, world_of(rank), {"dp": len(own)} if len(own) > 1 else {}, own)
     named = dict(parts.model.named_parameters())
     kept = {n: parts.optimizer.state[p] for n, p in named.items() if p in parts.optimizer.state}
     velocity = {n: state["momentum_buffer"].clone() for n, state in kept.items() if "momentum_buffer" in state}
@@ -123,12 +123,15 @@ def _whole(rank: Rank, trial: Trial, last: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("model", [Quadratic, ChannelsLast])
 @pytest.mark.parametrize("growth", [0, 4], ids=["", "losses scaled"])
-def test_momentum_in_a_codec_survives_going_on_alone(growth: int, model: type[Quadratic | ChannelsLast]) -> None:
+@pytest.mark.parametrize("before", [2, 1], ids=["", "of a survivor"])
+def test_momentum_in_a_codec_survives_going_on_alone(
+    before: int, growth: int, model: type[Quadratic | ChannelsLast]
+) -> None:
     """Where all is sent in each step the codec's momentum is SGD's: two workers, then one, train as one throughout."""
     plain = Trial("allreduce", momentum=0.9, model=model, growth=growth)
     whole = run_ranks(_whole, 1, plain, 12)[0]
-    ranks = run_ranks(save_in_middle, 2, [replace(plain, momentum=0.0, compression=ALL)])
-    own = {r: ranks[r][0][1] for r in range(2)}
+    ranks = run_ranks(save_in_middle, before, [replace(plain, momentum=0.0, compression=ALL, survives=before == 1)])
+    own = {r: ranks[r][0][1] for r in range(before)}
     ends = run_ranks(_alone, 1, plain, ranks[0][0][0], own, 12)[0][0]
     assert {name: float((ends[name] - whole[name]).abs().max()) for name in ends} == dict.fromkeys(
         whole, pytest.approx(0, abs=1e-5)

@@ -117,6 +117,7 @@ class Trial:
     ema: bool = False
     steps: int = 0  # of the run; 0: not known
     growth: int = 0  # steps after which a loss scale doubles; 0: losses are not scaled
+    survives: bool = False  # a single rank has a group, as the last one of a run has
 
 
 def make_parts(trial: Trial) -> RunParts:
@@ -126,7 +127,7 @@ def make_parts(trial: Trial) -> RunParts:
     extra = {"momentum": trial.momentum} if trial.momentum else {}
     optimizer = trial.optimizer(model.parameters(), lr=trial.lr, **extra)
     scaler = torch.amp.GradScaler("cpu", 8.0, growth_interval=max(1, trial.growth), enabled=trial.growth > 0)
-    alone = dist.get_world_size() == 1
+    alone = dist.get_world_size() == 1 and not trial.survives
     context = SyncContext(
         model=model,
         update=Update(model, optimizer, scaler, 0.0),

@@ -316,11 +316,13 @@ class AllReduce:
         return []
 
     def load_state_dict(self, state: StateTree) -> None:
-        """Take back the hook's state."""
+        """Take back the hook's state; of a codec whose last rank goes on alone, what `load_resharded` makes of it."""
         self._agreed.clear()
         state = self._without_row_steps(state)
         if self._hook and state:
             self._hook.load_state_dict(state)
+        elif any(key.startswith("numbers.") for key in state):
+            self.load_resharded([state])
         elif state:
             self._left_out = left_out(self._merged([state]))
 
