@@ -182,6 +182,31 @@ def test_what_was_left_out_of_synchronous_steps_joins_their_last_one(model: type
     assert torch.allclose(seen[0]["a"] - trial.lr * gradients, seen[start]["a"], rtol=0, atol=1e-6)
 
 
+def _without_last(rank: Rank, trial: Trial, start: int) -> list[dict[str, Tensor]]:
+    """Return the parameters before each synchronous step, and after the last one, which is left out."""
+    parts = make_parts(trial)
+    seen = [copy(parts.model.state_dict()), *train(parts, rank, 0, start - 1)]
+    x = torch.from_numpy(targets(start - 1))
+    parts.sync.begin_step(len(x), len(x))
+    with parts.sync.micro_batch(last=True):
+        loss = parts.sync.module(x)
+        with parts.sync.silent():
+            parts.scaler.scale(loss * torch.nan).backward()
+    parts.sync.leave_out()
+    seen.append(copy(parts.model.state_dict()))
+    parts.sync.close()
+    return seen
+
+
+@pytest.mark.parametrize("compression", ["topk(0.1)", "none"])
+def test_what_was_left_out_arrives_where_the_last_synchronous_step_is_left_out(compression: str) -> None:
+    trial, start = Trial("local(3, start=4)", compression, model=Quadratic), 4
+    first, second = run_ranks(_without_last, 2, trial, start)
+    gradients = sum(first[step]["a"] - Quadratic.optimum(torch.from_numpy(targets(step))) for step in range(start - 1))
+    assert torch.allclose(first[0]["a"] - trial.lr * gradients, first[start]["a"], rtol=0, atol=1e-6)
+    assert all(torch.equal(first[start][name], second[start][name]) for name in first[start])
+
+
 @pytest.mark.parametrize(
     "compression", ["sign", "topk(0.1, momentum=0.9)", "threshold(density=0.1)", "powersgd(rank=1)"]
 )

@@ -139,14 +139,14 @@ class AllReduce:
     def step(self) -> None:
         """Gradients are summed already: update."""
         self._agreed.clear()
+        if self._left_out:
+            self._catch_up()
         if self._unreached and self._is_in_loop:
             self._unreached.settle()
         if self._rows:
             self._context.clock.enter(Phase.COMMUNICATE)
             self._rows.reduce()
             self._context.clock.enter(Phase.UPDATE)
-        if self._left_out:
-            self._catch_up()
         if self._confirms:
             dist.all_reduce(torch.zeros(1, device=self._context.device), group=self._context.group)
         if self._hook is None:
@@ -177,10 +177,17 @@ class AllReduce:
             if name in self._left_out and parameter.grad is not None:
                 parameter.grad += self._left_out.pop(name).view_as(parameter).to(parameter)
 
+    @property
+    def has_residual(self) -> bool:
+        """Whether codecs may have left something out of the gradients until now."""
+        return bool(self._left_out) or (
+            self._hook is not None and self._hook.codec is not None and self._hook.codec.biased
+        )
+
     def recall(self) -> None:
         """Call back what codecs have left out, for this step's gradient: after it none is encoded any more."""
         group, hook = self._context.group, self._hook
-        if group is None or hook is None or hook.codec is None or not hook.codec.biased:
+        if group is None or hook is None or not self.has_residual:
             return
         own = left_out(self._merged([hook.state_dict()]), group.size() if self._context.averages_gradients else 1)
         for name, parameter in self._context.model.named_parameters():

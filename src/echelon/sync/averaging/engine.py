@@ -18,6 +18,7 @@ from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import SHOWN, WireCount
 from echelon.core.listeners import closed_afterwards
 from echelon.core.state_tree import StateTree, StateView
+from echelon.models.tables import sparse_tables
 from echelon.observe.phases import Phase
 from echelon.sync.allreduce import AllReduce
 from echelon.sync.averaging.background import Background
@@ -116,12 +117,21 @@ class Averaging:
         return self._first is not None
 
     def leave_out(self) -> None:
-        """Take no step, as a replica without samples; what is due is agreed on all the same."""
-        parameters = [parameter for parameter in self._context.model.parameters() if parameter.requires_grad]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter) if self._first is None and self._step == 0 else None
+        """Take no step, as a replica without samples; what is due is agreed on all the same.
+
+        After the last synchronous step no gradient is encoded any more: it brings what codecs have left out until then.
+        """
+        first = self._first
+        brings = self._step == -1 and first is not None and first.has_residual
+        zeroes, tables = brings or self._step == 0, sparse_tables(self._context.model)
+        for name, parameter in self._context.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if zeroes and name not in tables else None
         self._now = (0, self._now[1])
-        self._end_step(self._first.leave_out if self._first else None)
+        if first is None:
+            self._end_step(None)
+        else:
+            self._end_step(first.step if brings else first.leave_out)
 
     def step(self) -> None:
         """Update by the own gradient, then agree on what is due."""
