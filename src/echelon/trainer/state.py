@@ -515,14 +515,15 @@ def mean_of(states: Sequence[Any]) -> Any:
     element, of all else the first one's.
 
     Replicas that had moments of their own (local SGD, DiLoCo, EASGD) go on from their mean, as from the mean of their
-    parameters. Where not all have an entry (one had not stepped yet), the first one's stands.
+    parameters. What some have not (they had not stepped that parameter yet) is the mean of the others'.
 
     >>> mean_of([{"state": {0: {"exp_avg": torch.tensor([1.0])}}}, {"state": {0: {"exp_avg": torch.tensor([3.0])}}}])
     {'state': {0: {'exp_avg': tensor([2.])}}}
     """
     first = states[0]
-    if isinstance(first, dict) and all(isinstance(s, dict) and s.keys() == first.keys() for s in states):
-        return {key: mean_of([state[key] for state in states]) for key in first}
+    if isinstance(first, dict) and all(isinstance(s, dict) for s in states):
+        keys = dict.fromkeys(key for state in states for key in state)  # as they come, each once
+        return {key: mean_of([state[key] for state in states if key in state]) for key in keys}
     if isinstance(first, Tensor) and _has_mean(first) and all(_alike(first, s) for s in states):
         wide = torch.complex128 if first.is_complex() else torch.float64
         return torch.stack([s.to(first.device, wide) for s in states]).mean(0).to(first.dtype)

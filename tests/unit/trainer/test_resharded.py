@@ -25,6 +25,9 @@ def test_moments_are_averaged() -> None:
     assert float(state["step"]) == 1.0
 
 
-def test_the_first_stands_where_one_has_none() -> None:
-    mean = mean_of([stepped(1.0).state_dict(), stepped(1.0, steps=0).state_dict()])
-    torch.testing.assert_close(mean["state"][0]["exp_avg"], torch.full((3,), 0.1))
+def test_what_some_have_not_stepped_is_the_others() -> None:
+    ones, threes = ({"state": {0: {"exp_avg": torch.full((2,), scale)}, 1: {}}} for scale in (1.0, 3.0))
+    threes["state"][1] = {"exp_avg": torch.full((2,), 5.0)}
+    for states in ([ones, threes], [threes, ones]):
+        mean = mean_of([*states, {"state": {}}])["state"]
+        assert {i: each["exp_avg"].tolist() for i, each in mean.items()} == {0: [2.0] * 2, 1: [5.0] * 2}
