@@ -194,6 +194,7 @@ MISTAKES = {
     "sync ps.mode=async.: servers hold the parameters": {"sync": "ps(mode=async)"},
     "sync: unknown strategy 'locl': did you mean local": {"sync": "locl(3)"},
     "gives directions of a fixed size": {"sync": "local(3)", "compression": "sign(vote=true)"},
+    "spoils training: leave out start": {"sync": "local(3, start=9)", "compression": "sign"},
     "unknown compression": {"compression": "topc(0.1)"},
 }
 
@@ -202,7 +203,7 @@ MISTAKES = {
 def test_what_does_not_fit_is_refused_in_one_line(message: str) -> None:
     model = nn.Linear(3, 1)
     with pytest.raises(UserError, match=message) as refusal:
-        echelon.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), **MISTAKES[message])
+        echelon.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **MISTAKES[message])
     assert "\n" not in str(refusal.value)
 
 

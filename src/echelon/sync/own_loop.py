@@ -75,6 +75,7 @@ def wrap(
     _check(plain, ddp, stepped)
     codec, path = read_codec(compression), paths.build(collective)
     settings.check(codec)
+    settings.check_momentum(codec, any(group.get("momentum", 0.0) for group in stepped.param_groups))
     unused = nothing_to_encode(compression, plain.parameters()) if codec.encodes else ""
     if unused and group is not None and group.rank() == 0:
         warnings.warn(unused.removeprefix("--"), stacklevel=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from echelon.core.errors import UserError
 from echelon.core.spec import spec_of
 
 if TYPE_CHECKING:
@@ -96,6 +97,19 @@ class SyncSettings(ABC):
         Raises:
             UserError: names a combination that works.
         """
+
+    def check_momentum(self, compression: Compression, has_momentum: bool) -> None:
+        """Refuse the optimizer's momentum after decoding, in synchronous steps at the start, where it spoils training.
+
+        Raises:
+            UserError: names what to leave out, and codecs that work.
+        """
+        if self.synchronous_steps and has_momentum and compression.codec.momentum_inside:
+            raise UserError(
+                f"--sync {self} sends gradients through --compression {compression} at first, and the optimizer's "
+                "momentum after decoding, together with error feedback, spoils training: leave out start, or use int8, "
+                "topk or powersgd"
+            )
 
     @abstractmethod
     def state_bytes(self, compression: Compression, piece: Piece) -> StateBytes:

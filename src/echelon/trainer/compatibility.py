@@ -47,12 +47,7 @@ def check_strategies(run: ResolvedRun, ranks: int) -> None:
     _check_replicas(run, ranks)
     _check_elastic(run, ranks)
     _check_own(run, ranks)
-    if run.sync.synchronous_steps and codec.momentum_inside and _has_momentum(run, run.described.optimizer):
-        raise UserError(
-            f"--sync {given.sync} sends gradients through --compression {given.compression} at first, and the "
-            "optimizer's momentum after decoding, together with error feedback, spoils training: leave out start, or "
-            "use int8, topk or powersgd"
-        )
+    run.sync.check_momentum(run.compression, _has_momentum(run, run.described.optimizer))
     if run.compression.encodes and ranks > 1:
         with naming(f"--nodes {run.described.launch.nodes}") if run.nodes.is_range else nullcontext():
             check_combination(run.compression.build(), path, _fewest_replicas(run, ranks))
