@@ -151,6 +151,7 @@ class _Groundwork:
     Attributes:
         rank: of all of the run.
         resident_bytes: of this process, which has no model yet.
+        needs_several: the model cannot train on one sample alone.
     """
 
     resolved: ResolvedRun
@@ -167,6 +168,7 @@ class _Groundwork:
     test_loader: EvalLoader | None
     balances: bool = False
     resident_bytes: int = 0
+    needs_several: bool = False
 
     @property
     def work(self) -> Work:
@@ -186,6 +188,7 @@ class _Groundwork:
             example_targets=targets,
             least_samples=self._at_once(self._last_batch),
             usual_samples=self._at_once(self.full_batch),
+            balances=self.balances,
         )
 
     @property
@@ -211,6 +214,12 @@ class _Groundwork:
     def _at_once(self, samples: int) -> int:
         """Return the samples of a batch that the rank with the fewest computes with at once."""
         return max(1, samples // max(1, self.world.data_size) // self.resolved.config.training.accumulate)
+
+    @property
+    def least_part(self) -> int:
+        """Samples of a full batch that each rank gets where parts follow speed: smaller batches are cut alike."""
+        at_once = 2 * self.resolved.config.training.accumulate
+        return -(-at_once * self.full_batch // self._last_batch) if self.needs_several else 1
 
     @property
     def steps(self) -> int:
@@ -422,7 +431,8 @@ class Rebuilder:
 
     def shares(self, before: Sequence[int]) -> tuple[int, ...]:
         """Return the parts of a full batch of ranks that had such parts, 0 for new ones; empty: parts are equal."""
-        return dealt_anew(self._ground.full_batch, before) if self._ground.balances else ()
+        ground = self._ground
+        return dealt_anew(ground.full_batch, before, ground.least_part) if ground.balances else ()
 
     def enter(self, run: TrainingRun, world: World, cursor: Cursor, sent: int) -> None:
         """Build what depends on the ranks for those of a world, which all call it together.
@@ -437,7 +447,8 @@ class Rebuilder:
             regroup_sync_batchnorm(run.parts.model, world.data_group)
             run.world, run.parts = world, replace(run.parts, sync=builds(world.group, self.resolved.path))
         if ground.balances:
-            run.balance = Balancer(BatchParts(ground.full_batch, world.size), cursor.shares)
+            division = BatchParts(ground.full_batch, world.size, least=ground.least_part)
+            run.balance = Balancer(division, cursor.shares)
         if world.leads and not self._leads:
             self._lead(run, world, cursor)
         ground = self._ground = replace(self._ground, world=world)
@@ -517,13 +528,13 @@ def assemble(
     resolved, chosen = with_chosen_paths(with_kept_cuts(resolved, world, path), world, path)
     balances, unbalanced = _balances(resolved, world, membership is not None and not _divides(world))
     ground = _groundwork(resolved, path, world, user_objects, world.data_size, world.rank, balances)
-    info, config = ground.source.info, resolved.config
-    work = ground.work
+    info, config, work = ground.source.info, resolved.config, ground.work
     pristine = own_copy(user_objects.model) if resolved.tuning.until and user_objects.model is not None else None
     if membership is not None:
         gc.freeze()  # a new term collects what wrapped the model: to look at all that is imported takes half a second
     with _connecting(None if is_newcomer else membership):
         run_parts = build_parts(resolved, work, world, ground.clock)
+    ground = replace(ground, needs_several=any(work.needs_several))
     state = RanksState(run_parts, world, record.patience)
     fingerprint = Fingerprint.of(resolved, info, ground.task, ground.train_loader.sampling, ground.marks)
     saver = Saver(path, config.checkpoint.keep, state, record, fingerprint)
@@ -627,7 +638,7 @@ def _balancer(ground: _Groundwork, cursor: Cursor, path: Path) -> Balancer | Non
         cursor.shares = ()
         return None
     replicas = world.placement.layout.dp if world.placement is not None else world.size
-    division = BatchParts(ground.full_batch, replicas, world.data_size // replicas)
+    division = BatchParts(ground.full_batch, replicas, world.data_size // replicas, ground.least_part)
     balancer = make_balancer(division, world, cursor, path)
     loader.deal(replace(loader.shard, weights=cursor.shares))
     return balancer

@@ -70,11 +70,19 @@ class Deal:
 
 @dataclass(frozen=True)
 class BatchParts:
-    """What is divided: samples of a full batch, replicas, and the ranks that divide the samples of each replica."""
+    """What is divided.
+
+    Attributes:
+        samples: of a full batch.
+        replicas: between which it is divided by speed.
+        ranks_each: that divide the samples of each replica.
+        least: samples of a rank's part.
+    """
 
     samples: int
     replicas: int
     ranks_each: int = 1
+    least: int = 1
 
     def of_ranks(self, by_replica: Sequence[int]) -> Sizes:
         """Return the parts of the ranks that divide samples; those of one replica are equal."""
@@ -86,8 +94,9 @@ class BatchParts:
         return tuple(sum(by_rank[first : first + each]) for first in range(0, len(by_rank), each))
 
     def fits(self, by_rank: Sequence[int]) -> bool:
-        """Whether sizes are of this batch and of as many ranks, each with a sample at least."""
-        return len(by_rank) == self.replicas * self.ranks_each and sum(by_rank) == self.samples and min(by_rank) > 0
+        """Whether sizes are of this batch and of as many ranks, each with enough samples."""
+        known = len(by_rank) == self.replicas * self.ranks_each and sum(by_rank) == self.samples
+        return known and min(by_rank) >= self.least
 
 
 class Balancer:
@@ -141,7 +150,7 @@ class Balancer:
 
     def _decide(self) -> Deal | None:
         before = self._division.of_replicas(self.sizes)
-        decided = decide(self._looks, before)
+        decided = decide(self._looks, before, self._division.least * self._division.ranks_each)
         if decided is None:
             return None
         costs = [median(own_s) / size for own_s, size in zip(zip(*self._looks, strict=True), before, strict=True)]
@@ -152,21 +161,22 @@ class Balancer:
         return Deal(self.sizes, gain, slowest)
 
 
-def decide(looks: Sequence[Sequence[float]], sizes: Sizes) -> Sizes | None:
+def decide(looks: Sequence[Sequence[float]], sizes: Sizes, fewest: int = 1) -> Sizes | None:
     """Return other parts of the replicas; None: the present ones stay.
 
     Args:
         looks: of one look after the other, seconds of own work in a step, of each replica.
         sizes: samples of each replica's part in these steps.
+        fewest: samples of a replica's part; where equal ones have no more, they stay.
     """
     samples, count = sum(sizes), len(sizes)
-    if min(map(min, looks)) <= 0:
+    if min(map(min, looks)) <= 0 or fewest * count > samples:
         return None
     costs = [[own_s / size for own_s, size in zip(look, sizes, strict=True)] for look in looks]
     typical = [median(column) for column in zip(*costs, strict=True)]
     equal = tuple(share_sizes(samples, count))
-    best = best_sizes(samples, typical, [1] * count, [samples] * count)
-    least, most = [-(-size // MOST_CHANGE) for size in sizes], [size * MOST_CHANGE for size in sizes]
+    best = best_sizes(samples, typical, [fewest] * count, [samples] * count)
+    least, most = [max(fewest, -(-size // MOST_CHANGE)) for size in sizes], [size * MOST_CHANGE for size in sizes]
     chosen = best_sizes(samples, typical, least, most)
     reachable = all(low <= size <= high for low, size, high in zip(least, equal, most, strict=True))
     if reachable and _longest(equal, typical) <= REFINE * _longest(best, typical):
@@ -175,11 +185,12 @@ def decide(looks: Sequence[Sequence[float]], sizes: Sizes) -> Sizes | None:
     return chosen if all(_longest(sizes, each) >= enough * _longest(chosen, each) for each in costs) else None
 
 
-def dealt_anew(samples: int, before: Sequence[int]) -> Sizes:
+def dealt_anew(samples: int, before: Sequence[int], fewest: int = 1) -> Sizes:
     """Return the parts of ranks of which some are new: the others keep their proportions, a new one gets their mean.
 
     Args:
         before: samples of a full batch that each rank had; 0: it is new.
+        fewest: samples of a part; where one would have less, all are equal.
 
     >>> dealt_anew(128, [80, 80, 20]), dealt_anew(128, [80, 20, 0]), dealt_anew(128, [43, 42])
     ((57, 57, 14), (68, 17, 43), (64, 64))
@@ -187,7 +198,7 @@ def dealt_anew(samples: int, before: Sequence[int]) -> Sizes:
     known = [size for size in before if size] or [1]
     weights = [size or max(1, round(fmean(known))) for size in before]
     sizes = share_sizes(samples, len(weights), weights)
-    if max(weights) - min(weights) <= 1 or not all(sizes):
+    if max(weights) - min(weights) <= 1 or min(sizes) < fewest:
         sizes = share_sizes(samples, len(weights))
     return tuple(sizes)
 

@@ -73,10 +73,12 @@ def make_whole(model: nn.Module, work: Work) -> None:
 def check_single_samples(model: nn.Module, work: Work) -> None:
     """Refuse a batch of which a rank has one sample alone, where normalisation needs several values.
 
+    Where equal parts have more, and parts follow the ranks' speed, it is noted instead: none gets one sample alone.
+
     Raises:
         UserError: says how to leave it out.
     """
-    if work.least_samples != 1 or isinstance(model, KerasModule):
+    if not (work.least_samples == 1 or work.balances) or isinstance(model, KerasModule):
         return
     example = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     single = nest.take(work.inputs(example), [0])
@@ -86,6 +88,9 @@ def check_single_samples(model: nn.Module, work: Work) -> None:
             nest.call(copied, single)
     except ValueError as error:
         if _NEEDS_SEVERAL not in str(error):
+            return
+        if work.least_samples > 1:
+            work.needs_several.append(True)
             return
         raise UserError(
             f"model {type(model).__name__} normalises over the samples of a batch, and a worker has one alone in "

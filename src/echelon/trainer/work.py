@@ -33,6 +33,8 @@ class Work:
             None: it is built with all rows.
         least_samples: that a rank computes with at once in some step; 0: not known.
         usual_samples: that a rank computes with at once in a full batch; 0: not known.
+        balances: parts of a batch follow the ranks' speed, and a rank may get fewer than these.
+        needs_several: whether it cannot train on one sample alone, likewise, where that was tried.
         example_targets: of the two samples, where data is at hand; None: it is not, as in a rehearsal.
         oddities: what its outputs for these look like that its user can hardly mean, each time that it is tried.
     """
@@ -50,6 +52,8 @@ class Work:
     least_samples: int = 0
     usual_samples: int = 0
     oddities: list[str] = field(default_factory=list)
+    balances: bool = False
+    needs_several: list[bool] = field(default_factory=list)
 
     @property
     def tuned(self) -> Tuned:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echelon.core.shares import share_sizes
 from echelon.observe.phases import PHASE_NAMES, PHASES, Phase
 from echelon.parallel.base import alone
 from echelon.records.events import SharesDealt, StartedOver
@@ -60,6 +61,18 @@ def test_a_rank_of_a_quarter_gets_a_quarter_slowly() -> None:
     slow = deals[0][1]
     assert slow.slowest == (3, pytest.approx(4)) and slow.gain == pytest.approx(2)
     assert "from step 41 on" in slow.event(40).message and "replica 3 takes 4 times as long" in slow.event(40).message
+
+
+def test_no_rank_gets_less_than_it_needs_of_the_smallest_batch() -> None:
+    """Of 64 samples 13 are 2 in a batch of 10, which is cut in the same proportions."""
+    balancer = Balancer(BatchParts(64, 2, least=13))
+    simulate(balancer, lambda rank, n: n * (0.05 if rank else 0.001), 60)
+    assert balancer.sizes == (51, 13) and share_sizes(10, 2, balancer.sizes) == [8, 2]
+    ranks = Balancer(BatchParts(64, 2, 2, least=7))
+    simulate(ranks, lambda rank, n: n * (0.05 if rank > 1 else 0.001), 60)
+    assert ranks.sizes == (25, 25, 7, 7)
+    assert simulate(Balancer(BatchParts(64, 2, least=33)), lambda rank, n: n * (0.05 if rank else 0.001), 60) == []
+    assert dealt_anew(64, (60, 4), 13) == (32, 32) and not BatchParts(64, 2, least=13).fits((60, 4))
 
 
 def test_equal_ranks_that_are_noisy_stay_equal() -> None:

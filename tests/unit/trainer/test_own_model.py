@@ -172,6 +172,10 @@ def test_a_batch_of_one_sample_is_refused_where_normalisation_needs_several() ->
     with pytest.raises(UserError, match=r"one alone in every batch: use a larger --batch-size, fewer workers, or"):
         check_single_samples(Counts(), Work(source.info, task, least_samples=1, usual_samples=1))
     check_single_samples(Counts(), Work(source.info, task, least_samples=2))
+    for model, needs in ((Counts(), [True]), (nn.Linear(8, 3), [])):
+        work = Work(source.info, task, least_samples=2, balances=True)
+        check_single_samples(model, work)
+        assert work.needs_several == needs, "parts that follow speed leave it several"
     check_single_samples(nn.Linear(8, 3), Work(source.info, task, least_samples=1))
 
 
