@@ -36,9 +36,9 @@ from echelon.core.bounds import Bounds, OneOf, check_bounds
 from echelon.core.errors import UserError
 from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.engine import Averaging
-from echelon.sync.averaging.plan import AveragingPlan, check_deltas, length_notes
+from echelon.sync.averaging.plan import AveragingPlan
+from echelon.sync.averaging.settings import AveragingSettings
 from echelon.sync.base import Sync, SyncContext
-from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
 
 OVERLAPPED_ALPHA = 0.5
@@ -48,7 +48,7 @@ MEMORY_SHARE = 10
 
 
 @dataclass(frozen=True)
-class DilocoSettings(SyncSettings):
+class DilocoSettings(AveragingSettings):
     """Settings of `diloco`.
 
     Attributes:
@@ -66,7 +66,6 @@ class DilocoSettings(SyncSettings):
     """
 
     name: ClassVar[str] = "diloco"
-    encodes_gradients: ClassVar[bool] = False
     period: Annotated[int, Bounds(least=1)]
     outer_lr: Annotated[float | None, Bounds(above=0, hint="0.7 is the paper's")] = None
     outer_momentum: Annotated[float | None, Bounds(least=0, below=1, hint="0.9 is the paper's")] = None
@@ -108,18 +107,9 @@ class DilocoSettings(SyncSettings):
         """Return it without more frequent agreements at the start."""
         return replace(self, warmup=0.0)
 
-    @property
-    def regroups(self) -> bool:
-        """Whether all replicas agree on all of the model at one step, from which they can begin a round again."""
-        return self.plan().in_one_piece
-
-    def messages(self, steps: int) -> int:
-        """Return the agreements on a parameter in a run of so many steps."""
-        return self.plan().for_run(steps).agreements(steps)
-
     def length_notes(self, steps: int) -> list[str]:
         """Say how replicas agree at first, what the outer optimizer is, and whether there are too few periods."""
-        notes = length_notes(self.plan().for_run(steps), steps)
+        notes = super().length_notes(steps)
         if steps and (self.outer_lr is None or self.outer_momentum is None):
             lr, momentum = self.outer(steps)
             notes.append(
@@ -129,7 +119,7 @@ class DilocoSettings(SyncSettings):
 
     def check(self, compression: Compression) -> None:
         """Refuse a codec that deltas, or the momentum after them, cannot go with (UserError)."""
-        check_deltas(compression)
+        super().check(compression)
         if self.outer_momentum != 0 and compression.codec.momentum_inside:
             raise UserError(
                 f"--compression {compression}: momentum after decoding, together with error feedback, spoils training; "

@@ -25,21 +25,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.compression import Compression
 from echelon.core.bounds import Bounds, OneOf, check_bounds
 from echelon.core.errors import UserError
 from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.engine import Averaging
-from echelon.sync.averaging.plan import AveragingPlan, check_deltas, length_notes
+from echelon.sync.averaging.plan import AveragingPlan
+from echelon.sync.averaging.settings import AveragingSettings
 from echelon.sync.base import Sync, SyncContext
-from echelon.sync.settings import SyncSettings
-from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
 
 PAPERS_BETA = 0.9
 
 
 @dataclass(frozen=True)
-class EasgdSettings(SyncSettings):
+class EasgdSettings(AveragingSettings):
     """Settings of `easgd`.
 
     Attributes:
@@ -51,7 +49,6 @@ class EasgdSettings(SyncSettings):
     """
 
     name: ClassVar[str] = "easgd"
-    encodes_gradients: ClassVar[bool] = False
     period: Annotated[int, Bounds(least=1)]
     beta: Annotated[float | None, Bounds(above=0, most=1, hint="0.9 is the paper's")] = None
     rho: Annotated[float | None, Bounds(above=0)] = None
@@ -66,27 +63,6 @@ class EasgdSettings(SyncSettings):
     def plan(self) -> AveragingPlan:
         """Return when what is averaged."""
         return AveragingPlan(self.period, optimizer_state=self.optimizer_state)
-
-    @property
-    def regroups(self) -> bool:
-        """Whether all replicas agree on all of the model at one step, from which they can begin a round again."""
-        return self.plan().in_one_piece
-
-    def messages(self, steps: int) -> int:
-        """Return the agreements on a parameter in a run of so many steps."""
-        return self.plan().agreements(steps)
-
-    def length_notes(self, steps: int) -> list[str]:
-        """Say whether there are too few periods."""
-        return length_notes(self.plan(), steps)
-
-    def check(self, compression: Compression) -> None:
-        """Refuse a codec that deltas cannot go through (UserError)."""
-        check_deltas(compression)
-
-    def state_bytes(self, compression: Compression, piece: Piece) -> StateBytes:
-        """Return the memory of the centre and of the codec."""
-        return by_averaging(self.plan(), compression, piece)
 
     def build(self, context: SyncContext) -> Sync:
         """Build the strategy.

@@ -25,17 +25,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from echelon.compression import Compression
 from echelon.core.bounds import Bounds, OneOf
 from echelon.sync.averaging.engine import Averaging
-from echelon.sync.averaging.plan import AveragingPlan, MeanRule, check_deltas, length_notes
+from echelon.sync.averaging.plan import AveragingPlan, MeanRule
+from echelon.sync.averaging.settings import AveragingSettings
 from echelon.sync.base import Sync, SyncContext
-from echelon.sync.settings import SyncSettings
-from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
 
 
 @dataclass(frozen=True)
-class LocalSettings(SyncSettings):
+class LocalSettings(AveragingSettings):
     """Settings of `local`.
 
     Attributes:
@@ -49,7 +47,6 @@ class LocalSettings(SyncSettings):
     """
 
     name: ClassVar[str] = "local"
-    encodes_gradients: ClassVar[bool] = False
     period: Annotated[int, Bounds(least=1)]
     start: Annotated[int, Bounds(least=0)] = 0
     optimizer_state: Annotated[str, OneOf(("keep", "average", "reset"))] = "keep"
@@ -84,27 +81,6 @@ class LocalSettings(SyncSettings):
     def steady(self) -> LocalSettings:
         """Return it without more frequent agreements at the start."""
         return replace(self, warmup=0.0)
-
-    @property
-    def regroups(self) -> bool:
-        """Whether all replicas agree on all of the model at one step, from which they can begin a round again."""
-        return self.plan().in_one_piece
-
-    def messages(self, steps: int) -> int:
-        """Return the agreements on a parameter in a run of so many steps."""
-        return self.plan().for_run(steps).agreements(steps)
-
-    def length_notes(self, steps: int) -> list[str]:
-        """Say how often replicas agree at first, and whether there are too few periods."""
-        return length_notes(self.plan().for_run(steps), steps)
-
-    def check(self, compression: Compression) -> None:
-        """Refuse a codec that deltas cannot go through (UserError)."""
-        check_deltas(compression)
-
-    def state_bytes(self, compression: Compression, piece: Piece) -> StateBytes:
-        """Return the memory of what was agreed on last, and of the codec."""
-        return by_averaging(self.plan(), compression, piece)
 
     def build(self, context: SyncContext) -> Sync:
         """Build the strategy."""

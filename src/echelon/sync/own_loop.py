@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.collectives import registry as paths
 from echelon.collectives.ddp import take_momentum
 from echelon.collectives.wire import nothing_to_encode
+from echelon.compression import Compression
 from echelon.compression import read as read_codec
 from echelon.core.errors import UserError, naming
 from echelon.core.state_tree import StateTree
@@ -73,14 +74,7 @@ def wrap(
     group = _group(ddp)
     stepped = _innermost(optimizer)
     _check(plain, ddp, stepped)
-    codec, path = read_codec(compression), paths.build(collective)
-    settings.check(codec)
-    settings.check_momentum(codec, any(group.get("momentum", 0.0) for group in stepped.param_groups))
-    unused = nothing_to_encode(compression, plain.parameters()) if codec.encodes else ""
-    if unused and group is not None and group.rank() == 0:
-        warnings.warn(unused.removeprefix("--"), stacklevel=2)
-    if settings.encodes_gradients and codec.encodes and group is not None:
-        codec = take_momentum(codec, stepped)
+    path, codec = paths.build(collective), _codec_for(settings, compression, plain, stepped, group)
     if group is not None and ddp is None:
         equalise(plain, group)
     patched = SteppedOptimizer(stepped, encodes=codec.encodes and _sums_gradients(settings))
@@ -246,6 +240,28 @@ def _settings_of(sync: str) -> SyncSettings:
             "in a loop of your own use local(8) or easgd(10)"
         )
     return settings
+
+
+def _codec_for(
+    settings: SyncSettings,
+    compression: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup | None,
+) -> Compression:
+    """Return what travels, with the momentum that it takes over from the optimizer; warns where nothing is encoded.
+
+    Raises:
+        UserError: it cannot be read, or does not fit the strategy or the optimizer.
+    """
+    codec = read_codec(compression)
+    settings.check(codec)
+    settings.check_momentum(codec, any(each.get("momentum", 0.0) for each in optimizer.param_groups))
+    unused = nothing_to_encode(compression, model.parameters()) if codec.encodes else ""
+    if unused and group is not None and group.rank() == 0:
+        warnings.warn(unused.removeprefix("--"), stacklevel=3)
+    takes = settings.encodes_gradients and codec.encodes and group is not None
+    return take_momentum(codec, optimizer) if takes else codec
 
 
 def _sums_gradients(settings: SyncSettings) -> bool:
