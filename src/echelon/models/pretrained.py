@@ -66,19 +66,21 @@ def pixels_of(weights: str, model_name: str) -> tuple[Pixels, Pixels] | None:
 
     Returns:
         None where nothing tells them: of weights of a file, of a run, and of what is no model of images.
+
+    Raises:
+        UserError: the file that tells them is damaged.
     """
     library, _, name = model_name.partition("/")
     if library == "transformers" and weights:
         folder = Path(weights.removeprefix(HUB)).expanduser()
         return _of_preprocessor(folder) or _of_preprocessor(Path(name).expanduser())
-    if weights != PRETRAINED:
-        return None
-    if library == "timm":
+    if library == "timm" and weights.startswith((PRETRAINED, HUB)):
         from timm.models import get_pretrained_cfg
 
         cfg = get_pretrained_cfg(name, allow_unregistered=True)
-        return None if cfg is None else (tuple(cfg.mean), tuple(cfg.std))
-    if library == "torchvision":
+        known = cfg is not None and weights in (PRETRAINED, f"{HUB}{cfg.hf_hub_id}")
+        return (tuple(cfg.mean), tuple(cfg.std)) if known else None
+    if library == "torchvision" and weights == PRETRAINED:
         return _pixels_of_torchvision(name)
     return None
 
@@ -95,15 +97,27 @@ def _pixels_of_torchvision(name: str) -> tuple[Pixels, Pixels] | None:
 
 
 def _of_preprocessor(folder: Path) -> tuple[Pixels, Pixels] | None:
-    """Return what the folder of a model of transformers says of its images; None: it says nothing."""
+    """Return what the folder of a model of transformers says of its images; None: it says nothing.
+
+    Raises:
+        UserError: its file is damaged.
+    """
     file = folder / "preprocessor_config.json"
     if not file.is_file():
         return None
-    known = json.loads(file.read_text(encoding="utf-8"))
-    mean, std = known.get("image_mean"), known.get("image_std")
-    if not mean or not std or not known.get("do_normalize", True):
-        return None
-    return tuple(mean), tuple(std)
+    try:
+        known = json.loads(file.read_bytes())
+        mean, std = known.get("image_mean"), known.get("image_std")
+        if not mean or not std or not known.get("do_normalize", True):
+            return None
+        return _by_channel(mean), _by_channel(std)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} does not say how images are normalised ({error})") from error
+
+
+def _by_channel(numbers: float | list[float]) -> Pixels:
+    """Return a number for each channel; one alone is that of all three."""
+    return tuple(map(float, numbers)) if isinstance(numbers, list) else (float(numbers),) * 3
 
 
 def _of_timm(name: str, brings: bool) -> Path:

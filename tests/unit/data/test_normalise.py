@@ -77,3 +77,18 @@ def test_a_preprocessor_beside_a_model_of_transformers_tells_its_pixels(tmp_path
     assert pixels_of("", f"transformers/{tmp_path}") is None
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**said, "do_normalize": False}))
     assert pixels_of("pretrained", f"transformers/{tmp_path}") is None
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": 0.5, "image_std": 1}), "utf-8-sig")
+    assert pixels_of("pretrained", f"transformers/{tmp_path}") == ((0.5, 0.5, 0.5), (1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"image_mean": ["a"], "image_std": [1]}', "\xff"])
+def test_a_damaged_preprocessor_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(text, "latin-1")
+    with pytest.raises(UserError, match=r"preprocessor_config.json does not say how images are normalised"):
+        pixels_of("pretrained", f"transformers/{tmp_path}")
+
+
+def test_the_same_weights_by_their_name_on_the_hub_are_normalised_alike() -> None:
+    name, weights = "timm/vit_tiny_patch16_224", "hf:timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    assert pixels_of(weights, name) == pixels_of("pretrained", name) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert pixels_of("hf:timm/another", name) is None and pixels_of("file.pth", name) is None

@@ -122,6 +122,13 @@ def test_a_file_that_is_none(tmp_path: Path, content: bytes) -> None:
     assert "cannot be read" in refusal(model(), tmp_path / "w")
 
 
+@pytest.mark.parametrize("end", [1, 18, 152, 439])
+def test_a_torn_file_of_an_older_torch(tmp_path: Path, end: int) -> None:
+    torch.save({"a": torch.zeros(16), "b": torch.zeros(3)}, tmp_path / "w", _use_new_zipfile_serialization=False)
+    (tmp_path / "w").write_bytes((tmp_path / "w").read_bytes()[:end])
+    assert "cannot be read" in refusal(model(), tmp_path / "w")
+
+
 def lightning(state: dict[str, Tensor], path: Path) -> Path:
     """A LightningModule's checkpoint: the network under `model.`, a metric beside it, loops and hyperparameters."""
     content = {
