@@ -63,6 +63,7 @@ def build_transformers(folder: str, data: ModelInput) -> nn.Module:
     with _building(name):
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
         _check_vocabulary(config, data.classes if use is TextUse.MASKED_TOKENS else ids.count, name)
+        _set_padding(config, use)
         if use is TextUse.CLASSES:
             config.num_labels = data.classes
         elif use is TextUse.NEXT_TOKENS or not (file.parent / FOLDER_FILE).is_file():
@@ -165,7 +166,7 @@ def _of_vocabulary(count: int, model: nn.Module, args: object, output: object) -
 
 
 def _check_vocabulary(config: Any, count: int, name: str) -> None:
-    """Check that a model of transformers knows all tokens of the data, and tell it which one is padding.
+    """Check that a model of transformers knows all tokens of the data.
 
     Raises:
         UserError: it knows fewer.
@@ -174,8 +175,14 @@ def _check_vocabulary(config: Any, count: int, name: str) -> None:
         raise UserError(
             f"{name} knows {config.vocab_size:,} tokens, the data has {count:,}: use --tokeniser with its folder"
         )
+
+
+def _set_padding(config: Any, use: TextUse) -> None:
+    """Say which token is padding, unless the configuration does: to classify, the end token, which no text lacks."""
     if getattr(config, "pad_token_id", None) is None:
-        config.pad_token_id = 0
+        end = getattr(config, "eos_token_id", None)
+        decodes_alone = use is TextUse.CLASSES and not getattr(config, "is_encoder_decoder", False)
+        config.pad_token_id = end if decodes_alone and isinstance(end, int) and 0 <= end < config.vocab_size else 0
 
 
 def prepare_encoder_decoder(config: Any) -> None:

@@ -47,6 +47,16 @@ def test_texts_are_classified_and_padding_is_not_seen(bert: str, gpt2: str) -> N
         torch.testing.assert_close(logits, model(input_ids=ids[:, :8], attention_mask=mask[:, :8]))
 
 
+@pytest.mark.parametrize(("end", "padding"), [(49, 49), (50256, 0)])
+def test_a_texts_last_token_counts_whatever_it_is(end: int, padding: int, tmp_path: Path) -> None:
+    size = {"vocab_size": 50, "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 16}
+    transformers.GPT2Config(**size, bos_token_id=end, eos_token_id=end).save_pretrained(tmp_path)
+    model = build_model(ModelConfig(name=f"transformers/{tmp_path}"), ModelInput(3, 1, 1, several=TEXTS)).eval()
+    assert model.config.pad_token_id == padding
+    short, long = (model(input_ids=torch.tensor([ids])) for ids in ([5, 6], [5, 6, 0]))
+    assert torch.equal(short, long) == (padding == 0)
+
+
 def _config(kind: str, pad: int) -> Any:
     shape = {"vocab_size": 50, "pad_token_id": pad}
     if kind == "GPT2":
