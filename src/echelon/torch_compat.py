@@ -14,6 +14,7 @@ before it is asked for.
     tree_flatten, ...       torch.utils._pytree
     reparametrized          torch.nn.utils.stateless._reparametrize_module
     foreach_copy_, ...      torch._foreach_copy_, ...
+    assert_async            torch._assert_async
     inject_parametrized_... torch.nn.utils.parametrize._inject_new_class, _inject_property
     storage_key             torch.UntypedStorage._cdata
     generator_words         torch.Generator._cdata
@@ -83,6 +84,7 @@ __all__ = [
     "DropoutNd",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "assert_async",
     "conv_forward",
     "copy_with",
     "detect_fake_mode",
@@ -148,6 +150,7 @@ GATHERS = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_sc
 
 _TWISTER_WORDS = 624
 _TWISTER_AT_MOST = 256  # bytes in front of the words of a generator
+assert_async = torch._assert_async
 foreach_copy_ = torch._foreach_copy_
 foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_

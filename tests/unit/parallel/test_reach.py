@@ -15,11 +15,14 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
+from echelon.core.hints import Style
 from echelon.core.layout import Layout
 from echelon.parallel.base import Placement
 from echelon.parallel.blocks import find_blocks, shard
 from echelon.parallel.local_shards import LocalShards
 from echelon.parallel.reach import is_asked_in
+from echelon.parallel.tensor.apply import apply_plan
+from echelon.parallel.tensor.plan import TensorPlan
 
 STEPS, SAMPLES, WIDTH = 24, 6, 16
 
@@ -148,3 +151,21 @@ def test_a_block_that_single_ranks_leave_out_is_refused() -> None:
     assert not is_asked_in(17)
     for said in on_threads(lambda rank: enter(rank, 17)):
         assert "ranks have called the blocks of the model in different orders" in said
+
+
+def test_a_split_table_refuses_ids_that_it_has_not() -> None:
+    def look_up(rank: int) -> list[bool]:
+        model = nn.Sequential(nn.Embedding(10, 4))
+        apply_plan(
+            model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), TensorPlan(2, {"0": Style("vocabulary")})
+        )
+        assert model(torch.tensor([[0, 9]])).shape == (1, 2, 4)
+        refused = []
+        for wrong in (10, -1):
+            try:
+                model(torch.tensor([[3, wrong]]))
+            except RuntimeError as error:
+                refused.append("not all among the 10 rows" in str(error))
+        return refused
+
+    assert on_threads(look_up) == [[True, True]] * 2

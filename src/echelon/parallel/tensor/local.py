@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from echelon.parallel.tensor.comm import add, chunk_of, enter
-from echelon.torch_compat import registered_tensors
+from echelon.torch_compat import assert_async, registered_tensors
 
 
 class Sight(Enum):
@@ -74,9 +74,15 @@ def _attribute(name: str, sight: Sight) -> property:
 @cache
 def _embedding(kind: Any) -> Any:
     def forward(self: Any, ids: Tensor) -> Tensor:
-        """Look up ids (N, T) in this rank's rows; the ranks' results (N, T, D) are added."""
+        """Look up ids (N, T) in this rank's rows; the ranks' results (N, T, D) are added.
+
+        Raises:
+            RuntimeError: the table has no such row; on a GPU, a later call raises it.
+        """
         weight, table = self.weight, registered_tensors(self)["weight"]
         assert isinstance(table, DTensor)
+        inside = ((ids >= 0) & (ids < len(table))).all()
+        assert_async(inside, f"ids are not all among the {len(table)} rows of the embedding")  # a GPU is not waited for
         mine = ids - self._first_row
         absent = (mine < 0) | (mine >= len(weight))
         padding = None if self.padding_idx is None else self.padding_idx - self._first_row
