@@ -16,7 +16,7 @@ from echelon.optim.own import (
     takes_weight_decay,
 )
 from echelon.optim.probe import OwnTraits, probe
-from echelon.optim.traits import Reach, is_split_on_servers, reach_of
+from echelon.optim.traits import Reach, draws_numbers, is_split_on_servers, reach_of
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,11 @@ class OptimizerChoice:
     def reach(self) -> Reach:
         """What the update of an element depends on."""
         return self.user_traits.reach if self.user_traits else reach_of(self.name)
+
+    @property
+    def draws(self) -> bool:
+        """Whether its steps draw random numbers."""
+        return self.user_traits.draws if self.user_traits else draws_numbers(self.name)
 
     @property
     def is_split_on_servers(self) -> bool:

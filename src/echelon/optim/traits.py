@@ -37,6 +37,15 @@ def reach_of(name: str) -> Reach:
     return Reach.MODEL if "lamb" in name.lower() else Reach.TENSOR
 
 
+def draws_numbers(name: str) -> bool:
+    """Whether steps of an optimizer draw random numbers, so that replicas of a model would part.
+
+    >>> draws_numbers("kronw"), draws_numbers("adamw")
+    (True, False)
+    """
+    return name.lower().startswith("kron")
+
+
 _MOVES_BY_RATE = ("adam", "lion")
 """In names of optimizers that divide a gradient by its size, or take its sign alone."""
 _OF_ROWS = "sparse_adam"

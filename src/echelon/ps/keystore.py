@@ -397,6 +397,7 @@ class KeyStore:
                     i: {k: _copy(v) for k, v in entry.items() if self.made is None or not is_by_row(v, self._views[0])}
                     for i, entry in optimizer.items()
                 },
+                "groups": _left_in_groups(self.optimizer),
                 "watermark": self.applied.watermark,
                 "task_runs": to_runs(self.applied.tasks),
                 "then": {w: t.clone() for w, (_, _, t) in self._pulled.items() if t is not None},
@@ -506,6 +507,8 @@ class KeyStore:
             if self.made is not None:  # what it has of rows follows
                 saved = {i: {**whole["state"].get(i, {}), **entry} for i, entry in saved.items()}
             self.optimizer.load_state_dict({**whole, "state": saved})
+            for group, entries in zip(self.optimizer.param_groups, state.get("groups", ()), strict=False):
+                group.update(entries)
         self.applied = Applied(int(state["watermark"]), counted_tasks(state))
         self._pulled = {w: (v, now_s, state["then"].get(w)) for w, v in state["pulled"].items()}
         self._mean_square = dict(state["mean_square"])
@@ -548,6 +551,12 @@ def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an update is no more than value - lr * gradient."""
     extras = ("momentum", "weight_decay", "maximize", "differentiable")
     return type(optimizer) is torch.optim.SGD and not any(g[name] for g in optimizer.param_groups for name in extras)
+
+
+def _left_in_groups(optimizer: torch.optim.Optimizer) -> list[ParamGroup]:
+    """Return copies of what steps have left in each group beside its settings, such as timm's Adan its step count."""
+    settings = {*optimizer.defaults, "params", "lr_scale"}
+    return [{k: _copy(v) for k, v in group.items() if k not in settings} for group in optimizer.param_groups]
 
 
 def _copy(value: Any) -> Any:

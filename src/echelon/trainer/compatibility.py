@@ -46,7 +46,7 @@ def check_strategies(run: ResolvedRun, ranks: int) -> None:
         run.sync.check(run.compression)
     _check_replicas(run, ranks)
     _check_elastic(run, ranks)
-    _check_own(run, ranks)
+    _check_optimizer(run, ranks)
     run.sync.check_momentum(run.compression, _has_momentum(run, run.described.optimizer))
     if run.compression.encodes and ranks > 1:
         with naming(f"--nodes {run.described.launch.nodes}") if run.nodes.is_range else nullcontext():
@@ -199,7 +199,7 @@ def _check_servers(run: ResolvedRun, ranks: int) -> None:
         clips=config.optimizer.clip_norm > 0,
         has_momentum=_has_momentum(run, config.optimizer),
     )
-    _check_own_on_servers(run, sync)
+    _check_optimizer_on_servers(run, sync)
 
 
 def _worker_size(run: ResolvedRun, ranks: int) -> int:
@@ -233,10 +233,10 @@ def _momentum(run: ResolvedRun) -> float:
     return optimizer.momentum if is_sgd(optimizer.name) else 0.0
 
 
-def _check_own_on_servers(run: ResolvedRun, sync: str) -> None:
-    """Refuse an optimizer of the user's that servers cannot step or save, each of which has some of the tensors."""
+def _check_optimizer_on_servers(run: ResolvedRun, sync: str) -> None:
+    """Refuse an optimizer that servers cannot step or save, each of which has some of the tensors."""
     traits, name = run.optimizer.user_traits, run.optimizer.name
-    if traits is not None and traits.reach is Reach.MODEL:
+    if run.optimizer.reach is Reach.MODEL:
         raise UserError(
             f"{sync} with --optimizer {name}: an update depends on other tensors, and each server has some of them; "
             f"use --sync allreduce{run.optimizer.hint}"
@@ -248,19 +248,17 @@ def _check_own_on_servers(run: ResolvedRun, sync: str) -> None:
         )
 
 
-def _check_own(run: ResolvedRun, ranks: int) -> None:
-    """Refuse an optimizer of the user's whose replicas would part, and momentum where the codec's is before it."""
+def _check_optimizer(run: ResolvedRun, ranks: int) -> None:
+    """Refuse an optimizer whose replicas would part, and momentum of the user's where the codec's is before it."""
     traits, given, codec = run.optimizer.user_traits, run.described.strategy, run.compression.codec
-    if traits is None:
-        return
     name = run.optimizer.name
-    if traits.draws and ranks > 1 and run.sync.sums_in_backward:
+    if run.optimizer.draws and ranks > 1 and run.sync.sums_in_backward:
         raise UserError(
             f"--sync {given.sync} with --optimizer {name}: its steps draw random numbers, so that replicas would part; "
             "use --workers 1, or --sync local(8), whose replicas agree again"
         )
     before = codec.momentum_inside or codec.absorbs_momentum or run.compression.leaves_momentum
-    if traits.momentum and before and run.sync.encodes_gradients:
+    if traits is not None and traits.momentum and before and run.sync.encodes_gradients:
         raise UserError(
             f"--compression {given.compression} with --optimizer {name}: its momentum {traits.momentum:g} would act "
             "after decoding, and only that of --optimizer sgd or momentum can be moved before it; give yours momentum "

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from timm.optim import Adan
 from torch import nn
 
 from echelon.optim.build import EMA
@@ -80,6 +81,18 @@ def test_any_optimizer_takes_its_usual_steps(optimizer: Any) -> None:
         parameter.grad = push(task).gradient[None]
         usual.step()
     torch.testing.assert_close(key.value, parameter.detach()[0])
+
+
+def test_an_optimizer_that_counts_steps_in_its_group_goes_on_where_it_was() -> None:
+    key, again = store(ServerSettings(), Adan), store(ServerSettings(), Adan)
+    for task in range(20):
+        key.take(push(task))
+    saved = key.state(full=True)
+    again.load_state(saved, 0.0)
+    for each in (key, again):
+        each.take(push(20))
+    assert torch.equal(key.value, again.value)
+    store(ServerSettings(), Adan).load_state({k: v for k, v in saved.items() if k != "groups"}, 0.0)  # saved before
 
 
 def test_a_key_that_catches_up_also_completes_what_came_meanwhile() -> None:
