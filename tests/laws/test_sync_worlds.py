@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.core.errors import UserError
 from echelon.trainer.state import load_rank_state, load_shared_state, rank_state
 from tests.laws.test_sync import save_in_middle
 from tests.ranks.replicas import (
@@ -229,3 +230,24 @@ def _agreed(rank: Rank, trial: Trial, last: int) -> dict[str, Tensor]:
 def test_replicas_that_keep_a_share_of_their_own_are_averaged_to_be_shown() -> None:
     one, other = run_ranks(_agreed, 2, Trial("diloco(2, alpha=0.5)", model=Quadratic), 4)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _refusal(rank: Rank) -> str:
+    """Say why a rank alone does not load a state whose optimizer did not train all that is trained now."""
+    parts = make_parts(Trial("allreduce"))
+    train(parts, rank, 0, 1)
+    shared, _ = save(parts, rank, 1)
+    load_shared_state(parts, shared)
+    for group in shared["optimizer"]["param_groups"]:
+        group["params"].remove("first.weight")
+    try:
+        load_shared_state(parts, shared)
+    except UserError as error:
+        return str(error)
+    finally:
+        parts.sync.close()
+    return ""
+
+
+def test_a_state_of_a_run_that_trained_less_is_refused() -> None:
+    assert "did not train first.weight, which --tune trains now" in run_ranks(_refusal, 1)[0]

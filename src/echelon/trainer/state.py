@@ -337,6 +337,7 @@ def _has_parameters(optimizer: torch.optim.Optimizer) -> bool:
 def _load_optimizer(run_parts: RunParts, state: StateView) -> None:
     if not _has_parameters(run_parts.optimizer):  # of a stage of a pipeline where nothing is trained
         return
+    _check_trained(run_parts, state["optimizer"]["param_groups"])
     # Alone the optimizer applies momentum; with others, before encoding, a codec may, and the decay goes with it.
     described = [{k: g[k] for k in (*_GO_TOGETHER, *_OF_DEVICE) if k in g} for g in run_parts.optimizer.param_groups]
     if state["optimizer"]["state"]:
@@ -349,6 +350,18 @@ def _load_optimizer(run_parts: RunParts, state: StateView) -> None:
         _load_groups(run_parts, state["optimizer"]["param_groups"])
     for group, values in zip(run_parts.optimizer.param_groups, described, strict=True):
         group.update(values)
+
+
+def _check_trained(run_parts: RunParts, groups: Sequence[StateView]) -> None:
+    """Refuse a checkpoint of an optimizer that did not train all of what is trained now (UserError)."""
+    saved = {name for group in groups for name in group["params"]}
+    trained = {id(p) for group in run_parts.optimizer.param_groups for p in group["params"]}
+    new = [name for name, p in run_parts.local_model.named_parameters() if id(p) in trained and name not in saved]
+    if new:
+        raise UserError(
+            f"the checkpoint is of a run that did not train {new[0]}, which --tune trains now: start a new run with "
+            "--weights"
+        )
 
 
 def _load_groups(run_parts: RunParts, groups: Sequence[StateView]) -> None:

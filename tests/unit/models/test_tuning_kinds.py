@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from echelon.core.errors import UserError
@@ -27,6 +28,21 @@ def test_what_would_do_nothing(tune: str, words: str) -> None:
 def test_one_layer_has_one_rate() -> None:
     with pytest.raises(UserError, match="layer_decay: nothing tells layers"):
         tuning_plan("layer_decay(0.5)", "eval").apply(nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(("name", "last", "before"), [
+    ("swin_t", "features.7.1.", "features.7.0."),
+    ("vit_b_32", "encoder.layers.encoder_layer_11.", "encoder.layers.encoder_layer_10."),
+    ("convnext_tiny", "features.7.2.", "features.7.1."),
+    ("densenet121", "features.denseblock4.", "features.transition3."),
+])  # fmt: skip
+def test_a_normalisation_behind_the_last_block_is_none(name: str, last: str, before: str) -> None:
+    models = pytest.importorskip("torchvision.models", reason="needs torchvision")
+    for tune, first in (("last", last), ("last(2)", before)):
+        with torch.device("meta"):
+            model = models.get_model(name, num_classes=3)
+        tuning_plan(tune, "eval").apply(model)
+        assert next(n for n, p in model.named_parameters() if p.requires_grad).startswith(first)
 
 
 def test_the_head_is_named() -> None:

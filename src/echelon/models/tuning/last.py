@@ -16,6 +16,7 @@ from torch import nn
 from echelon.core.bounds import Bounds, check_bounds
 from echelon.core.errors import UserError
 from echelon.models.tuning.base import TuningKind, blocks_of
+from echelon.models.weights import head_names
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,19 @@ class Last(TuningKind):
         Raises:
             UserError: the model has fewer blocks.
         """
-        blocks = blocks_of(model)
+        blocks, head = blocks_of(model), head_names(model)
+        while len(blocks) > 1 and _is_behind(model, blocks[-1], head):
+            blocks.pop()
         if len(blocks) < self.blocks:
             raise UserError(f"--tune last({self.blocks}): {type(model).__name__} has {len(blocks)} blocks")
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         first = next(i for i, name in enumerate(names) if name.startswith(f"{blocks[-self.blocks]}."))
         return set(names[first:])
+
+
+def _is_behind(model: nn.Module, name: str, head: Set[str]) -> bool:
+    """Whether a module is no block but what stands behind the last one: a normalisation, with the head or without."""
+    return all(p.ndim == 1 or each in head for each, p in model.get_submodule(name).named_parameters(name))
 
 
 TUNING = Last
