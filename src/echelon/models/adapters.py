@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,27 @@ def can_be_adapted(module: nn.Module, r: int) -> bool:
         if isinstance(module, kind):
             return type(module).forward is kind.forward and module.groups == 1 and module.padding_mode == "zeros"
     return _is_conv1d(module)
+
+
+def never_called(model: nn.Module, layers: Sequence[str], call: Callable[[nn.Module], object]) -> set[str]:
+    """Return those of some layers that a call of the model passes by, though it calls what they stand in.
+
+    Such a module computes with a layer's weight, and an adapter beside the layer would have no part in that.
+    """
+    called: set[nn.Module] = set()
+    hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in model.modules()]
+    try:
+        call(model)
+    except Exception:  # noqa: BLE001  the caller's code may raise any, of zeros: that says nothing of its layers
+        return set()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {
+        name
+        for name in layers
+        if model.get_submodule(name) not in called and model.get_submodule(name.rpartition(".")[0]) in called
+    }
 
 
 def add_adapters(model: nn.Module, layers: Sequence[str], r: int, alpha: float) -> None:

@@ -17,6 +17,22 @@ from echelon.tasks import nest
 _SAMPLES = 2
 
 
+def call_blank(model: nn.Module, data: ModelInput, dtype: torch.dtype | None = None) -> Any:
+    """Return what a model gives for two blank inputs, in evaluation mode; what its forward raises is not caught.
+
+    Args:
+        dtype: of the inputs that are floating; None: as the data has them, or of images, as the parameters are.
+    """
+    example = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    inputs = nest.to_device(data.blank(_SAMPLES), example.device)
+    if data.is_image:
+        inputs = inputs.to(example.dtype)
+    if dtype is not None:
+        inputs = nest.map_leaves(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, inputs)
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return nest.call(model, inputs)
+
+
 def try_out(model: nn.Module, label: str, data: ModelInput) -> None:
     """Call a model on two blank inputs, in evaluation mode; what its forward raises is not caught.
 
@@ -26,12 +42,7 @@ def try_out(model: nn.Module, label: str, data: ModelInput) -> None:
     Raises:
         UserError: its outputs are not what the task learns from.
     """
-    example = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    inputs = nest.to_device(data.blank(_SAMPLES), example.device)
-    if data.is_image:
-        inputs = inputs.to(example.dtype)
-    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        outputs = nest.call(model, inputs)
+    outputs = call_blank(model, data)
     if wrong := (data.wrong_outputs or _wrong_logits(data.classes))(outputs, _SAMPLES):
         raise UserError(f"{label} {wrong}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +20,7 @@ from echelon.core.files import write_atomic
 from echelon.models import build_model, fill_padding, give_logits, hints_for, keep_no_cache
 from echelon.models.keras_model import KerasModule, loss_name
 from echelon.models.tables import make_sparse, sparse_tables
-from echelon.models.trial import evaluating, try_out
+from echelon.models.trial import call_blank, evaluating, try_out
 from echelon.observe.phases import PhaseClock
 from echelon.optim.build import EMA, build_optimizer, idle_optimizer
 from echelon.optim.kernels import fuse_where_possible
@@ -36,7 +37,7 @@ from echelon.tasks import nest
 from echelon.torch_compat import is_compiled
 from echelon.trainer.inputs import model_input
 from echelon.trainer.own_trial import check_own_model, check_single_samples, make_whole
-from echelon.trainer.precision import PRECISIONS, build_scaler, to_fp8
+from echelon.trainer.precision import PRECISIONS, build_scaler, check_narrow, to_fp8
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.split_sync import SplitSync
 from echelon.trainer.start_weights import is_of_rebuilt, start_from
@@ -204,8 +205,9 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     sharded = world.placement is not None and world.placement.layout.fsdp > 1  # rows of parameters must be contiguous
     if channels_last(config, world.device) and not sharded:
         model = model.to(memory_format=torch.channels_last)
+    check_narrow(model, data, config.training.precision)
     if not work.tuning.changes_nothing:
-        work.tunings.append(work.tuning.apply(model, rebuilt))
+        work.tunings.append(work.tuning.apply(model, rebuilt, partial(call_blank, data=data)))
     if work.tuning.rebuilds:
         _check_rebuilt(model, work)
     return model

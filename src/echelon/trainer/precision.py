@@ -14,6 +14,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from echelon.config.schema import TrainingConfig
 from echelon.core.errors import UserError
+from echelon.models.base import ModelInput
+from echelon.models.trial import call_blank
+from echelon.parallel.precision import computing_in
 
 FP8_CAPABILITY = (8, 9)  # of the first GPUs with 8-bit matrix units
 FP8_MULTIPLE = 16  # both sides of a matrix must be multiples of it
@@ -77,6 +80,30 @@ def set_numerics(training: TrainingConfig) -> None:
     if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
         torch.use_deterministic_algorithms(True)
+
+
+def check_narrow(model: nn.Module, data: ModelInput, precision: str) -> None:
+    """Refuse narrow parameters for a model that computes with them and what stays wide, such as buffers, in one layer.
+
+    Raises:
+        UserError: says what its forward raised.
+    """
+    dtype = PRECISIONS[precision].parameters
+    if dtype is None:
+        return
+    try:
+        call_blank(model, data)
+    except Exception:  # noqa: BLE001  the caller's code may raise any, of zeros: that says nothing of types
+        return
+    try:
+        with computing_in(model, dtype):
+            call_blank(model, data, dtype)
+    except RuntimeError as error:
+        raise UserError(
+            f"--precision {precision} casts parameters and inputs of {type(model).__name__}, not its buffers, and its "
+            f"forward raised {str(error).splitlines()[0]}: cast buffers where they are used, as in "
+            "x + self.table.to(x.dtype), or use --precision bf16"
+        ) from error
 
 
 def check_fp8(device: torch.device) -> None:

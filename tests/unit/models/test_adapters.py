@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ pytest.importorskip("peft", reason="needs peft")
 
 from echelon.core.adapters import DOWN, adapted_layer
 from echelon.core.errors import UserError
+from echelon.models.base import ModelInput
+from echelon.models.trial import call_blank
 from echelon.models.tuning.plan import tuning_plan
 from tests.ranks.layouts import MODELS
 
@@ -109,6 +112,33 @@ def test_adapters_and_the_head_are_trained_and_others_join() -> None:
 def test_what_cannot_be_adapted_is_refused_in_a_line(tune: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         trained(tune)
+
+
+class Reads(nn.Module):
+    """Attention that computes with the weight of its first layer, as that of Swin, BEiT and EVA does."""
+
+    def __init__(self, calls: bool) -> None:
+        super().__init__()
+        self.attn, self.fc, self.head = nn.Module(), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.attn.qkv, self.calls = nn.Linear(64, 64), calls
+        self.attn.forward = self._attend  # type: ignore[method-assign]
+
+    def _attend(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.attn.qkv
+        return qkv(x) if self.calls else nn.functional.linear(x, qkv.weight, qkv.bias)  # type: ignore[arg-type, operator]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.fc(self.attn(x.flatten(1))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("calls", "layer"), [(True, "attn.qkv"), (False, "fc")])
+def test_a_layer_whose_weight_alone_is_used_gets_no_adapter(calls: bool, layer: str) -> None:
+    blank, model = partial(call_blank, data=ModelInput(10, 1, 8)), Reads(calls)
+    tuning_plan("lora(r=2)", "eval").apply(model, call=blank)
+    assert {adapted_layer(name) for name, _ in model.named_parameters()} == {"", layer}
+    if not calls:
+        with pytest.raises(UserError, match=r"attn.qkv of Reads is never called, only its weight is used"):
+            tuning_plan("lora(r=2, targets=qkv)", "eval").apply(Reads(calls), call=blank)
 
 
 @pytest.mark.parametrize(("model", "layers"), [

@@ -15,10 +15,19 @@ from torch import nn
 from echelon.config import build
 from echelon.config.schema import TrainingConfig
 from echelon.core.errors import UserError
+from echelon.models.base import ModelInput
 from echelon.optim.build import idle_optimizer
 from echelon.tasks.base import EvaluationResult
 from echelon.trainer.evaluate import evaluate
-from echelon.trainer.precision import autocast_to, build_scaler, check_fp8, fp8_layers, set_numerics, to_fp8
+from echelon.trainer.precision import (
+    autocast_to,
+    build_scaler,
+    check_fp8,
+    check_narrow,
+    fp8_layers,
+    set_numerics,
+    to_fp8,
+)
 from echelon.trainer.update import Update
 from echelon.trainer.world import World
 
@@ -34,6 +43,27 @@ def test_autocast_is_the_run_s_own(dtype: torch.dtype | None, found: torch.dtype
     x = torch.ones(2, 2)
     with torch.autocast("cpu", torch.bfloat16, enabled=outer), autocast_to(dtype, CPU):
         assert (x @ x).dtype == found and torch.is_autocast_enabled("cpu") is (dtype is not None)
+
+
+class Positions(nn.Module):
+    """Adds a table that is no parameter."""
+
+    def __init__(self, casts: bool) -> None:
+        super().__init__()
+        self.casts, self.head = casts, nn.Linear(64, 10)
+        self.register_buffer("table", torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.get_buffer("table")
+        return self.head(x.flatten(1) + (table.to(x.dtype) if self.casts else table))  # type: ignore[no-any-return]
+
+
+def test_narrow_parameters_are_refused_where_a_buffer_makes_their_inputs_wide() -> None:
+    data = ModelInput(10, 1, 8)
+    check_narrow(Positions(casts=True), data, "bf16-params")
+    with pytest.raises(UserError, match=r"casts parameters and inputs of Positions, not its buffers.*use --precision"):
+        check_narrow(Positions(casts=False), data, "bf16-params")
+    check_narrow(nn.Linear(3, 3), data, "bf16-params")  # that cannot take zeros at all
 
 
 def test_half_precision_trains_on_a_cpu() -> None:

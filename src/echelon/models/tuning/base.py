@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from echelon.core.errors import UserError
 from echelon.core.hints import matches
 from echelon.models.families import hints_for
 from echelon.models.weights import head_names
+
+Call = Callable[[nn.Module], object]
+"""Runs a model's forward on inputs like those of its data."""
 
 
 class TuningKind:
@@ -35,8 +38,12 @@ class TuningKind:
     def rebuild(self, model: nn.Module) -> None:
         """Change the model's modules for good, in place: before all else, and wherever a run's model is built again."""
 
-    def prepare(self, model: nn.Module) -> None:
-        """Change the model's structure in place, before anything is chosen; what stays of it keeps its names."""
+    def prepare(self, model: nn.Module, call: Call | None = None) -> None:
+        """Change the model's structure in place, before anything is chosen; what stays of it keeps its names.
+
+        Args:
+            call: runs the model's forward; None: there is nothing to call it with.
+        """
 
     def plain(self, weights: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
         """Return weights, any shape, of the model as it was before `prepare`, from those that were trained.

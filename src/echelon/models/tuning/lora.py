@@ -22,8 +22,8 @@ from echelon.core.adapters import adapted_layer
 from echelon.core.bounds import Bounds, check_bounds
 from echelon.core.errors import UserError
 from echelon.core.hints import matches
-from echelon.models.adapters import add_adapters, can_be_adapted, merged
-from echelon.models.tuning.base import TuningKind
+from echelon.models.adapters import add_adapters, can_be_adapted, merged, never_called
+from echelon.models.tuning.base import Call, TuningKind
 from echelon.models.weights import head_names
 
 _ATTENTION = ("attn", "attention")
@@ -50,13 +50,13 @@ class Lora(TuningKind):
     def __post_init__(self) -> None:
         check_bounds(self)
 
-    def prepare(self, model: nn.Module) -> None:
-        """Put adapters into the layers.
+    def prepare(self, model: nn.Module, call: Call | None = None) -> None:
+        """Put adapters into the layers; not into those of which `call` uses the weights alone.
 
         Raises:
-            UserError: no layer is meant, or peft is not installed.
+            UserError: no layer is meant, one that is named is never called, or peft is not installed.
         """
-        add_adapters(model, self._layers(model), self.r, self.alpha)
+        add_adapters(model, self._layers(model, call), self.r, self.alpha)
 
     def trained(self, model: nn.Module) -> Set[str] | None:
         """Return the names of adapters' parameters."""
@@ -66,12 +66,13 @@ class Lora(TuningKind):
         """Return weights, any shape, of the model without adapters, which are added into it."""
         return merged(weights, model, self.alpha / self.r)
 
-    def _layers(self, model: nn.Module) -> list[str]:
+    def _layers(self, model: nn.Module, call: Call | None) -> list[str]:
         possible = [name for name in _own_layers(model) if can_be_adapted(model.get_submodule(name), self.r)]
+        uncalled = never_called(model, possible, call) if call is not None else set()
         if self.targets != "auto":
-            return self._named(possible, type(model).__name__)
+            return self._named(possible, uncalled, type(model).__name__)
         head = {name.rpartition(".")[0] for name in head_names(model)}
-        possible = [name for name in possible if name not in head]
+        possible = [name for name in possible if name not in head | uncalled]
         found = [name for name in possible if _in_attention(model, name)] or possible
         if not found:
             raise UserError(
@@ -80,7 +81,7 @@ class Lora(TuningKind):
             )
         return found
 
-    def _named(self, possible: list[str], model: str) -> list[str]:
+    def _named(self, possible: list[str], uncalled: set[str], model: str) -> list[str]:
         patterns = [each.strip() for each in self.targets.split("+")]
         for pattern in patterns:
             if not any(_is_meant(pattern, name) for name in possible):
@@ -89,7 +90,13 @@ class Lora(TuningKind):
                     f'--tune lora(targets="{self.targets}"): {pattern} matches no layer of {model} that adapters of '
                     f"rank {self.r} can be added to; there are {leaves or 'none'}"
                 )
-        return [name for name in possible if any(_is_meant(pattern, name) for pattern in patterns)]
+        meant = [name for name in possible if any(_is_meant(pattern, name) for pattern in patterns)]
+        if unused := next((name for name in meant if name in uncalled), ""):
+            raise UserError(
+                f'--tune lora(targets="{self.targets}"): {unused} of {model} is never called, only its weight is used: '
+                "name other layers"
+            )
+        return meant
 
 
 def _is_meant(pattern: str, name: str) -> bool:

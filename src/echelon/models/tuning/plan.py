@@ -13,7 +13,7 @@ from echelon.core.tuning import ALL, TUNINGS, read_tuning
 from echelon.models.keras_model import KerasModule
 from echelon.models.still_buffers import keep_still
 from echelon.models.trial import blank_copy
-from echelon.models.tuning.base import TuningKind
+from echelon.models.tuning.base import Call, TuningKind
 from echelon.models.weights import head_names, tied_names
 
 
@@ -78,13 +78,14 @@ class TuningPlan:
         """Whether the model is trained as it is."""
         return self.text == ALL
 
-    def apply(self, model: nn.Module, rebuilt: Set[str] | None = None) -> Tuned:
+    def apply(self, model: nn.Module, rebuilt: Set[str] | None = None, call: Call | None = None) -> Tuned:
         """Change the structure and freeze what is not trained, in place; returns what that is, and rates.
 
         What the model itself has frozen stays so.
 
         Args:
             rebuilt: what `rebuild` has returned, where it was called before; None: it was not.
+            call: runs the model's forward; None: there is nothing to call it with, and no layer is left out for it.
 
         Raises:
             UserError: a kind does not fit the model, or nothing is left to train.
@@ -94,7 +95,7 @@ class TuningPlan:
         if not any(kind.trains == "new" for kind in self.kinds):  # what is loaded is no head that is new
             head -= tied_names(model).keys()
         for kind in self.kinds:
-            kind.prepare(model)
+            kind.prepare(model, call)
         chosen = [names for kind in self.kinds if (names := kind.trained(model)) is not None]
         frozen = {name for kind in self.kinds for name in kind.frozen(model)}
         named = dict(model.named_parameters(remove_duplicate=False))
