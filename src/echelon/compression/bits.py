@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from echelon.compression.chunks import as_rows
 from echelon.compression.state import empty, moved
 
 
@@ -209,7 +210,7 @@ def unpack_indices_together(packed: Sequence[Tensor], sizes: Sequence[int], coun
         _check_length(each, n, k)
     device = packed[0].device
     ends = [packed_size(_upper_bits(n, k, low)) for n, k in zip(sizes, counts, strict=True)]
-    upper = _stacked([each[-end:] for each, end in zip(packed, ends, strict=True)], max(ends))
+    upper = as_rows([each[-end:] for each, end in zip(packed, ends, strict=True)], max(ends))
     bits = unpack_bits(upper.view(-1), upper.numel() * 8).view(len(packed), -1)
     said = bits.sum(dim=1, dtype=torch.int64).tolist()
     if said != list(counts):
@@ -226,19 +227,11 @@ def unpack_indices_together(packed: Sequence[Tensor], sizes: Sequence[int], coun
 def _unpack_lows(heads: Sequence[Tensor], low: int, most: int) -> Tensor:
     """Return the low bits of the indices of each part as a row [at least `most`]."""
     if low == 8:
-        return _stacked(heads, most)
+        return as_rows(heads, most)
     width = packed_size(most)
-    planes = _stacked([plane for head in heads for plane in head.view(low, head.numel() // low)], width)
+    planes = as_rows([plane for head in heads for plane in head.view(low, head.numel() // low)], width)
     ordered = planes.view(len(heads), low, width).transpose(0, 1).reshape(-1)
     return unpack_codes(ordered, low, 8 * width * len(heads), _code_dtype(low)).view(len(heads), -1)
-
-
-def _stacked(rows: Sequence[Tensor], width: int) -> Tensor:
-    """Return uint8 rows of different lengths as a matrix of that width, filled up with zeros."""
-    if all(row.numel() == width for row in rows):
-        return torch.stack(list(rows))
-    filling = torch.zeros(width, dtype=torch.uint8, device=rows[0].device)
-    return torch.cat([each for row in rows for each in (row, filling[: width - row.numel()])]).view(len(rows), width)
 
 
 def _check_length(packed: Tensor, n: int, k: int) -> None:

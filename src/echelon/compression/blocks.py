@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from echelon.compression.base import State, empty, moved, refuse_nonfinite
-from echelon.compression.chunks import CHUNK, DecodedChunks, spans, tiles
+from echelon.compression.chunks import CHUNK, DecodedChunks, as_rows, spans, tiles
 from echelon.core.bounds import Bounds, check_bounds
 
 DITHER_PERIOD = 1 << 17
@@ -143,21 +143,11 @@ def dequantise_parts(coded: Sequence[tuple[Tensor, Tensor]], grid: Grid) -> list
     """Decode several pairs of steps and codes, from `quantise`, in one go; returns float32 [n] each."""
     sizes = [codes.numel() for _, codes in coded]
     rows_ = block_count(max(sizes), grid.block)
-    codes = _stacked([codes for _, codes in coded], rows_ * grid.block)
-    steps = _stacked([steps for steps, _ in coded], rows_)
+    codes = as_rows([codes for _, codes in coded], rows_ * grid.block)
+    steps = as_rows([steps for steps, _ in coded], rows_)
     values = torch.sub(codes.view(torch.int8), grid.levels).float()
     values.view(-1, grid.block).mul_(steps.view(-1, 1))
     return [row[:size] for row, size in zip(values, sizes, strict=True)]
-
-
-def _stacked(tensors: Sequence[Tensor], length: int) -> Tensor:
-    """Return 1-D tensors as rows of that length, filled up with zeros."""
-    if all(tensor.numel() == length for tensor in tensors):
-        return torch.stack(list(tensors))
-    stacked = torch.zeros(len(tensors), length, dtype=tensors[0].dtype, device=tensors[0].device)
-    for row, tensor in zip(stacked, tensors, strict=True):
-        row[: tensor.numel()] = tensor
-    return stacked
 
 
 def _stretch(grid: Grid) -> int:

@@ -36,6 +36,14 @@ def spans(n: int, block: int, device: torch.device) -> Iterator[tuple[int, int]]
         yield whole, n
 
 
+def as_rows(tensors: Sequence[Tensor], width: int) -> Tensor:
+    """Return 1-D tensors of one type as rows of a new matrix of that width, filled up with zeros."""
+    if all(tensor.numel() == width for tensor in tensors):
+        return torch.stack(list(tensors))
+    filling = tensors[0].new_zeros(width)
+    return torch.cat([each for t in tensors for each in (t, filling[: width - t.numel()])]).view(len(tensors), width)
+
+
 @dataclass(frozen=True)
 class Tile:
     """Blocks of equal length, seen as a matrix: all whole blocks of a tensor, or its ragged last one.

@@ -30,7 +30,7 @@ from echelon.compression.base import (
 )
 from echelon.compression.bits import pack_bits, packed_size, unpack_bits
 from echelon.compression.blocks import block_count, rows
-from echelon.compression.chunks import CHUNK, DecodedChunks, DenseCodec, accumulate, spans, tiles, write
+from echelon.compression.chunks import CHUNK, DecodedChunks, DenseCodec, accumulate, as_rows, spans, tiles, write
 from echelon.compression.eased import CorrectsMomentum, Eased
 from echelon.compression.wire import Layout
 from echelon.core.bounds import Bounds, check_bounds
@@ -129,7 +129,7 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
         refuse_nonfinite_together(flats, states)
         sizes = [x.numel() for x in flats]
         width = -(-max(sizes) // self.block) * self.block
-        filled = _filled(flats, width)
+        filled = as_rows(flats, width)
         if self.vote:
             turns = moved(np.array([[state.step] for state in states]), filled.device)
             turn = ((torch.arange(width, device=filled.device) + turns) & 1).bool()
@@ -154,12 +154,12 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
         """Return the float32 values [numel] of each."""
         sizes = [payload.meta.numel for payload in payloads]
         width = -(-max(sizes) // self.block) * self.block
-        packed = _filled([payload.tensors[-1] for payload in payloads], width // 8)
+        packed = as_rows([payload.tensors[-1] for payload in payloads], width // 8)
         values = unpack_bits(packed.view(-1), len(payloads) * width).float().mul_(2).sub_(1)
         if self.vote:
             values.mul_(self._unit())
         else:
-            scales = _filled([payload.tensors[0] for payload in payloads], width // self.block)
+            scales = as_rows([payload.tensors[0] for payload in payloads], width // self.block)
             values.view(-1, self.block).mul_(scales.view(-1, 1))
         return _first(values.view(len(payloads), width), sizes)
 
@@ -250,13 +250,6 @@ class Majority(Sign):
 
     def _unit(self) -> float:
         return self.magnitude
-
-
-def _filled(tensors: Sequence[Tensor], width: int) -> Tensor:
-    """Return 1-D tensors as rows of a new matrix, filled up with zeros to that width."""
-    filling = torch.zeros(width, dtype=tensors[0].dtype, device=tensors[0].device)
-    rows_ = [each for tensor in tensors for each in (tensor, filling[: width - tensor.numel()])]
-    return torch.cat(rows_).view(len(tensors), width)
 
 
 def _first(matrix: Tensor, counts: Sequence[int]) -> list[Tensor]:
