@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from echelon.core.errors import UserError
-from echelon.trainer.state import load_rank_state, load_shared_state, rank_state
+from echelon.trainer.state import load_rank_state, load_shared_state, rank_state, trained_names
 from tests.laws.test_sync import save_in_middle
 from tests.ranks.replicas import (
     FEATURES,
@@ -251,3 +253,10 @@ def _refusal(rank: Rank) -> str:
 
 def test_a_state_of_a_run_that_trained_less_is_refused() -> None:
     assert "did not train first.weight, which --tune trains now" in run_ranks(_refusal, 1)[0]
+
+
+def test_names_that_torch_wraps_are_the_same_ones_in_a_state() -> None:
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    saved = get_optimizer_state_dict(model, optimizer)["param_groups"][0]["params"]
+    assert trained_names(model, optimizer) == saved != [name for name, _ in model.named_parameters()]

@@ -103,7 +103,8 @@ def read_strings(
         UserError: names the first row that is none; or the run has times of day, and these are other times.
     """
     of_day = unit.startswith(_OF_DAY)
-    if of_day and unit_of(values.type) and not pa.types.is_time(values.type):
+    is_of_day = pa.types.is_time(values.type) or pa.types.is_duration(values.type)  # since midnight
+    if of_day and unit_of(values.type) and not is_of_day:
         raise UserError(f"column {name} holds {values.type}; the run's data has times of day there, such as 07:00")
     if not is_string(values):
         return values
@@ -121,6 +122,7 @@ def read_strings(
 def _cast(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | None:
     try:
         if pa.types.is_time(kind):  # which Arrow reads with a date alone
+            values = values.cast(pa.string())
             dated = pc.binary_join_element_wise("1970-01-01", values, " ")
             is_time = pc.match_substring(values, ":")
             return pc.if_else(is_time, dated, "").cast(pa.timestamp(kind.unit)).cast(kind)

@@ -270,9 +270,8 @@ class MeasuredColumns:
 
     @property
     def strings(self) -> tuple[str, ...]:
-        """Return the names of the columns whose known values are strings, whatever those of other rows look like."""
-        columns = {**self._others, **self._facts}
-        return tuple(name for name, facts in columns.items() if facts.known and isinstance(facts.known[0], str))
+        """Return the names of the columns whose values the run knows as strings, whatever those of other rows are."""
+        return tuple(name for name, facts in self._facts.items() if facts.known and isinstance(facts.known[0], str))
 
     def known(self, name: str) -> ColumnFacts:
         """Return the facts of a column that the run keeps.

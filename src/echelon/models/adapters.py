@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from echelon.core.adapters import DOWN, UP, adapted_layer
 from echelon.core.errors import UserError
@@ -38,14 +39,16 @@ def can_be_adapted(module: nn.Module, r: int) -> bool:
 
 
 def never_called(model: nn.Module, layers: Sequence[str], call: Callable[[nn.Module], object]) -> set[str]:
-    """Return those of some layers that a call of the model passes by, though it calls what they stand in.
+    """Return those of some layers whose weights a call of the model uses without a call of the layer.
 
-    Such a module computes with a layer's weight, and an adapter beside the layer would have no part in that.
+    An adapter beside such a layer would have no part in that. Of a layer that is not reached at all nothing is known.
     """
     called: set[nn.Module] = set()
     hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in model.modules()]
+    used = _UsedParameters()
     try:
-        call(model)
+        with used:
+            call(model)
     except Exception:  # noqa: BLE001  the caller's code may raise any, of zeros: that says nothing of its layers
         return set()
     finally:
@@ -54,8 +57,24 @@ def never_called(model: nn.Module, layers: Sequence[str], call: Callable[[nn.Mod
     return {
         name
         for name in layers
-        if model.get_submodule(name) not in called and model.get_submodule(name.rpartition(".")[0]) in called
+        if (layer := model.get_submodule(name)) not in called and id(getattr(layer, "weight", None)) in used.ids
     }
+
+
+class _UsedParameters(TorchFunctionMode):
+    """Notes which parameters functions of torch are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[int] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note them, and do what was asked for."""
+        if "__get__" not in getattr(func, "__name__", ""):  # which only looks at a tensor, such as at its shape
+            self.ids |= {id(each) for each in [*args, *(kwargs or {}).values()] if isinstance(each, nn.Parameter)}
+        return func(*args, **(kwargs or {}))
 
 
 def add_adapters(model: nn.Module, layers: Sequence[str], r: int, alpha: float) -> None:

@@ -19,6 +19,7 @@ from echelon.core.spec import show_value
 FLAG = "--optimizer"
 LIBRARIES = ("torch.", "timm.")
 """Modules of optimizers that are none of the user's own, and whose wrappers of steps are torch's."""
+_OTHER_MOMENTA = ("rmsprop", "madgrad", "muon")
 NO_RATES: Mapping[str, float] = {}
 ParamGroup = dict[str, Any]
 """A group of an optimizer's parameters, `params`, and its settings by name, as torch has it."""
@@ -41,9 +42,10 @@ def is_own(name: str) -> bool:
 def has_sgd_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its groups' `momentum`, where they have one, is SGD's, which stale gradients add to.
 
-    It is taken to be that in a class of the user's own.
+    It is taken to be that but in a library's classes that are known to mean something else by it.
     """
-    return isinstance(optimizer, torch.optim.SGD) or not type(optimizer).__module__.startswith(LIBRARIES)
+    kind = type(getattr(optimizer, "base_optimizer", optimizer))  # of Lookahead, that of what it is around
+    return not (kind.__module__.startswith(LIBRARIES) and kind.__name__.lower().startswith(_OTHER_MOMENTA))
 
 
 def read_optimizer(text: str) -> OptimizerFactory:

@@ -221,7 +221,7 @@ def start_again(
         plan_of(request, path)  # refuses too many workers before the checkpoints are put aside
         from echelon.trainer.saving import start_over
 
-        start_over(path)
+        start_over(path, shared=request.nodes.most > 1)
     return _start_again_here(path, request, user_objects, rescan, given_t)
 
 

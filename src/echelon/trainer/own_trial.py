@@ -84,7 +84,8 @@ def check_single_samples(model: nn.Module, work: Work) -> None:
     single = nest.take(work.inputs(example), [0])
     try:
         copied = own_copy(model, {name for name, _ in model.named_parameters(remove_duplicate=False)}).train()
-        with random_state_kept(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        on_gpu = [example.device] if example.is_cuda else []
+        with random_state_kept(), torch.random.fork_rng(devices=on_gpu), torch.no_grad():
             nest.call(copied, single)
     except ValueError as error:
         if _NEEDS_SEVERAL not in str(error):

@@ -677,15 +677,18 @@ def last_saved(folder: Path) -> int | None:
     return last.step if isinstance(last, Checkpoint) else None
 
 
-def start_over(folder: Path) -> None:
+def start_over(folder: Path, shared: bool = False) -> None:
     """Let a run start from its beginning: its checkpoints are put aside, under another name.
+
+    Args:
+        shared: commands of other machines may wait for this one with the folder in common.
 
     Raises:
         UserError: it goes on.
     """
     checkpoints = folder / CHECKPOINTS_FOLDER
     message = "starting over (--from-scratch)"
-    with locked(folder, shared=False):
+    with locked(folder, shared=shared):
         if checkpoints.exists():
             numbers = itertools.count(1)
             aside = next(path for n in numbers if not (path := folder / f"{CHECKPOINTS_FOLDER}-before-{n}").exists())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -352,11 +353,20 @@ def _load_optimizer(run_parts: RunParts, state: StateView) -> None:
         group.update(values)
 
 
+_WRAPPED = re.compile(r"\b_(orig_mod|checkpoint_wrapped_module)\.")
+"""What torch leaves out of the names of parameters in an optimizer's state."""
+
+
+def trained_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the parameters that an optimizer has, as its state has them."""
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [_WRAPPED.sub("", name) for name, p in model.named_parameters() if id(p) in trained]
+
+
 def _check_trained(run_parts: RunParts, groups: Sequence[StateView]) -> None:
     """Refuse a checkpoint of an optimizer that did not train all of what is trained now (UserError)."""
     saved = {name for group in groups for name in group["params"]}
-    trained = {id(p) for group in run_parts.optimizer.param_groups for p in group["params"]}
-    new = [name for name, p in run_parts.local_model.named_parameters() if id(p) in trained and name not in saved]
+    new = [name for name in trained_names(run_parts.local_model, run_parts.optimizer) if name not in saved]
     if new:
         raise UserError(
             f"the checkpoint is of a run that did not train {new[0]}, which --tune trains now: start a new run with "

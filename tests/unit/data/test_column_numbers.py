@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, date, datetime, time
+from datetime import UTC, date, datetime, time, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,9 @@ def test_a_time_of_day_is_one_number_however_it_is_written(unit: Any) -> None:
     values = pa.chunked_array([pa.array([time(i % 24, 30) for i in range(ROWS)]).cast(kind)])
     facts = number_facts(values)
     assert facts.unit == f"day:{unit}" == unit_of(kind)
-    alike = [pa.array(["07:00", "07:00:00", "07:00:00.0", None]), pa.array([time(7)] * 3 + [None])]
+    texts = ["07:00", "07:00:00", "07:00:00.0", None]
+    alike = [pa.array(texts), pa.array(texts, pa.large_string()), pa.array([time(7)] * 3 + [None])]
+    alike.append(pa.array([timedelta(hours=7)] * 3 + [None]))  # since midnight, as pandas may have it
     numbers = [as_numbers(read_strings("at", pa.chunked_array([each]), facts.unit), facts.unit) for each in alike]
     for each in numbers:
         np.testing.assert_allclose(each, as_numbers(values, facts.unit)[0] * np.array([14, 14, 14, np.nan]))

@@ -7,12 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 pytest.importorskip("peft", reason="needs peft")
 
 from echelon.core.adapters import DOWN, adapted_layer
 from echelon.core.errors import UserError
+from echelon.models.adapters import never_called
 from echelon.models.base import ModelInput
 from echelon.models.trial import call_blank
 from echelon.models.tuning.plan import tuning_plan
@@ -157,3 +158,22 @@ def test_a_tied_head_is_trained_where_it_is_named_alone() -> None:
         model = gpt2()
         tuning_plan(tune, "eval").apply(model)
         assert model.lm_head.weight.requires_grad is trained
+
+
+class Gated(nn.Module):
+    """Calls one of its layers for blank inputs, another for others, and uses the weight alone of a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeros, self.others, self.bare = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the layer that is meant gives, and the bare weight's product."""
+        layer = self.others if x.any() else self.zeros
+        return layer(x) + torch.nn.functional.linear(x, self.bare.weight)
+
+
+def test_a_layer_that_blank_inputs_do_not_reach_is_not_taken_for_one_that_is_never_called() -> None:
+    names = ["zeros", "others", "bare"]
+    for inputs in (torch.zeros(2, 4), torch.ones(2, 4)):
+        assert never_called(Gated(), names, lambda model, x=inputs: model(x)) == {"bare"}

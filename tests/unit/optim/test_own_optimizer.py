@@ -16,7 +16,7 @@ from echelon.config.schema import OptimizerConfig
 from echelon.core.errors import UserError
 from echelon.optim.build import build_optimizer, build_schedule
 from echelon.optim.choice import OptimizerChoice
-from echelon.optim.own import described, is_own, read_optimizer
+from echelon.optim.own import described, has_sgd_momentum, is_own, read_optimizer
 from echelon.optim.probe import OwnTraits, probe
 from echelon.optim.traits import ELEMENTWISE, Reach
 from echelon.run.resolve import resolve
@@ -38,7 +38,7 @@ MODULE = "tests.unit.optim.own_optimizers"
         (own.Eager, OwnTraits(Reach.ELEMENT, eager=True)),
         (own.Heavy, OwnTraits(Reach.ELEMENT, momentum=0.8)),
         (functools.partial(own.Heavy, momentum=0.0), OwnTraits(Reach.ELEMENT)),
-        (torch.optim.Adafactor, OwnTraits(Reach.TENSOR, is_sgd=False)),
+        (torch.optim.Adafactor, OwnTraits(Reach.TENSOR)),
         (
             functools.partial(torch.optim.RMSprop, momentum=0.8),
             OwnTraits(Reach.ELEMENT, momentum=0.8, is_sgd=False),
@@ -169,3 +169,13 @@ def test_what_goes_together_is_not_refused(name: str, settings: dict[str, Any]) 
     notes = [note for note in interplay_notes(run, 1) if re.search("weight-decay 0.0005 is not used", note)]
     assert len(notes) == name.startswith("Heavy")
     assert run.optimizer.is_split_on_servers == (run.optimizer.reach is Reach.ELEMENT)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_sgd"), [("sgd", True), ("sgdw", True), ("sgdp", True), ("lookahead_sgd", True), ("rmsproptf", False)]
+)
+def test_momentum_of_timms_variants_of_sgd_is_sgds(name: str, is_sgd: bool) -> None:
+    from timm.optim import create_optimizer_v2
+
+    optimizer = create_optimizer_v2([torch.nn.Parameter(torch.zeros(2))], opt=name, lr=0.1, momentum=0.9)
+    assert has_sgd_momentum(optimizer) == is_sgd
