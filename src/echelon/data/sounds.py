@@ -92,6 +92,8 @@ class SoundFiles(Dataset[tuple[Tensor, Tensor]]):
             channels, rate = soundfile.read(self.files.opened(i), dtype="float32", always_2d=True)
         except (soundfile.LibsndfileError, OSError) as error:
             raise CannotReadSound(str(error)) from error
+        if not len(channels):
+            raise CannotReadSound("it is empty")
         if not np.isfinite(channels).all():
             raise CannotReadSound("its numbers are not finite (NaN, or infinite)")
         wave = channels.mean(1)
@@ -102,11 +104,12 @@ class SoundFiles(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(np.ascontiguousarray(wave))
 
 
-def measured(files: AnyFiles, features: SoundFeatures, rate: int = 0) -> SoundFiles:
+def measured(files: AnyFiles, features: SoundFeatures, rate: int = 0, keeps_unreadable: bool = False) -> SoundFiles:
     """Return files with their lengths in frames, which their headers tell.
 
     Args:
         rate: samples per second, where the features are of any; 0: of the first file, at most 16 kHz.
+        keeps_unreadable: files that are no sounds, or empty, count as one frame: who reads them is told.
 
     Raises:
         UserError: a file is no sound.
@@ -118,16 +121,20 @@ def measured(files: AnyFiles, features: SoundFeatures, rate: int = 0) -> SoundFi
         try:
             header = soundfile.info(files.opened(i))
         except (soundfile.LibsndfileError, OSError) as error:
+            if keeps_unreadable:
+                lengths[i] = 1
+                continue
             raise UserError(f"data {files.path(i)}: this is no sound that can be read ({error}): remove it") from None
         if header.frames >= _UNKNOWN:
             raise UserError(
                 f"data {files.path(i)}: its header does not say how long it is, as where it was written to a pipe: "
                 f"write it again, such as with ffmpeg -i {Path(files.path(i)).name} again{Path(files.path(i)).suffix}"
             )
-        if not header.frames:
+        if not header.frames and not keeps_unreadable:
             raise UserError(f"data {files.path(i)}: this sound is empty: remove it")
         rate = rate or min(header.samplerate, MOST_HZ)
-        lengths[i] = features.frames(-(-header.frames * rate // header.samplerate), rate)
+        told = features.frames(-(-header.frames * rate // header.samplerate), rate)
+        lengths[i] = told if header.frames else 1
     return SoundFiles(files, rate, lengths, features=features)
 
 

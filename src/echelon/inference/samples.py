@@ -206,7 +206,8 @@ def _images(trained: TrainedModel, files: list[str]) -> Samples:
 
 
 def _sounds(trained: TrainedModel, files: list[str]) -> Samples:
-    sounds = measured_sounds(_labelled(files), read_features(trained.config.data.features), trained.info.rate)
+    features = read_features(trained.config.data.features)
+    sounds = measured_sounds(_labelled(files), features, trained.info.rate, keeps_unreadable=True)
     return Samples(files, _sample_source(trained, sounds), files)
 
 
