@@ -64,13 +64,14 @@ def with_classes(source: Source, classes: tuple[str, ...]) -> Source:
     Data with classes that are not among them stays as it is, and so does data whose items themselves hold the numbers.
     """
     info = source.info
-    if info.classes == classes or info.targets != CLASS_NUMBER or not set(info.classes) <= set(classes):
+    is_part = bool(info.classes) and set(info.classes) <= set(classes)
+    if info.classes == classes or info.targets != CLASS_NUMBER or not is_part:
         return source
     numbers = np.array([classes.index(name) for name in info.classes], np.int64)
     parts = {name: _renumbered(getattr(source, name), numbers) for name in ("train", "evaluation")}
     if source.test is not None:
         parts["test"] = _renumbered(source.test, numbers)
-    if not info.classes or None in parts.values():
+    if None in parts.values():
         return source
     counts = dict(zip(info.classes, info.class_counts, strict=False))
     info = replace(info, classes=classes, class_counts=tuple(counts.get(name, 0) for name in classes))

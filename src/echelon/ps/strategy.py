@@ -486,9 +486,11 @@ class ParameterServer(PsStrategy):
         for key in keys:
             current.missing[key.index] -= 1
         complete = [key for key in keys if current.missing[key.index] == 0]
-        if index in self._tables and complete:
-            self._push_rows(index)
-        for key in complete if index not in self._tables else ():
+        if index in self._tables:
+            if complete:
+                self._push_rows(index)
+            return
+        for key in complete:
             self._push(key)
 
     def _push(self, key: KeyRange) -> None:
