@@ -31,6 +31,7 @@ from echelon.run.resolve import resolve
 from echelon.run.trust import check_trust
 from echelon.tasks import nest
 from echelon.torch_compat import NEEDS_VALUES
+from echelon.trainer.folder import has_checkpoint
 from echelon.trainer.inputs import any_inputs
 
 REACHED = 0.4
@@ -72,7 +73,7 @@ def request_of(resolved: Resolved, machines: tuple[Machines, ...], trust: bool) 
         UserError: it names code that is not trusted, or changes what a run cannot be planned with.
     """
     source = resolved.config.data.source
-    if not ((Path(source) / CONFIG_FILE).is_file() and (Path(source) / RECORD_FILE).is_file()):
+    if not _is_run(Path(source)):
         check_trust(resolved, trust)
         if resolved.config.training.accumulate == 0:
             raise UserError("--accumulate auto is chosen for this machine's memory: give --accumulate N to plan with")
@@ -91,6 +92,12 @@ def request_of(resolved: Resolved, machines: tuple[Machines, ...], trust: bool) 
     begun = next(newest(Path(source), Start), None)
     objects = tuple(name for name in _BUILT if begun is not None and name in begun.objects)
     return PlanRequest(replace(of_run.config, run=""), machines, Path(source), *changed, objects)
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder is a run's: data may have a file of that name, too."""
+    others = (folder / RECORD_FILE).is_file() or has_checkpoint(folder)
+    return others and (folder / CONFIG_FILE).is_file()
 
 
 def plan(request: PlanRequest) -> PlanReport:
