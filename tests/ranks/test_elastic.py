@@ -293,7 +293,7 @@ def test_statistics_of_a_batch_stay_those_of_all_its_samples(workers: int, tmp_p
         assert alone.end() == 0, alone.text()[-3000:]
         assert not run.events("resumed")
         died, *others = [(r["world_size"], r["start_step"]) for r in run.records("start")][1:]
-        assert died[0] == workers - 1 and (workers, 60) >= others[-1] > (workers, died[1])
+        assert died[0] == workers - 1 and (workers, 60) >= others[-1] >= (workers, died[1])  # who joins may be quick
         losses, expected = run.losses(), alone.losses()
         after = range(died[1] + 1, 61)
         assert len(after) > 20
