@@ -144,9 +144,9 @@ def _predicted(predictions: Sequence[WayPrediction], share: float) -> Advice:
     better = [p for p in faster if p.is_long_enough]
     if faster and not better:
         text = (
-            f"Communication takes {share:.0%} of a step; in a longer run {_named(faster[0])} would save time: in this "
+            f"Communication takes {share:.0%} of a step; {_named(faster[0])} would save time in a longer run, in which "
         )
-        return Advice(f"{text}one replicas would agree fewer than {FEWEST_AGREEMENTS} times", _gain(share))
+        return Advice(f"{text}replicas agree at least {FEWEST_AGREEMENTS} times; without communication", _gain(share))
     if not better:
         text = f"Communication takes {share:.0%} of a step, and no other way that was computed from the record would "
         return Advice(f"{text}save time; a larger --batch-size communicates less often", _gain(share))
