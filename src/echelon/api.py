@@ -371,6 +371,17 @@ def export(run: str | Path, file: str | Path, trust: bool = False, **objects: Un
     return write_export(Path(run), resolved.config, Path(file), given or _no_objects())
 
 
+def skips_bad_images(on_bad_image: str) -> bool:
+    """Whether images and sounds that cannot be read are passed over.
+
+    Raises:
+        UserError: it is neither `stop` nor `skip`.
+    """
+    if on_bad_image not in ("stop", "skip"):
+        raise UserError(f"--on-bad-image {on_bad_image}: it is stop or skip")
+    return on_bad_image == "skip"
+
+
 def predict(
     run: str | Path,
     data: Any,
@@ -410,15 +421,14 @@ def predict(
     """
     if workers < 0:
         raise UserError(f"workers={workers}: name how many processes predict, or 0 for all cores")
-    if on_bad_image not in ("stop", "skip"):
-        raise UserError(f"--on-bad-image {on_bad_image}: it is stop or skip")
+    skips = skips_bad_images(on_bad_image)
     resolved = usable(run, checkpoint, trust, follow_links)
     import_metrics()
     from echelon.inference.predict import MaskOutput, device_of, predict_samples
     from echelon.run.trained import load_trained
     from echelon.tasks.base import Writing
 
-    folder, skips = None if masks is None else MaskOutput.of(masks), on_bad_image == "skip"
+    folder = None if masks is None else MaskOutput.of(masks)
     given = _user_objects(dict(objects), resolved.config)
     check_objects(Path(run), given.needed if given else (), PREDICT)
     given = given or _no_objects()

@@ -35,8 +35,7 @@ def predict_command() -> Any:
         """Print or write what a run's model says of new samples."""
         from echelon import api
 
-        if on_bad_image not in ("stop", "skip"):
-            raise UserError(f"--on-bad-image {on_bad_image}: it is stop or skip")
+        skips = api.skips_bad_images(on_bad_image)
         if not files and not text:
             raise UserError("name files to predict, - for lines of standard input, or give texts with --text")
         if out:
@@ -50,7 +49,7 @@ def predict_command() -> Any:
                 api.trained_model(run, checkpoint, trust, follow_links),
                 not out and sys.stdout.isatty(),
             )
-            rows = _predicted(trained, data, masks, device, writing, prints_here, on_bad_image == "skip")
+            rows = _predicted(trained, data, masks, device, writing, prints_here, skips)
         else:
             api.usable(run, checkpoint, trust, follow_links)
             _check_masks(run, masks)
@@ -59,7 +58,7 @@ def predict_command() -> Any:
             with Screen(to_stderr=True) as screen, screen.bar("predicting"):
                 rows = api.predict(
                     run, data, masks or None, checkpoint, trust, device, Writing(**writing), workers, follow_links,
-                    "skip" if on_bad_image == "skip" else "stop",
+                    "skip" if skips else "stop",
                 )  # fmt: skip
         if out:
             from echelon.inference.predict import write_table

@@ -19,7 +19,7 @@ from echelon.planning.calibration import Calibration
 from echelon.planning.layouts import DescribedModel, PlannedWay, candidates
 from echelon.planning.steps import Estimate, Replicated, StepForecast, interval
 from echelon.records.kinds import Alternative
-from echelon.reporting.report.predictions import FEWEST_AGREEMENTS, agreements_in
+from echelon.reporting.report.predictions import agreements_in, are_enough
 from echelon.run.resolve import agreements, checkpoint_interval
 
 SHOWN = 3
@@ -93,7 +93,7 @@ class RunEstimate:
     @property
     def is_long_enough(self) -> bool:
         """Whether the run has so many agreements that what such a way costs in accuracy was measured."""
-        return self.agreements is None or self.agreements >= FEWEST_AGREEMENTS
+        return are_enough(self.agreements)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class WayPrediction:
     @property
     def is_long_enough(self) -> bool:
         """Whether the run has so many agreements that what such a way costs in accuracy was measured."""
-        return self.agreements is None or self.agreements >= FEWEST_AGREEMENTS
+        return are_enough(self.agreements)
 
     @property
     def gain(self) -> float:
@@ -107,6 +107,11 @@ def predict(record: RunRecord, timing: Timing | None, whole_run: WholeRun | None
 def agreements_in(steps: int, period: int) -> float | None:
     """Return how often replicas agree that do so once in a period; None: in each step."""
     return steps / period if period > 1 else None
+
+
+def are_enough(agreements: float | None) -> bool:
+    """Whether what so many agreements cost in accuracy was measured (`FEWEST_AGREEMENTS`)."""
+    return agreements is None or agreements >= FEWEST_AGREEMENTS
 
 
 def newest_alternatives(record: RunRecord) -> Alternatives | None:
