@@ -446,14 +446,16 @@ def _drain(rank: Rank, compressions: list[str]) -> list[tuple[dict[str, Tensor],
         states = train(parts, rank, 0, 2)
         sent = parts.sync.bytes_sent()["weights"]
         parts.optimizer.param_groups[0]["lr"] = 0.0
-        states = train(parts, rank, 2, 100)
-        ends.append(({n: t for n, t in states[-1].items() if "norm.r" not in n and "tracked" not in n}, sent))
+        train(parts, rank, 2, 100)
+        with parts.sync.agreed():
+            agreed = {n: t.clone() for n, t in parts.model.state_dict().items()}
+        ends.append(({n: t for n, t in agreed.items() if "norm.r" not in n and "tracked" not in n}, sent))
         parts.sync.close()
     return ends
 
 
 def test_nothing_is_lost_by_compressing_deltas() -> None:
-    """Law 3: replicas hold the same bits, and after some agreements the mean that exact averaging gives."""
+    """Law 3: replicas agree on the same bits, and after some agreements on the mean that exact averaging gives."""
     first, second = run_ranks(_drain, 2, ["none", "topk(0.1)", "powersgd(rank=4)"])
     exact, full = first[0]
     for (here, sent), (there, _) in zip(first[1:], second[1:], strict=True):
@@ -461,6 +463,28 @@ def test_nothing_is_lost_by_compressing_deltas() -> None:
         assert sent < full / 2
         for name, tensor in here.items():
             assert torch.allclose(tensor, exact[name], rtol=0, atol=1e-12), name
+
+
+def _around_agreements(rank: Rank, compressions: list[str]) -> list[tuple[Tensor, Tensor]]:
+    """Return the first weight after an agreement, and after the next one, before which nothing is learnt."""
+    around = []
+    for compression in compressions:
+        parts = make_parts(Trial("local(2)", compression))
+        before = train(parts, rank, 0, 2)[-1]
+        parts.optimizer.param_groups[0]["lr"] = 0.0
+        after = train(parts, rank, 2, 4)[-1]
+        around.append((before["first.weight"], after["first.weight"]))
+        parts.sync.close()
+    return around
+
+
+def test_what_a_codec_leaves_out_stays_in_the_replica() -> None:
+    """Replicas come nearer to each other, and their mean is what it was."""
+    first, second = run_ranks(_around_agreements, 2, ["sign(warmup_steps=0)", "topk(0.1, warmup_steps=0)"])
+    for (before, after), (others_before, others_after) in zip(first, second, strict=True):
+        assert torch.allclose(before + others_before, after + others_after, rtol=0, atol=1e-6)
+        assert not torch.equal(after, others_after)
+        assert (after - others_after).norm() < (before - others_before).norm()
 
 
 def _sent(rank: Rank) -> list[dict[str, int]]:

@@ -42,22 +42,26 @@ class Transformed(Wrapper):
         transforms: in the order in which they see the gradient.
         whole: which messages `stand_in` encodes, without error feedback.
         stand_in: a codec that loses next to nothing.
+        forgets: such a message drops what waits to be sent; else it brings that, too.
     """
 
     inner: Codec
     transforms: tuple[Transform, ...]
     whole: WholeSteps = NEVER
     stand_in: Codec | None = None
+    forgets: bool = True
 
     def relay(self) -> Codec:
         """Return the codec for a sum on its way back, with what it needs of error feedback."""
-        return with_transforms(self.inner.relay(), whole_steps=self.whole, stand_in=self.stand_in)
+        codec = with_transforms(self.inner.relay(), whole_steps=self.whole, stand_in=self.stand_in)
+        return codec if self.forgets else forgetting_nothing(codec)
 
     def at(self, step: int) -> Codec:
         """Return the codec of a step's message: another one inside where the message is (nearly) whole."""
         if self.stand_in is not None and step in self.whole:
-            kept = tuple(ForgetError() if isinstance(t, ErrorFeedback) else t for t in self.transforms)
-            return replace(self, inner=self.stand_in, transforms=kept)
+            drops = ForgetError() if self.forgets else ErrorFeedback()
+            around = tuple(drops if isinstance(t, ErrorFeedback) else t for t in self.transforms)
+            return replace(self, inner=self.stand_in, transforms=around)
         inner = self.inner.at(step)
         return self if inner is self.inner else replace(self, inner=inner)
 
@@ -163,6 +167,13 @@ def with_transforms(
         transforms.append(ErrorFeedback())
     combined: Codec = Transformed(codec, tuple(transforms), whole_steps, stand_in) if transforms else codec
     return Huffman(combined) if entropy_coding else combined
+
+
+def forgetting_nothing(codec: Codec) -> Codec:
+    """Return a codec whose (nearly) whole messages bring what others have left out."""
+    if isinstance(codec, Huffman):
+        return replace(codec, inner=forgetting_nothing(codec.inner))
+    return replace(codec, forgets=False) if isinstance(codec, Transformed) else codec
 
 
 def without_transforms(codec: Codec) -> Codec:

@@ -16,6 +16,7 @@ from echelon.collectives.base import Path
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import SHOWN, WireCount
+from echelon.compression.transforms.chain import forgetting_nothing
 from echelon.core.listeners import closed_afterwards
 from echelon.core.state_tree import StateTree, StateView
 from echelon.models.tables import sparse_tables
@@ -36,6 +37,11 @@ class Averaging:
 
     A replica steps by the mean gradient of its own units (samples, tokens); one that has none in a step takes none. An
     agreement averages parameters, buffers and, on request, moments, weighted by the units seen since the last one.
+
+    What a codec leaves out of a replica's delta stays in that replica: it goes on from what was agreed on and its own
+    rest. So the mean of the replicas is what it would be without a codec, and nothing is learnt twice; compressed are
+    the differences between replicas alone, as in CHOCO-SGD (Koloskova et al. 2019, arXiv:1902.00340). Where replicas
+    keep a share of their own anyway, and of linear codecs, the rest waits in the codec's error memory.
     """
 
     def __init__(
@@ -76,8 +82,11 @@ class Averaging:
                 route = Route(route.path, same_ranks_group(route.group))
         compression = self._context.compression.for_run(self._plan.agreements(self._context.steps))
         codec = compression.build() if compression.encodes else None
+        stays = codec is not None and codec.biased and not (codec.linear or self._plan.alpha or self._rule.centred)
+        if codec is not None and stays:
+            codec = forgetting_nothing(codec)
         confirms = self._context.survives and codec is not None and codec.linear and codec.biased
-        return DeltaTransport(route, codec, self._context.seed, self._wire, confirms)
+        return DeltaTransport(route, codec, self._context.seed, self._wire, stays, confirms)
 
     @property
     def module(self) -> nn.Module:

@@ -17,7 +17,9 @@ from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite, make_reducer
 from echelon.collectives.route import Route
 from echelon.collectives.wire import WireCount, ring_bytes
-from echelon.compression.base import Codec
+from echelon.compression.base import Codec, working_dtype
+from echelon.compression.transforms.error_feedback import ErrorFeedback
+from echelon.core.shards import overlaps
 from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.values import Value
 
@@ -31,6 +33,7 @@ class DeltaTransport:
         codec: of large parameters; None: they travel as they are.
         seed: of the codec's draws, the same on every rank.
         wire: where bytes are counted.
+        stays: what a codec leaves out of a replica's delta stays in the replica's values.
         confirms: a mean counts once all ranks have it: what a linear codec leaves out is known with its last sum alone,
             so who lacks that could not keep its memory when others go on.
     """
@@ -39,6 +42,7 @@ class DeltaTransport:
     codec: Codec | None
     seed: int
     wire: WireCount
+    stays: bool = False
     confirms: bool = False
 
 
@@ -61,8 +65,13 @@ class Exchange:
         coding = Coding(self._link.codec, self._link.route, average=False, seed=self._link.seed)
         return make_reducer(coding, list(bucket.members), f"{label}.{bucket.number}", _vector(bucket))
 
-    def mean(self, values: Sequence[Value], deltas: Mapping[str, Tensor], samples: int) -> dict[str, Tensor] | None:
+    def mean(
+        self, values: Sequence[Value], deltas: Mapping[str, Tensor], samples: int, with_unsent: bool = False
+    ) -> dict[str, Tensor] | None:
         """Return the mean of each delta, of its shape, the same bits on all ranks; None when no replica saw a sample.
+
+        Args:
+            with_unsent: what `unsent` returns is in the deltas, too; the codec adds it by itself.
 
         Raises:
             PeerLostError, RuntimeError: a rank did not answer before the group's timeout.
@@ -75,6 +84,9 @@ class Exchange:
             flat = _vector(bucket)
             for member in bucket.members:
                 flat[slice(*member.span)] = deltas[member.name].reshape(-1)
+            if with_unsent:
+                for shard, error in _errors(reducer):
+                    flat[slice(*shard.span)].sub_(error, alpha=self._link.route.group.size())
             flat *= samples / total
             self._link.wire.add("weights", reducer.reduce_(flat))
             if not is_finite(flat):
@@ -84,6 +96,20 @@ class Exchange:
             device = values[0].tensor.device
             self._link.wire.add("small", self._link.route.sum_(torch.zeros(1, device=device)))
         return means
+
+    def unsent(self, value: Value) -> Tensor | None:
+        """Return what the codec has left out of this rank's deltas of a value, of its shape, as if all replicas weighed
+        the same; None where that does not stay in the replica's values.
+        """
+        if not self._link.stays or not value.encoded:
+            return None
+        total = torch.zeros(value.tensor.numel(), dtype=working_dtype(value.tensor.dtype), device=value.tensor.device)
+        for bucket, reducer in self._buckets:
+            for member in bucket.members:
+                for shard, error in _errors(reducer) if member.name == value.name else ():
+                    for both in overlaps([member.span], [shard.span]):
+                        total[both.in_first] += error[both.in_second]
+        return total.mul_(self._link.route.group.size()).view(value.tensor.shape)
 
     def had_by_all(self, values: Sequence[Value]) -> list[Value]:
         """Return the values without moments of parameters that have others, or none, in some replica.
@@ -172,6 +198,12 @@ def weighted_sum(
     pieces = flat.split([p.numel() for p in parts])
     sums = {v.name: p.view(v.tensor.shape) for v, p in zip(values, pieces[1:], strict=True)}
     return float(pieces[0]), sums, sent
+
+
+def _errors(reducer: Reducer) -> list[tuple[CodecShard, Tensor]]:
+    """Return what a reducer's codec has left out, with the elements [n] that it is of."""
+    memories = [(shard, shard.state.elementwise.get(ErrorFeedback.keeps)) for shard in reducer.shards]
+    return [(shard, error) for shard, error in memories if error is not None]
 
 
 def _vector(bucket: Bucket) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,7 @@ class Fragment:
         equal: nothing has moved on any replica since they took an agreed value.
         fresh: no step was made since what was agreed on last was applied.
         flight: what is on its way.
+        with_unsent: this replica went on from what was agreed on and what its codec had not sent of its own.
     """
 
     def __init__(self, values: list[Value], exchange: Exchange | None) -> None:
@@ -72,6 +73,7 @@ class Fragment:
         self.samples = self.expected = 0
         self.equal, self.fresh = True, False
         self.flight: PendingAverage | None = None
+        self.with_unsent = False
         self._exchange = exchange
         self._left_out: dict[str, Tensor] = {}
         self._common: StateView = {}
@@ -123,7 +125,7 @@ class Fragment:
         with torch.no_grad():
             if plan.optimizer_state == "average":
                 values = self._exchange.had_by_all(values)
-            return self._exchange.mean(values, deltas, samples)
+            return self._exchange.mean(values, deltas, samples, self.with_unsent)
 
     def _alone(self, deltas: dict[str, Tensor]) -> Means:
         """Return deltas with what former replicas' codecs had left out of theirs."""
@@ -131,13 +133,18 @@ class Fragment:
         return {n: d + left_out[n].view_as(d).to(d) if n in left_out else d for n, d in deltas.items()}
 
     def apply(self, rule: Rule, optimizer: torch.optim.Optimizer, plan: AveragingPlan) -> None:
-        """Wait for the mean and apply it: w <- alpha w + (1 - alpha) agreed, or agreed + steps since then."""
+        """Wait for the mean and apply it: w <- alpha w + (1 - alpha) agreed, or agreed + steps since then.
+
+        What a codec has not sent of this replica's own is part of what it goes on from (see `Averaging`).
+        """
         assert self.flight is not None
         means, deltas = self.flight.means.result(), self.flight.deltas
         self.flight = None
         if means is None:
             return
-        self.equal, self.fresh = not (rule.centred or plan.overlap or plan.alpha), True
+        unsent = self._unsent()
+        self.with_unsent = bool(unsent)
+        self.equal, self.fresh = not (rule.centred or plan.overlap or plan.alpha or unsent), True
         plain = MeanRule()
         for value in self._averaged(optimizer, plan):
             if value.name not in means:  # a moment that came after the deltas were taken, or that not all have
@@ -149,6 +156,8 @@ class Fragment:
             agreed = chosen.agree(value.name, own, anchor, mean)
             if value.kind == "moment":  # a variance that decayed to nothing is none, not what rounding left below it
                 agreed.masked_fill_((agreed < 0) & (agreed.abs() <= _ROUNDED * mean.abs()), 0)
+            if value.name in unsent:
+                agreed = agreed + unsent[value.name]
             if taken is not None:
                 agreed = _moved_on(value, agreed, own, taken)
             value.write(torch.lerp(agreed, own, plan.alpha) if plan.alpha else agreed)
@@ -156,6 +165,11 @@ class Fragment:
             for value in self.values:
                 if value.owner in optimizer.state:
                     optimizer.state[value.owner].clear()
+
+    def _unsent(self) -> dict[str, Tensor]:
+        """Return what stays in this replica's values since its codec has not sent it, by name."""
+        unsent = {v.name: self._exchange.unsent(v) for v in self.values} if self._exchange else {}
+        return {name: tensor for name, tensor in unsent.items() if tensor is not None}
 
     def _averaged(self, optimizer: torch.optim.Optimizer, plan: AveragingPlan) -> list[Value]:
         extra = moments(optimizer, self.values) if plan.optimizer_state == "average" else []
@@ -214,13 +228,16 @@ class Fragment:
             "expected": self.expected,
             "equal": self.equal,
             "fresh": self.fresh,
+            "with_unsent": self.with_unsent,
             "flight": flight,
             "codec": self._exchange.state_dict() if self._exchange else waiting,
         }
 
     def landed(self) -> StateTree:
         """Return, where a mean was just applied, the state of the step at which it was taken (not copied)."""
-        return {**self.state_dict(), "samples": 0, "expected": 0, "equal": True, "fresh": True}
+        return {
+            **self.state_dict(), "samples": 0, "expected": 0, "equal": True, "fresh": True, "with_unsent": False,
+        }  # fmt: skip
 
     def load_state_dict(self, state: StateView) -> None:
         """Take back what `state_dict` gave on this rank."""
@@ -236,21 +253,29 @@ class Fragment:
         return {**state, "codec": codec_state.common(state["codec"])}
 
     def take_shared(self, state: StateView) -> None:
-        """Take over what `shared` returned on another rank; what this one's codec has not sent stays."""
+        """Take over what `shared` returned on another rank, whose values this one has; what this one's codec has not
+        sent stays.
+        """
         self._load_common_part(state)
         self._common = state["codec"]
+        if self.with_unsent:  # of the other rank's own
+            self._write_anchors()
+            self.with_unsent = False
 
     def go_on_from(self, previous: Fragment, ranks: int) -> None:
         """Take over a fragment of this rank, at an agreement, in a group of so many ranks."""
         state = previous.state_dict()
         self._load_common_part(state)
         if self._exchange is None:
-            self._left_out = codec_state.left_out(self._merged([state]))
+            self._left_out = {} if self.with_unsent else codec_state.left_out(self._merged([state]))
+            self.with_unsent = False
             return
         numels = {v.name: v.tensor.numel() for v in self.values}
         self._exchange.load_state_dict(codec_state.carried(state["codec"], numels, ranks))
         if previous._common:
             self._exchange.load_common(codec_state.merge([previous._common], {}))
+        if self.with_unsent:  # it weighs otherwise among so many
+            self._write_anchors(self._unsent())
 
     def load_resharded(self, states: Sequence[StateView]) -> None:
         """Take over what is the same on all former ranks; what codecs left out is divided, its sum kept.
@@ -270,10 +295,17 @@ class Fragment:
         numels = {v.name: v.tensor.numel() for v in self.values}
         return codec_state.merge([state["codec"] for state in states], numels)
 
+    def _write_anchors(self, unsent: Mapping[str, Tensor] | None = None) -> None:
+        """Give the values what was agreed on, and what the codec has not sent of them."""
+        for value in self.values:
+            agreed = self._anchor[value.name]
+            value.write(agreed + unsent[value.name] if unsent and value.name in unsent else agreed)
+
     def _load_common_part(self, state: StateView) -> None:
         self._load_shared(state)
         self.samples, self.expected = int(state["samples"]), int(state["expected"])
         self.equal, self.fresh = bool(state["equal"]), bool(state.get("fresh"))
+        self.with_unsent = bool(state.get("with_unsent"))
 
     def _load_shared(self, state: StateView) -> None:
         device = self.values[0].tensor.device if self.values else torch.device("cpu")
