@@ -14,7 +14,8 @@ With `overlap` = tau, replicas compute tau more steps while the mean travels, an
 
     x_i <- x_i + (sum_j n_j y_j / sum_j n_j - y_i)      y_j: x_j tau steps ago
 
-At a large learning rate many such steps add noise: make `overlap` no longer than the link needs.
+At a large learning rate many such steps add noise: make `overlap` no longer than the link needs. A codec that leaves
+something out leaves it in the replica: the mean of the replicas is what it would be without.
 
 Each replica's gradient is the mean over its own part of the batch, so use the learning rate of `allreduce`. With
 `period=1` and SGD, both take the same steps.
@@ -42,8 +43,8 @@ class LocalSettings(AveragingSettings):
         optimizer_state: what an average does to the optimizer's moments: keep each replica's own, average or reset
             them.
         overlap: how many steps are computed while an average travels; less than the period.
-        warmup: share of the run, at its start, in which replicas average up to four times as often, because they drift
-            apart fastest there; 0: none.
+        warmup: share of the run, at its start, in which replicas average up to four times as often, and without
+            overlap, because they drift apart fastest there; 0: none.
     """
 
     name: ClassVar[str] = "local"

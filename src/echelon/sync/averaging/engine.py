@@ -177,7 +177,7 @@ class Averaging:
         self._context.clock.enter(Phase.COMMUNICATE)
         for fragment in taking:
             fragment.start(optimizer, plan, step, self._background)
-        for fragment in landing if plan.overlap else taking:
+        for fragment in landing if plan.overlap_at(step) else [*landing, *taking]:
             fragment.apply(self._rule, optimizer, plan)
         self._context.clock.enter(Phase.UPDATE)
 
@@ -276,8 +276,7 @@ class Averaging:
         plan = self._plan
         if averages or plan.alpha or len(self._fragments) > 1:
             return None
-        periods = max(1, (self._step - plan.overlap) // plan.period + 1)
-        return periods * plan.period + plan.overlap - self._step
+        return plan.steps_to_landing(self._step)
 
     def agreed_of(self, replicas: Sequence[StateView], averages: bool = False) -> StateTree:
         """Return the centre where there is one, else the replicas' weighted mean."""
@@ -393,12 +392,13 @@ class Averaging:
         plan, fragments = self._plan, self._fragments
         if self._first is not None or self._step == 0:  # local steps begin where the synchronous ones have led all
             return Agreement.REACHED
-        if any(fragment.flight and fragment.flight.due == self._step + plan.overlap for fragment in fragments):
+        travels = plan.overlap_at(self._step)
+        if travels and any(f.flight and f.flight.due == self._step + travels for f in fragments):
             return Agreement.BEGUN
         if all(fragment.equal for fragment in fragments):
             return Agreement.REACHED
         if all(fragment.fresh for fragment in fragments):
-            return Agreement.LANDED if plan.keep_progress else Agreement.REACHED
+            return Agreement.LANDED if any(fragment.moved_on for fragment in fragments) else Agreement.REACHED
         return Agreement.NONE
 
     @contextmanager

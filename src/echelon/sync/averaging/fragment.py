@@ -64,6 +64,7 @@ class Fragment:
         equal: nothing has moved on any replica since they took an agreed value.
         fresh: no step was made since what was agreed on last was applied.
         flight: what is on its way.
+        moved_on: the replica has trained while what was agreed on last travelled, and goes on with that, too.
         with_unsent: this replica went on from what was agreed on and what its codec had not sent of its own.
     """
 
@@ -73,7 +74,7 @@ class Fragment:
         self.samples = self.expected = 0
         self.equal, self.fresh = True, False
         self.flight: PendingAverage | None = None
-        self.with_unsent = False
+        self.moved_on = self.with_unsent = False
         self._exchange = exchange
         self._left_out: dict[str, Tensor] = {}
         self._common: StateView = {}
@@ -113,7 +114,8 @@ class Fragment:
             means = PendingMean.at_once(self._mean(values, deltas, samples, expected, plan))
         else:
             means = background.submit(lambda: self._mean(values, deltas, samples, expected, plan))
-        self.flight = PendingAverage(step + plan.overlap, means, deltas if plan.keep_progress else {})
+        travels = plan.overlap_at(step)
+        self.flight = PendingAverage(step + travels, means, deltas if plan.keep_progress and travels else {})
 
     def _mean(
         self, values: Sequence[Value], deltas: dict[str, Tensor], samples: int, expected: int, plan: AveragingPlan
@@ -143,8 +145,9 @@ class Fragment:
         if means is None:
             return
         unsent = self._unsent()
-        self.with_unsent = bool(unsent)
-        self.equal, self.fresh = not (rule.centred or plan.overlap or plan.alpha or unsent), True
+        self.with_unsent, self.moved_on = bool(unsent), bool(deltas)
+        late = self.moved_on if plan.keep_progress else plan.overlap > 0
+        self.equal, self.fresh = not (rule.centred or late or plan.alpha or unsent), True
         plain = MeanRule()
         for value in self._averaged(optimizer, plan):
             if value.name not in means:  # a moment that came after the deltas were taken, or that not all have
@@ -228,6 +231,7 @@ class Fragment:
             "expected": self.expected,
             "equal": self.equal,
             "fresh": self.fresh,
+            "moved_on": self.moved_on,
             "with_unsent": self.with_unsent,
             "flight": flight,
             "codec": self._exchange.state_dict() if self._exchange else waiting,
@@ -236,7 +240,8 @@ class Fragment:
     def landed(self) -> StateTree:
         """Return, where a mean was just applied, the state of the step at which it was taken (not copied)."""
         return {
-            **self.state_dict(), "samples": 0, "expected": 0, "equal": True, "fresh": True, "with_unsent": False,
+            **self.state_dict(), "samples": 0, "expected": 0, "equal": True, "fresh": True, "moved_on": False,
+            "with_unsent": False,
         }  # fmt: skip
 
     def load_state_dict(self, state: StateView) -> None:
@@ -305,7 +310,7 @@ class Fragment:
         self._load_shared(state)
         self.samples, self.expected = int(state["samples"]), int(state["expected"])
         self.equal, self.fresh = bool(state["equal"]), bool(state.get("fresh"))
-        self.with_unsent = bool(state.get("with_unsent"))
+        self.moved_on, self.with_unsent = bool(state.get("moved_on")), bool(state.get("with_unsent"))
 
     def _load_shared(self, state: StateView) -> None:
         device = self.values[0].tensor.device if self.values else torch.device("cpu")

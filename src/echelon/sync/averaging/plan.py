@@ -25,7 +25,8 @@ class AveragingPlan:
         alpha: share of the replica's own value that is kept when a mean is applied.
         optimizer_state: `keep` moments as they are, `average` them too, or `reset` them at each agreement.
         keep_progress: with overlap, what the replica has learnt while a mean travelled is added to it.
-        warmup: share of a run's local steps at their start in which agreements are up to four times as frequent.
+        warmup: share of a run's local steps at their start in which agreements are up to four times as frequent, and
+            with `keep_progress` waited for.
         finishes: replicas agree after a run's last step, too, within a period: on their mean, with nothing kept.
         dense: how many steps the warm-up is, a multiple of the period (`for_run`).
         last: the run's last local step (`for_run`); 0: not known.
@@ -70,8 +71,24 @@ class AveragingPlan:
     @property
     def dense_period(self) -> int:
         """Steps between agreements at first: the least divisor of the period, from a quarter of it on, that fits."""
-        least = max(-(-self.period // 4), self.overlap + 1, self.fragments)
+        travels = 0 if self.keep_progress else self.overlap
+        least = max(-(-self.period // 4), travels + 1, self.fragments)
         return next(divisor for divisor in range(least, self.period + 1) if self.period % divisor == 0)
+
+    def overlap_at(self, step: int) -> int:
+        """Return how many steps travels what is taken after local step `step`.
+
+        In the warm-up, where replicas learn fastest and drift apart fastest, none where it is the replica's progress
+        that has to be added to a mean that is late.
+        """
+        return 0 if self.keep_progress and step <= self.dense else self.overlap
+
+    def steps_to_landing(self, step: int) -> int:
+        """Return the steps from after local step `step` to the next one after which a mean of all is applied."""
+        taken = max(1, step - self.overlap)
+        while not (self.is_due(0, taken) and taken + self.overlap_at(taken) > step):
+            taken += 1
+        return taken + self.overlap_at(taken) - step
 
     def for_run(self, steps: int) -> AveragingPlan:
         """Return the plan of a run of so many steps (0: not known): at least a period begins with frequent ones."""
@@ -163,8 +180,10 @@ def length_notes(plan: AveragingPlan, steps: int) -> list[str]:
     """Say how often replicas agree at first, and whether a run of so many steps has too few periods."""
     notes = []
     if plan.dense:
+        waits = ", without overlap," if plan.keep_progress else ""
         notes.append(
-            f"replicas agree every {plan.dense_period} steps in the first {plan.dense} of {steps} (warmup=0: not)"
+            f"replicas agree every {plan.dense_period} steps{waits} in the first {plan.dense} of {steps} (warmup=0: "
+            "not)"
         )
     periods = (steps - plan.start) // plan.period
     if steps and periods < FEWEST_PERIODS and plan.period > 1:
