@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from echelon.compression.native import kernels_for
 from echelon.torch_compat import foreach_norm
 
 
@@ -160,8 +161,11 @@ def refuse_nonfinite(statistic: Tensor | float, state: State) -> None:
 def refuse_nonfinite_elements(values: Tensor, state: State, limit: float = math.inf) -> None:
     """Raise NonFiniteError if any element, any shape, is NaN, infinite or beyond `limit` (one pass; waits for CUDA)."""
     if values.numel():
-        low, high = torch.aminmax(values)
-        worst = float(torch.maximum(high, -low))
+        if (kernels := kernels_for(values)) is not None:
+            worst = kernels.peak(values)
+        else:
+            low, high = torch.aminmax(values)
+            worst = float(torch.maximum(high, -low))
         refuse_nonfinite(worst if worst <= limit else math.inf, state)
 
 

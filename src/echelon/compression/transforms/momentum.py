@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from echelon.compression.base import Codec, State
-from echelon.compression.transforms.base import SentTensor, Terms, Transform
+from echelon.compression.base import Codec, State, Terms
+from echelon.compression.transforms.base import SentTensor, Transform
 from echelon.torch_compat import foreach_add_, foreach_mul_
 
 

@@ -1,0 +1,201 @@
+"""The C loops as functions on tensors; each gives the bits of its caller's numpy loop.
+
+Tensors are those that `kernels_for` was asked about, or made for them: contiguous, 1-D, on a CPU, float32 unless said.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echelon.compression.native.library import load
+
+_SIGNATURES: dict[str, tuple[type | None, str]] = {  # the type of the result, and those of the arguments
+    "peak": (c_uint32, "pn"),
+    "above": (c_int64, "pnfpp"),
+    "encode_signs": (None, "pnnpp"),
+    "encode_signs_with_memory": (None, "ppnnpp"),
+    "decode_signs": (None, "ppfnnfp"),
+    "quantise": (c_int32, "pnniffppninpp"),
+    "dequantise": (None, "ppnniinfp"),
+}
+_TYPES = {"p": c_void_p, "n": c_int64, "i": c_int32, "f": c_float}
+
+_is_off: ContextVar[bool] = ContextVar("numpy_alone", default=False)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How codes lie in bytes.
+
+    Attributes:
+        width: planes of one bit of each code; 8: a byte each; 0: base-3 digits, five a byte.
+        stride: bytes of a plane, or of all digits.
+    """
+
+    width: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How elements become codes: the numbers that `blocks.quantise` computes with.
+
+    Attributes:
+        block: elements that share a scale.
+        levels: positive levels.
+        limit: largest magnitude, in levels, of what is rounded.
+        clip: root mean squares beyond which values are cut off; 0: none are.
+    """
+
+    block: int
+    levels: int
+    limit: float
+    clip: float
+
+
+@dataclass(frozen=True)
+class Dither:
+    """What is added before rounding down.
+
+    Attributes:
+        table: its values, twice over.
+        starts: where each stretch of elements begins to read them, int64 [stretches].
+        stretch: elements of one.
+    """
+
+    table: Tensor
+    starts: Tensor
+    stretch: int
+
+
+class Kernels:
+    """The functions of the library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, f"echelon_{name}")
+            function.restype, function.argtypes = result, [_TYPES[letter] for letter in arguments]
+        self._library = library
+
+    def peak(self, x: Tensor) -> float:
+        """Return max |x| of x [n]: 0 of none, and NaN if any element is."""
+        return _float(self._library.echelon_peak(x.data_ptr(), x.numel()))
+
+    def above(self, x: Tensor, threshold: float) -> tuple[Tensor, float]:
+        """Return the indices where |x| > threshold, ascending, int64, of x [n], and max |x|."""
+        room, peak = np.empty(x.numel(), np.int64), c_uint32()  # no page of it is touched that is not written
+        count = self._library.echelon_above(
+            x.data_ptr(), x.numel(), threshold, room.ctypes.data, ctypes.addressof(peak)
+        )
+        return torch.from_numpy(room[:count].copy()), _float(peak.value)
+
+    def encode_signs(self, x: Tensor, block: int, scales: Tensor, signs: Tensor) -> None:
+        """Write mean |x| of each block of x [n] to scales [blocks], and x >= 0 to signs, uint8 [ceil(n / 8)]."""
+        self._library.echelon_encode_signs(x.data_ptr(), x.numel(), block, scales.data_ptr(), signs.data_ptr())
+
+    def encode_signs_with_memory(
+        self, added: Tensor | None, memory: Tensor, block: int, scales: Tensor, signs: Tensor
+    ) -> None:
+        """Add to the memory [n], encode it as `encode_signs` does, and subtract what was sent; nothing may overflow."""
+        self._library.echelon_encode_signs_with_memory(
+            None if added is None else added.data_ptr(),
+            memory.data_ptr(),
+            memory.numel(),
+            block,
+            scales.data_ptr(),
+            signs.data_ptr(),
+        )
+
+    def decode_signs(self, signs: Tensor, scales: Tensor | float, block: int, out: Tensor, alpha: float = 0.0) -> None:
+        """Write the signs times their blocks' scales, or times one number, to out [n].
+
+        Args:
+            signs: uint8 [ceil(n / 8)].
+            scales: [blocks], or a number.
+            block: elements that share a scale.
+            alpha: 1: add to `out`, -1: subtract from it, 0: overwrite it.
+        """
+        per_block, unit = (scales.data_ptr(), 0.0) if isinstance(scales, Tensor) else (None, scales)
+        self._library.echelon_decode_signs(signs.data_ptr(), per_block, unit, out.numel(), block, alpha, out.data_ptr())
+
+    def quantise(
+        self, x: Tensor, rounding: Rounding, dither: Dither, packing: Packing, steps: Tensor, packed: Tensor
+    ) -> bool:
+        """Round x [n] to steps [blocks] and packed codes, uint8; returns whether all elements are finite."""
+        finite: int = self._library.echelon_quantise(
+            x.data_ptr(),
+            x.numel(),
+            rounding.block,
+            rounding.levels,
+            rounding.limit,
+            rounding.clip,
+            dither.table.data_ptr(),
+            dither.starts.data_ptr(),
+            dither.stretch,
+            packing.width,
+            packing.stride,
+            steps.data_ptr(),
+            packed.data_ptr(),
+        )
+        return bool(finite)
+
+    def dequantise(
+        self, steps: Tensor, packed: Tensor, rounding: Rounding, packing: Packing, out: Tensor, alpha: float = 0.0
+    ) -> None:
+        """Write packed codes times their blocks' steps to out [n]; `alpha` as in `decode_signs`."""
+        self._library.echelon_dequantise(
+            steps.data_ptr(),
+            packed.data_ptr(),
+            out.numel(),
+            rounding.block,
+            rounding.levels,
+            packing.width,
+            packing.stride,
+            alpha,
+            out.data_ptr(),
+        )
+
+
+def kernels_for(*tensors: Tensor) -> Kernels | None:
+    """Return what computes with contiguous float32 tensors on a CPU; None: numpy does, with the same bits."""
+    if _is_off.get() or not all(
+        tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors
+    ):
+        return None
+    return _kernels()
+
+
+def why_numpy() -> str:
+    """Return why numpy computes what could be compiled; empty where it is. Compiles it where that has not been done."""
+    return load().reason
+
+
+@contextmanager
+def switched_off() -> Iterator[None]:
+    """Let numpy compute in this context: what measures or tests both does."""
+    token = _is_off.set(True)
+    try:
+        yield
+    finally:
+        _is_off.reset(token)
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> Kernels | None:
+    library = load().library
+    return None if library is None else Kernels(library)
+
+
+def _float(bits: int) -> float:
+    """Return the float32 of these bits."""
+    return float(np.uint32(bits).view(np.float32))
