@@ -13,7 +13,7 @@ looked for as integers: the bits of |x| order as |x| does, those of infinity and
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { PIECE = 4096, GROUP = 32, DIGITS = 5 };
+enum { PIECE = 4096, GROUP = 32, DIGITS = 5, SPARE = 3 };
 static const uint32_t INFINITE = 0x7f800000u;
 static const float TINY = 1e-35f; /* blocks.py */
 
@@ -59,16 +59,26 @@ static inline uint8_t nonnegative(const float *x) {
 #endif
 }
 
-/* The same of |x| > threshold. */
-static inline uint64_t larger(const float *x, float threshold) {
+/* One bit for each of 64 elements, the first one lowest: whether |x| > threshold. Raises the eight largest bits of |x|
+that were seen so far. */
+static inline uint64_t larger(const float *x, float threshold, uint32_t *peaks) {
+    uint64_t mask = 0;
 #if defined(__AVX2__)
-    const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x));
-    return (uint64_t)_mm256_movemask_ps(_mm256_cmp_ps(size, _mm256_set1_ps(threshold), _CMP_GT_OQ));
+    const __m256i magnitude = _mm256_set1_epi32(INT32_MAX);
+    __m256i highest = _mm256_loadu_si256((const __m256i *)peaks);
+    for (int i = 0; i < 64; i += 8) {
+        const __m256i size = _mm256_and_si256(magnitude, _mm256_loadu_si256((const __m256i *)(x + i)));
+        const __m256 is_larger = _mm256_cmp_ps(_mm256_castsi256_ps(size), _mm256_set1_ps(threshold), _CMP_GT_OQ);
+        mask |= (uint64_t)_mm256_movemask_ps(is_larger) << i;
+        highest = _mm256_max_epu32(highest, size);
+    }
+    _mm256_storeu_si256((__m256i *)peaks, highest);
 #else
-    uint64_t bits = 0;
-    for (int i = 0; i < 8; i++) bits |= (uint64_t)(fabsf(x[i]) > threshold) << i;
-    return bits;
+    const uint32_t highest = peak_bits(x, 64);
+    peaks[0] = highest > peaks[0] ? highest : peaks[0];
+    for (int i = 0; i < 64; i++) mask |= (uint64_t)(fabsf(x[i]) > threshold) << i;
 #endif
+    return mask;
 }
 
 /* Bit `bit` of each of 32 codes, the first one lowest. */
@@ -132,24 +142,23 @@ static float pairwise(const float *x, int64_t n, float unit) {
 
 EXPORT uint32_t echelon_peak(const float *x, int64_t n) { return peak_bits(x, n); }
 
+/* The index of the lowest bit that is set. */
+static inline int lowest(uint64_t mask) { return mask ? __builtin_ctzll(mask) : 64; }
+
 EXPORT int64_t echelon_above(const float *x, int64_t n, float threshold, int64_t *indices, uint32_t *peak) {
-    int64_t count = 0;
-    *peak = 0;
-    for (int64_t start = 0; start < n; start += PIECE) {
-        const float *piece = x + start;
-        const int64_t size = smaller(PIECE, n - start);
-        const uint32_t highest = peak_bits(piece, size);
-        *peak = highest > *peak ? highest : *peak;
-        if (!(from_bits(highest) > threshold)) continue;
-        int64_t i = 0;
-        for (; i + 64 <= size; i += 64) {
-            uint64_t mask = 0;
-            for (int j = 0; j < 8; j++) mask |= larger(piece + i + 8 * j, threshold) << (8 * j);
-            for (; mask; mask &= mask - 1) indices[count++] = start + i + __builtin_ctzll(mask);
-        }
-        for (; i < size; i++)
-            if (fabsf(piece[i]) > threshold) indices[count++] = start + i;
+    int64_t count = 0, i = 0;
+    uint32_t peaks[8] = {0};
+    for (; i + 64 <= n; i += 64) {
+        uint64_t mask = larger(x + i, threshold, peaks);
+        int64_t *to = indices + count;
+        count += __builtin_popcountll(mask);
+        for (int j = 0; j < SPARE; j++, mask &= mask - 1) to[j] = i + lowest(mask); /* without a branch: most are few */
+        for (to += SPARE; mask; mask &= mask - 1) *to++ = i + lowest(mask);
     }
+    *peak = peak_bits(x + i, n - i);
+    for (int j = 0; j < 8; j++) *peak = peaks[j] > *peak ? peaks[j] : *peak;
+    for (; i < n; i++)
+        if (fabsf(x[i]) > threshold) indices[count++] = i;
     return count;
 }
 

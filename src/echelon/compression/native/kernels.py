@@ -30,6 +30,8 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {  # the type of the result, a
 }
 _TYPES = {"p": c_void_p, "n": c_int64, "i": c_int32, "f": c_float}
 
+_SPARE = 3  # of kernels.c: so many may be written beyond the last index
+
 _is_off: ContextVar[bool] = ContextVar("numpy_alone", default=False)
 
 
@@ -93,7 +95,7 @@ class Kernels:
 
     def above(self, x: Tensor, threshold: float) -> tuple[Tensor, float]:
         """Return the indices where |x| > threshold, ascending, int64, of x [n], and max |x|."""
-        room, peak = np.empty(x.numel(), np.int64), c_uint32()  # no page of it is touched that is not written
+        room, peak = np.empty(x.numel() + _SPARE, np.int64), c_uint32()  # pages that are not written take no memory
         count = self._library.echelon_above(
             x.data_ptr(), x.numel(), threshold, room.ctypes.data, ctypes.addressof(peak)
         )
