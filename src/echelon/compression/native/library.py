@@ -26,7 +26,7 @@ from echelon.core.errors import UserError
 
 VARIABLE = "ECHELON_NATIVE"
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
-_PATIENCE_S = 30.0
+_PATIENCE_S = 20.0
 _CPU_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "CPU part", "Features")
 
 
@@ -121,29 +121,35 @@ def _compile(compiler: list[str], source: bytes, path: Path) -> Path:
             written, made = Path(scratch) / "kernels.c", Path(scratch) / path.name
             written.write_bytes(source)
             _run([*compiler, *_FLAGS, str(written), "-o", str(made), "-lm"])
+            with made.open("rb") as file:  # a name of an empty file, after a crash, would stay
+                os.fsync(file.fileno())
             made.replace(path)
     except OSError as error:
         raise NativeError(f"the loops cannot be compiled in {path.parent}: {error.strerror}") from error
     return path
 
 
-def _run(command: list[str]) -> str:
-    """Run a command to its end; returns what it wrote."""
+def _run(command: list[str], patience_s: float = _PATIENCE_S) -> str:
+    """Run a command to its end; returns what it wrote.
+
+    Raises:
+        NativeError: it failed, or took longer.
+    """
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = process.wait(_PATIENCE_S)
+            code = process.wait(patience_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # and what it has started
             process.wait()
-            raise NativeError(f"{command[0]} took more than {_PATIENCE_S:g} s") from None
+            raise NativeError(f"{command[0]} took more than {patience_s:g} s") from None
         output.seek(0)
         text = output.read()
     if code:
-        first = next((line.strip() for line in text.splitlines() if "error" in line), text.strip()[:200])
-        raise NativeError(f"{command[0]} failed with code {code}: {first}")
+        first = next((line for line in text.splitlines() if "error" in line), text)
+        raise NativeError(f"{command[0]} failed with code {code}: {' '.join(first.split())[:200]}")
     return text
 
 
