@@ -3,6 +3,15 @@
 `kernels_for(tensors)` is None where the numpy loop must do: the caller has one.
 """
 
-from echelon.compression.native.kernels import Dither, Kernels, Packing, Rounding, kernels_for, switched_off, why_numpy
+from echelon.compression.native.kernels import (
+    Dither,
+    Kernels,
+    Packing,
+    Rounding,
+    kernels_for,
+    kernels_on,
+    switched_off,
+    why_numpy,
+)
 
-__all__ = ["Dither", "Kernels", "Packing", "Rounding", "kernels_for", "switched_off", "why_numpy"]
+__all__ = ["Dither", "Kernels", "Packing", "Rounding", "kernels_for", "kernels_on", "switched_off", "why_numpy"]

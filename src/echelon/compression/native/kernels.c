@@ -368,3 +368,64 @@ EXPORT void echelon_dequantise(
         }
     }
 }
+
+EXPORT int64_t echelon_add_at(
+    float *target, int64_t n, const int64_t *indices, const float *values, int64_t k, float alpha) {
+    int64_t i = 0;
+    for (; i < k && indices[i] >= 0 && indices[i] < n; i++) target[indices[i]] += values[i] * alpha;
+    return i;
+}
+
+/* Planes that hold eight of the low bits of indices, from bit `first` on. */
+static Packing low_planes(uint8_t *packed, int64_t k, int first, int width) {
+    const int64_t stride = width == 8 ? k : (k + 7) / 8;
+    const Packing planes = {packed + first * stride, stride, width - first < 8 ? width - first : 8};
+    return planes;
+}
+
+EXPORT void echelon_pack_indices(
+    const int64_t *indices, int64_t k, int32_t low, int32_t is_coded, uint8_t *lows, uint8_t *marks, int64_t n_marks) {
+    uint8_t codes[PIECE + GROUP];
+    for (int first = 0; first < low; first += 8) {
+        const Packing to = low_planes(lows, k, first, low);
+        for (int64_t at = 0; at < k; at += PIECE) {
+            const int64_t size = smaller(PIECE, k - at);
+            for (int64_t i = 0; i < size; i++) codes[i] = (uint8_t)(indices[at + i] >> first);
+            memset(codes + size, 0, GROUP);
+            if (low == 8)
+                memcpy(to.bytes + at, codes, (size_t)size);
+            else
+                put_planes(to, at, codes, size);
+        }
+    }
+    memset(marks, 0, (size_t)((n_marks + 7) / 8));
+    for (int64_t i = 0; i < k; i++) {
+        const int64_t mark = (indices[i] >> low) + (is_coded ? i : 0);
+        marks[mark / 8] = (uint8_t)(marks[mark / 8] | 1u << (mark % 8));
+    }
+}
+
+EXPORT int64_t echelon_unpack_indices(
+    const uint8_t *lows, const uint8_t *marks, int64_t n_marks, int64_t k, int32_t low, int32_t is_coded,
+    int64_t *indices) {
+    int64_t count = 0;
+    for (int64_t at = 0; at < n_marks; at += 64) {
+        uint64_t mask = 0;
+        const int64_t bits = smaller(64, n_marks - at);
+        memcpy(&mask, marks + at / 8, (size_t)((bits + 7) / 8));
+        if (bits < 64) mask &= ((uint64_t)1 << bits) - 1;
+        for (; mask; mask &= mask - 1, count++)
+            if (count < k) indices[count] = (at + lowest(mask) - (is_coded ? count : 0)) << low;
+    }
+    uint8_t codes[PIECE + GROUP];
+    for (int first = 0; first < low; first += 8) {
+        const Packing from = low_planes((uint8_t *)lows, k, first, low);
+        for (int64_t at = 0; at < k; at += PIECE) {
+            const int64_t size = smaller(PIECE, k - at);
+            const uint8_t *bytes = low == 8 ? from.bytes + at : codes;
+            if (low != 8) get_planes(from, at, codes, size);
+            for (int64_t i = 0; i < size; i++) indices[at + i] |= (int64_t)bytes[i] << first;
+        }
+    }
+    return count;
+}

@@ -27,9 +27,13 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {  # the type of the result, a
     "decode_signs": (None, "ppfnnfp"),
     "quantise": (c_int32, "pnniffppninpp"),
     "dequantise": (None, "ppnniinfp"),
+    "add_at": (c_int64, "pnppnf"),
+    "pack_indices": (None, "pniippn"),
+    "unpack_indices": (c_int64, "ppnniip"),
 }
 _TYPES = {"p": c_void_p, "n": c_int64, "i": c_int32, "f": c_float}
 
+_SCANNED = 1 << 20  # elements whose indices wait in the cache to be copied
 _SPARE = 3  # of kernels.c: so many may be written beyond the last index
 
 _is_off: ContextVar[bool] = ContextVar("numpy_alone", default=False)
@@ -95,11 +99,15 @@ class Kernels:
 
     def above(self, x: Tensor, threshold: float) -> tuple[Tensor, float]:
         """Return the indices where |x| > threshold, ascending, int64, of x [n], and max |x|."""
-        room, peak = np.empty(x.numel() + _SPARE, np.int64), c_uint32()  # pages that are not written take no memory
-        count = self._library.echelon_above(
-            x.data_ptr(), x.numel(), threshold, room.ctypes.data, ctypes.addressof(peak)
-        )
-        return torch.from_numpy(room[:count].copy()), _float(peak.value)
+        room, highest = np.empty(min(x.numel(), _SCANNED) + _SPARE, np.int64), c_uint32()
+        address, at, peak = room.ctypes.data, ctypes.addressof(highest), 0
+        pieces = [np.empty(0, np.int64)]
+        for start in range(0, x.numel(), _SCANNED):
+            size = min(_SCANNED, x.numel() - start)
+            count = self._library.echelon_above(x.data_ptr() + 4 * start, size, threshold, address, at)
+            pieces.append(room[:count] + start)
+            peak = max(peak, highest.value)
+        return torch.from_numpy(np.concatenate(pieces)), _float(peak)
 
     def encode_signs(self, x: Tensor, block: int, scales: Tensor, signs: Tensor) -> None:
         """Write mean |x| of each block of x [n] to scales [blocks], and x >= 0 to signs, uint8 [ceil(n / 8)]."""
@@ -167,14 +175,51 @@ class Kernels:
             out.data_ptr(),
         )
 
+    def add_at(self, target: Tensor, indices: Tensor, values: Tensor, alpha: float) -> None:
+        """Add `alpha`, 1 or -1, times values [k] at distinct indices, int64 [k], of a target [n].
+
+        Raises:
+            IndexError: an index is not below n (a damaged message); those before it are added.
+        """
+        count, n = indices.numel(), target.numel()
+        added = self._library.echelon_add_at(target.data_ptr(), n, indices.data_ptr(), values.data_ptr(), count, alpha)
+        if added < count:
+            raise IndexError(f"index {int(indices[added])} is out of range of {n} elements")
+
+    def pack_indices(self, indices: Tensor, low: int | None, lows: Tensor, marks: Tensor, n_marks: int) -> None:
+        """Write ascending indices, int64 [k], as `bits.pack_indices` describes it.
+
+        Args:
+            indices: contiguous.
+            low: bits of each that go to `lows`; None: there is a bitmap alone.
+            lows: uint8, planes of bits.
+            marks: uint8 [ceil(n_marks / 8)], the bitmap.
+            n_marks: its bits.
+        """
+        self._library.echelon_pack_indices(
+            indices.data_ptr(), indices.numel(), low or 0, low is not None, lows.data_ptr(), marks.data_ptr(), n_marks
+        )
+
+    def unpack_indices(self, lows: Tensor, marks: Tensor, n_marks: int, k: int, low: int | None) -> tuple[Tensor, int]:
+        """Undo `pack_indices`; returns int64 [k], and how many there are, which of a damaged message is not k."""
+        indices = np.empty(k, np.int64)
+        count: int = self._library.echelon_unpack_indices(
+            lows.data_ptr(), marks.data_ptr(), n_marks, k, low or 0, low is not None, indices.ctypes.data
+        )
+        return torch.from_numpy(indices), count
+
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
     """Return what computes with contiguous float32 tensors on a CPU; None: numpy does, with the same bits."""
-    if _is_off.get() or not all(
+    fit = all(
         tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors
-    ):
-        return None
-    return _kernels()
+    )
+    return kernels_on(tensors[0].device) if fit else None
+
+
+def kernels_on(device: torch.device) -> Kernels | None:
+    """Return what computes on a CPU, with tensors that the caller has made for it; None: numpy or torch does."""
+    return _kernels() if device.type == "cpu" and not _is_off.get() else None
 
 
 def why_numpy() -> str:
