@@ -398,7 +398,7 @@ EXPORT void echelon_pack_indices(
                 put_planes(to, at, codes, size);
         }
     }
-    memset(marks, 0, (size_t)((n_marks + 7) / 8));
+    if (n_marks) memset(marks, 0, (size_t)((n_marks + 7) / 8));
     for (int64_t i = 0; i < k; i++) {
         const int64_t mark = (indices[i] >> low) + (is_coded ? i : 0);
         marks[mark / 8] = (uint8_t)(marks[mark / 8] | 1u << (mark % 8));
