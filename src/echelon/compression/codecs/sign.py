@@ -132,14 +132,15 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
 
     def compress_with_memory(self, terms: Terms, memory: Tensor, shape: Sequence[int], state: State) -> Payload:
         """Do what a codec does with a memory [numel], block by block where loops are compiled."""
-        *others, (last, weight) = terms
-        kernels = kernels_for(memory, last)
-        if kernels is None or self.vote or weight != 1:
+        kernels = kernels_for(memory, *(term for term, _ in terms))
+        if kernels is None or self.vote:
             return super().compress_with_memory(terms, memory, shape, state)
-        for term, factor in others:
-            memory.add_(term, alpha=factor)
-        if not (kernels.peak(memory) <= _LARGE and kernels.peak(last) <= _LARGE):
-            return super().compress_with_memory([(last, weight)], memory, shape, state)
+        joins = terms[-1][1] == 1  # the last term is added block by block, too
+        others, last = (terms[:-1], terms[-1][0]) if joins else (terms, None)
+        for term, weight in others:
+            memory.add_(term, alpha=weight)
+        if not all(kernels.peak(each) <= _LARGE for each in (memory, *([] if last is None else [last]))):
+            return super().compress_with_memory([] if last is None else [(last, 1.0)], memory, shape, state)
         scales = torch.empty(block_count(memory.numel(), self.block))
         packed = empty(packed_size(memory.numel()), torch.uint8, memory.device)
         kernels.encode_signs_with_memory(last, memory, self.block, scales, packed)

@@ -369,6 +369,10 @@ EXPORT void echelon_dequantise(
     }
 }
 
+EXPORT void echelon_move_velocity(float *velocity, const float *gradient, int64_t n, float momentum) {
+    for (int64_t i = 0; i < n; i++) velocity[i] = velocity[i] * momentum + gradient[i];
+}
+
 EXPORT int64_t echelon_add_at(
     float *target, int64_t n, const int64_t *indices, const float *values, int64_t k, float alpha) {
     int64_t i = 0;

@@ -27,6 +27,7 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {  # the type of the result, a
     "decode_signs": (None, "ppfnnfp"),
     "quantise": (c_int32, "pnniffppninpp"),
     "dequantise": (None, "ppnniinfp"),
+    "move_velocity": (None, "ppnf"),
     "add_at": (c_int64, "pnppnf"),
     "pack_indices": (None, "pniippn"),
     "unpack_indices": (c_int64, "ppnniip"),
@@ -174,6 +175,10 @@ class Kernels:
             alpha,
             out.data_ptr(),
         )
+
+    def move_velocity(self, velocity: Tensor, gradient: Tensor, momentum: float) -> None:
+        """Multiply a velocity [n] by the momentum and add a gradient [n]; the product is rounded before."""
+        self._library.echelon_move_velocity(velocity.data_ptr(), gradient.data_ptr(), velocity.numel(), momentum)
 
     def add_at(self, target: Tensor, indices: Tensor, values: Tensor, alpha: float) -> None:
         """Add `alpha`, 1 or -1, times values [k] at distinct indices, int64 [k], of a target [n].
