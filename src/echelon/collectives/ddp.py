@@ -112,7 +112,7 @@ _WHERE_IS_MOMENTUM = (
 def warn_of_numpy(compression: Compression, device: torch.device, rank: int, stacklevel: int) -> None:
     """Warn, in rank 0, where numpy computes on a CPU what codecs have compiled loops for."""
     for note in compression.numpy_notes() if device.type == "cpu" and rank == 0 else []:
-        warnings.warn(note, UserWarning, stacklevel=stacklevel)
+        warnings.warn(f"compression {compression}: {note}", UserWarning, stacklevel=stacklevel)
 
 
 def take_momentum(compression: Compression, optimizer: torch.optim.Optimizer) -> Compression:

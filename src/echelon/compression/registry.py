@@ -61,7 +61,7 @@ class Compression:
         from echelon.compression.native import why_numpy
 
         reason = why_numpy() if self.encodes else ""
-        return [f"compression {self} computes with numpy, slower but with the same result: {reason}"] if reason else []
+        return [f"numpy computes, slower but with the same result: {reason}"] if reason else []
 
     def with_momentum(self, momentum: float, nesterov: bool = False) -> tuple[Compression, float]:
         """Decide where momentum is applied: inside the codec, before encoding, where that is how the codec works.

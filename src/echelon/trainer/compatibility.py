@@ -282,7 +282,8 @@ def interplay_notes(run: ResolvedRun, ranks: int, on_gpu: bool = False) -> list[
     if ranks == 1:
         return notes
     if not (on_gpu or torch.cuda.device_count()):
-        notes += [f"--{note}" for note in run.compression.numpy_notes()]
+        spec = run.described.strategy.compression
+        notes += [f"--compression {spec}: {note}" for note in run.compression.numpy_notes()]
     notes += [*([] if on_gpu else _device_notes(run, ranks)), *_momentum_notes(run), *_path_notes(run, ranks)]
     return [*notes, *run.sync.momentum_notes(_momentum(run), ranks)]
 

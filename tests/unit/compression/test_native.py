@@ -151,6 +151,6 @@ def test_a_run_says_why_numpy_computes(cache: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(library.VARIABLE, "off")
         assert read("none").numpy_notes() == []
         (note,) = read("sign").numpy_notes()
-        assert note == "compression sign computes with numpy, slower but with the same result: ECHELON_NATIVE=off"
+        assert note == "numpy computes, slower but with the same result: ECHELON_NATIVE=off"
     finally:
         library.load.cache_clear()
