@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from echelon.collectives.ddp import warn_of_numpy
 from echelon.compression import read
 from echelon.compression.base import Codec, Meta, NonFiniteError
+from echelon.compression.bits import pack_indices, unpack_indices
 from echelon.compression.native import kernels_for, library, switched_off, why_numpy
 from echelon.compression.registry import build, examples
 from echelon.core.errors import UserError
@@ -78,6 +80,36 @@ def test_numpy_computes_with_other_types_and_layouts() -> None:
     assert kernels_for(torch.ones(3, 2).t()) is None
     with switched_off():
         assert kernels_for(torch.ones(3)) is None
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("n", "k"), [(0, 0), (9, 0), (9, 9), (100, 60), (1000, 4), (70_001, 300), (10**6, 1), (10**6, 9)]
+)
+def test_indices_have_the_same_bytes(n: int, k: int) -> None:
+    indices = torch.randperm(n, generator=torch.Generator().manual_seed(k))[:k].sort().values
+    packed = pack_indices(indices, n)
+    assert torch.equal(unpack_indices(packed, n, k), indices)
+    with switched_off():
+        assert torch.equal(pack_indices(indices, n), packed)
+
+
+@compiled
+@pytest.mark.parametrize("spec", ["sign", "int8", "qsgd", "ternary"])
+def test_a_tensor_longer_than_its_message_is_refused(spec: str) -> None:
+    codec, tensor = build(spec), torch.ones(1000)
+    payload = codec.compress(tensor, codec.init_state("w", tensor))
+    with pytest.raises(ValueError, match="too short for a tensor of 9000 elements"):
+        codec.add_to(torch.ones(9000), payload)
+
+
+@compiled
+def test_indices_beyond_a_tensor_are_refused() -> None:
+    kernels = kernels_for(torch.ones(3))
+    assert kernels is not None
+    for index in (-1, 3):
+        with pytest.raises(IndexError, match=f"index {index} is out of range of 3 elements"):
+            kernels.add_at(torch.ones(3), torch.tensor([0, index]), torch.ones(2), 1.0)
 
 
 @pytest.fixture
@@ -152,5 +184,7 @@ def test_a_run_says_why_numpy_computes(cache: Path, monkeypatch: pytest.MonkeyPa
         assert read("none").numpy_notes() == []
         (note,) = read("sign").numpy_notes()
         assert note == "numpy computes, slower but with the same result: ECHELON_NATIVE=off"
+        with pytest.warns(UserWarning, match="compression sign: numpy computes"):
+            warn_of_numpy(read("sign"), torch.device("cpu"), rank=0, stacklevel=1)
     finally:
         library.load.cache_clear()

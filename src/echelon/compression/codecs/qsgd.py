@@ -66,7 +66,7 @@ class Qsgd(Quantiser):
 
     def packing(self, numel: int) -> Packing:
         """Return the planes of `numel` codes of `width` bits."""
-        return Packing(self.width, bits.packed_size(numel))
+        return Packing(self.width, numel if self.width == 8 else bits.packed_size(numel))
 
     def pack(self, codes: Tensor) -> Tensor:
         """Pack codes [n] of `width` bits: one plane of bits after the other."""

@@ -52,6 +52,11 @@ class Packing:
     width: int
     stride: int
 
+    def holds(self, numel: int, n_bytes: int) -> bool:
+        """Whether so many packed bytes hold so many codes."""
+        planes, codes = {0: (1, 5), 8: (1, 1)}.get(self.width, (self.width, 8))
+        return self.stride * codes >= numel and self.stride * planes <= n_bytes
+
 
 @dataclass(frozen=True)
 class Rounding:
@@ -135,7 +140,13 @@ class Kernels:
             scales: [blocks], or a number.
             block: elements that share a scale.
             alpha: 1: add to `out`, -1: subtract from it, 0: overwrite it.
+
+        Raises:
+            ValueError: `out` has more elements than these.
         """
+        blocks = -(-out.numel() // block)
+        _check_length(8 * signs.numel() >= out.numel(), out)
+        _check_length(not isinstance(scales, Tensor) or scales.numel() >= blocks, out)
         per_block, unit = (scales.data_ptr(), 0.0) if isinstance(scales, Tensor) else (None, scales)
         self._library.echelon_decode_signs(signs.data_ptr(), per_block, unit, out.numel(), block, alpha, out.data_ptr())
 
@@ -163,7 +174,13 @@ class Kernels:
     def dequantise(
         self, steps: Tensor, packed: Tensor, rounding: Rounding, packing: Packing, out: Tensor, alpha: float = 0.0
     ) -> None:
-        """Write packed codes times their blocks' steps to out [n]; `alpha` as in `decode_signs`."""
+        """Write packed codes times their blocks' steps to out [n]; `alpha` as in `decode_signs`.
+
+        Raises:
+            ValueError: `out` has more elements than these.
+        """
+        _check_length(packing.holds(out.numel(), packed.numel()), out)
+        _check_length(steps.numel() * rounding.block >= out.numel(), out)
         self._library.echelon_dequantise(
             steps.data_ptr(),
             packed.data_ptr(),
@@ -246,6 +263,11 @@ def switched_off() -> Iterator[None]:
 def _kernels() -> Kernels | None:
     library = load().library
     return None if library is None else Kernels(library)
+
+
+def _check_length(is_long_enough: bool, out: Tensor) -> None:
+    if not is_long_enough:
+        raise ValueError(f"message is too short for a tensor of {out.numel()} elements")
 
 
 def _float(bits: int) -> float:
