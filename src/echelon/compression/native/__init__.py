@@ -10,8 +10,19 @@ from echelon.compression.native.kernels import (
     Rounding,
     kernels_for,
     kernels_on,
+    streaming_kernels_for,
     switched_off,
     why_numpy,
 )
 
-__all__ = ["Dither", "Kernels", "Packing", "Rounding", "kernels_for", "kernels_on", "switched_off", "why_numpy"]
+__all__ = [
+    "Dither",
+    "Kernels",
+    "Packing",
+    "Rounding",
+    "kernels_for",
+    "kernels_on",
+    "streaming_kernels_for",
+    "switched_off",
+    "why_numpy",
+]

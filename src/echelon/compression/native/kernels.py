@@ -37,6 +37,8 @@ _TYPES = {"p": c_void_p, "n": c_int64, "i": c_int32, "f": c_float}
 _SCANNED = 1 << 20  # elements whose indices wait in the cache to be copied
 _SPARE = 3  # of kernels.c: so many may be written beyond the last index
 
+_FEW_THREADS = 2  # each walks memory as fast as the C loops: more of them, all with a part of it, are faster
+
 _is_off: ContextVar[bool] = ContextVar("numpy_alone", default=False)
 
 
@@ -237,6 +239,11 @@ def kernels_for(*tensors: Tensor) -> Kernels | None:
         tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors
     )
     return kernels_on(tensors[0].device) if fit else None
+
+
+def streaming_kernels_for(*tensors: Tensor) -> Kernels | None:
+    """Do what `kernels_for` does, for loops that torch runs on several threads: None where it has more than a few."""
+    return kernels_for(*tensors) if torch.get_num_threads() <= _FEW_THREADS else None
 
 
 def kernels_on(device: torch.device) -> Kernels | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from echelon.compression.base import Codec, State, Terms
-from echelon.compression.native import kernels_for
+from echelon.compression.native import streaming_kernels_for
 from echelon.compression.transforms.base import SentTensor, Transform
 from echelon.torch_compat import foreach_add_, foreach_mul_
 
@@ -55,7 +55,7 @@ class MomentumCorrection(Transform):
         """Move the velocity by the gradient, the only term."""
         ((gradient, _),) = terms
         velocity = state.elementwise[self.keeps]
-        if (kernels := kernels_for(velocity, gradient)) is not None:
+        if (kernels := streaming_kernels_for(velocity, gradient)) is not None:
             kernels.move_velocity(velocity, gradient, self.momentum)
         else:
             velocity.mul_(self.momentum).add_(gradient)
