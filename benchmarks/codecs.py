@@ -159,7 +159,7 @@ def main() -> int:
     tensor = torch.randn(side, options.numel // side, device=options.device)
     out = torch.empty_like(tensor)
     specs, loops = split_top_level(options.codecs, ","), loops_of(tensor.device)
-    candidates = [candidate(spec.strip(), each, tensor) for spec in specs for each in loops]
+    candidates = [candidate(spec.strip(), way, tensor) for spec in specs for way in loops]
     memcpy: list[float] = []
     for index in range(options.rounds + 1):
         copying = seconds(lambda: out.copy_(tensor), tensor.device)

@@ -69,8 +69,8 @@ def test_both_give_the_same_bits(spec: str, scale: float) -> None:
         with switched_off():
             wanted = history(build(spec), n, scale)
         assert len(made) == len(wanted)
-        for one, other in zip(made, wanted, strict=True):
-            assert torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)), n
+        for actual, expected in zip(made, wanted, strict=True):
+            assert torch.equal(actual.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8)), n
 
 
 @compiled
@@ -128,7 +128,7 @@ def fresh() -> library.Loaded:
 @compiled
 def test_it_is_compiled_once_however_many_begin(cache: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        assert all(each.result().library for each in [pool.submit(fresh) for _ in range(4)])
+        assert all(loading.result().library for loading in [pool.submit(fresh) for _ in range(4)])
     (made,) = cache.iterdir()
     before = made.stat().st_mtime_ns
     assert fresh().library is not None and made.stat().st_mtime_ns == before

@@ -163,10 +163,10 @@ def test_that_numpy_encodes_is_said_where_something_is_encoded(monkeypatch: pyte
     monkeypatch.setenv("ECHELON_NATIVE", "off")
     library.load.cache_clear()
     try:
-        for spec, ranks, said in (("int8", 2, True), ("int8", 1, False), ("none", 2, False)):
+        for spec, ranks, is_told in (("int8", 2, True), ("int8", 1, False), ("none", 2, False)):
             settings = {"strategy.compression": spec, "training.device": "cpu"}
             notes = interplay_notes(resolve(build(None, settings).config), ranks)
-            assert any("--compression int8: numpy computes" in note for note in notes) == said
+            assert any("--compression int8: numpy computes" in note for note in notes) == is_told
     finally:
         library.load.cache_clear()
 

@@ -140,7 +140,7 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
         others, last = (terms[:-1], terms[-1][0]) if joins else (terms, None)
         for term, weight in others:
             memory.add_(term, alpha=weight)
-        if not all(largest_magnitude(each) <= _LARGE for each in (memory, *([] if last is None else [last]))):
+        if not all(largest_magnitude(values) <= _LARGE for values in (memory, *([] if last is None else [last]))):
             return super().compress_with_memory([] if last is None else [(last, 1.0)], memory, shape, state)
         scales = torch.empty(block_count(memory.numel(), self.block))
         packed = empty(packed_size(memory.numel()), torch.uint8, memory.device)

@@ -100,8 +100,8 @@ static inline uint32_t plane(const uint8_t *codes, int bit) {
 
 /* Eight bits as eight bytes of 0 or 1, the lowest first. */
 static inline uint64_t spread(uint8_t bits) {
-    const uint64_t each = (bits * 0x0101010101010101u) & 0x8040201008040201u;
-    return ((each + 0x7f7f7f7f7f7f7f7fu) >> 7) & 0x0101010101010101u;
+    const uint64_t lanes = (bits * 0x0101010101010101u) & 0x8040201008040201u;
+    return ((lanes + 0x7f7f7f7f7f7f7f7fu) >> 7) & 0x0101010101010101u;
 }
 
 /* What is summed of an element: |x|, or (|x| / unit)^2. */
@@ -206,13 +206,13 @@ EXPORT void echelon_decode_signs(
     for (int64_t at = 0; at < n; at += block) {
         const float scale = scales ? scales[at / block] : unit;
         const float size = alpha == 0 ? scale : scale * alpha;
-        const int64_t end = at + smaller(block, n - at), whole = end - (end - at) % 8;
+        const int64_t end = at + smaller(block, n - at), full = end - (end - at) % 8;
         if (alpha == 0)
-            for (int64_t i = at; i < whole; i += 8) store(out + i, signed_floats(signs[i / 8], size));
+            for (int64_t i = at; i < full; i += 8) store(out + i, signed_floats(signs[i / 8], size));
         else
-            for (int64_t i = at; i < whole; i += 8)
+            for (int64_t i = at; i < full; i += 8)
                 store(out + i, load(out + i) + signed_floats(signs[i / 8], size));
-        for (int64_t i = whole; i < end; i++) {
+        for (int64_t i = full; i < end; i++) {
             const float value = (signs[i / 8] >> (i % 8)) & 1 ? size : -size;
             out[i] = alpha == 0 ? value : out[i] + value;
         }
@@ -307,7 +307,7 @@ typedef struct {
 } Queue;
 
 static void pack_groups(Packing to, Queue *queue, int is_last) {
-    const int64_t whole = queue->waiting - queue->waiting % GROUP, n = is_last ? queue->waiting : whole;
+    const int64_t full = queue->waiting - queue->waiting % GROUP, n = is_last ? queue->waiting : full;
     if (is_last) memset(queue->codes + queue->waiting, 0, GROUP);
     put_planes(to, queue->packed, queue->codes, n);
     queue->packed += n, queue->waiting -= n;
