@@ -5,8 +5,9 @@
 
 Rounds are interleaved: each one times the memcpy and then every codec once, and medians are shown. `times memcpy` is
 encode + decode over the memcpy's time; on a CPU it is CPU time, so that a busy machine disturbs less. Decoding is into
-a buffer that exists, as in the compressed all-reduce, and so is the memcpy. The codec itself is timed; `feedback` is
-one step with its error feedback on top (encode alone).
+a buffer that exists, as in the compressed all-reduce, and so is the memcpy. The codec itself is timed; `with feedback`
+is one step with its error feedback on top, encode + decode. On a CPU each codec is timed with its compiled loops and
+with numpy's, which `loops` tells.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 
 from echelon.compression.base import Codec, State
+from echelon.compression.native import switched_off, why_numpy
 from echelon.compression.registry import build
 from echelon.compression.transforms import Transformed
 from echelon.core.spec import split_top_level
@@ -39,10 +42,12 @@ class Row:
     """What was measured of one codec; speeds in GB/s of the uncompressed tensor."""
 
     codec: str
+    loops: str
     encode_gb_per_s: float
     decode_gb_per_s: float
     times_memcpy: float
     encode_times_memcpy: float
+    feedback_encode_times_memcpy: float
     feedback_times_memcpy: float
     relative_error: float
     bits_per_element: float
@@ -53,6 +58,7 @@ class Candidate:
     """A codec with its states and its times."""
 
     spec: str
+    loops: str
     codec: Codec
     wrapped: Codec
     state: State
@@ -75,12 +81,26 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def candidate(spec: str, tensor: Tensor) -> Candidate:
+def loops_of(device: torch.device) -> list[str]:
+    """Return what computes on a device: on a CPU compiled loops, where they can be, and numpy's."""
+    if device.type != "cpu":
+        return ["torch"]
+    if reason := why_numpy():
+        print(f"no compiled loops: {reason}")
+    return ["numpy"] if reason else ["C", "numpy"]
+
+
+def candidate(spec: str, loops: str, tensor: Tensor) -> Candidate:
     """Build a codec without and with its error feedback."""
     wrapped = build(spec)
     codec = wrapped.inner if isinstance(wrapped, Transformed) else wrapped
     state, wrapped_state = codec.init_state("gradient", tensor), wrapped.init_state("gradient", tensor)
-    return Candidate(spec, codec, wrapped, state, wrapped_state, [], [], [])
+    return Candidate(spec, loops, codec, wrapped, state, wrapped_state, [], [], [])
+
+
+def computing(loops: str) -> AbstractContextManager[None]:
+    """Let these loops compute in the context."""
+    return switched_off() if loops == "numpy" else nullcontext()
 
 
 def measure(one: Candidate, tensor: Tensor, out: Tensor, feedback: bool) -> None:
@@ -97,13 +117,16 @@ def row(one: Candidate, tensor: Tensor, out: Tensor, memcpy_s: float) -> Row:
     payload = one.codec.compress(tensor, one.state)
     error = float((one.codec.extract(payload, out) - tensor).norm() / tensor.norm())
     encode, decode = statistics.median(one.encode_s), statistics.median(one.decode_s)
+    feedback = statistics.median(one.feedback_s) if one.feedback_s else float("nan")
     return Row(
         codec=one.spec,
+        loops=one.loops,
         encode_gb_per_s=tensor.nbytes / encode / 1e9,
         decode_gb_per_s=tensor.nbytes / decode / 1e9,
         times_memcpy=(encode + decode) / memcpy_s,
         encode_times_memcpy=encode / memcpy_s,
-        feedback_times_memcpy=statistics.median(one.feedback_s) / memcpy_s if one.feedback_s else float("nan"),
+        feedback_encode_times_memcpy=feedback / memcpy_s,
+        feedback_times_memcpy=(feedback + decode) / memcpy_s,
         relative_error=error,
         bits_per_element=8 * payload.n_bytes / tensor.numel(),
     )
@@ -112,11 +135,11 @@ def row(one: Candidate, tensor: Tensor, out: Tensor, memcpy_s: float) -> Row:
 def show(rows: list[Row], memcpy_s: float, numel: int) -> None:
     """Print a table in Markdown."""
     print(f"{numel:,} float32, one thread; memcpy {memcpy_s * 1e3:.1f} ms")
-    print("| codec | encode GB/s | decode GB/s | encode + decode, times memcpy | feedback | error | bits |")
-    print("|---|---|---|---|---|---|---|")
+    print("| codec | loops | encode GB/s | decode GB/s | times memcpy | with feedback | error | bits |")
+    print("|---|---|---|---|---|---|---|---|")
     for r in rows:
         print(
-            f"| {r.codec} | {r.encode_gb_per_s:.2f} | {r.decode_gb_per_s:.2f} | {r.times_memcpy:.2f} "
+            f"| {r.codec} | {r.loops} | {r.encode_gb_per_s:.2f} | {r.decode_gb_per_s:.2f} | {r.times_memcpy:.2f} "
             f"| {r.feedback_times_memcpy:.2f} | {r.relative_error:.3f} | {r.bits_per_element:.3f} |"
         )
 
@@ -135,14 +158,16 @@ def main() -> int:
     side = max(int(options.numel**0.5), 1)
     tensor = torch.randn(side, options.numel // side, device=options.device)
     out = torch.empty_like(tensor)
-    candidates = [candidate(spec.strip(), tensor) for spec in split_top_level(options.codecs, ",")]
+    specs, loops = split_top_level(options.codecs, ","), loops_of(tensor.device)
+    candidates = [candidate(spec.strip(), way, tensor) for spec in specs for way in loops]
     memcpy: list[float] = []
     for index in range(options.rounds + 1):
         copying = seconds(lambda: out.copy_(tensor), tensor.device)
         if index:
             memcpy.append(copying)
         for one in candidates:
-            measure(one, tensor, out, feedback=True)
+            with computing(one.loops):
+                measure(one, tensor, out, feedback=True)
             if not index:
                 one.encode_s.clear(), one.decode_s.clear(), one.feedback_s.clear()
     memcpy_s = statistics.median(memcpy)

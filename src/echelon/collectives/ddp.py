@@ -54,12 +54,12 @@ class DdpHook:
         if optimizer is not None and self._compression.encodes:
             self._compression = take_momentum(self._compression, optimizer)
             self._placed = True
-        self._open(ddp.process_group).attach(ddp)
+        self._open(ddp.process_group, next(ddp.parameters()).device).attach(ddp)
 
     @staticmethod
     def function(state: "DdpHook", bucket: dist.GradBucket) -> Future[Tensor]:
         """The hook as `register_comm_hook` wants it, with the DdpHook as its state."""
-        inner = state._inner if state._inner is not None else state._open(None)
+        inner = state._inner if state._inner is not None else state._open(None, bucket.buffer().device)
         return inner(inner, bucket)
 
     @property
@@ -92,9 +92,10 @@ class DdpHook:
         if self._inner is not None:
             self._inner.close()
 
-    def _open(self, group: dist.ProcessGroup | None) -> GradientHook:
+    def _open(self, group: dist.ProcessGroup | None, device: torch.device) -> GradientHook:
         if not self._placed:
             warnings.warn(_WHERE_IS_MOMENTUM.format(str(self._compression)), UserWarning, stacklevel=3)
+        warn_of_numpy(self._compression, device, dist.get_rank(group), stacklevel=4)
         self._inner = GradientHook(group, self._compression, self._path, average=True, seed=self._seed)
         if self._saved:
             self._inner.load_state_dict(self._saved)
@@ -106,6 +107,12 @@ _WHERE_IS_MOMENTUM = (
     "write hook.attach(ddp, optimizer), which moves it in front of the encoding, or give it in the spec, as "
     "momentum=0.9 (and none to the optimizer); momentum=0 in the spec says that there is none"
 )
+
+
+def warn_of_numpy(compression: Compression, device: torch.device, rank: int, stacklevel: int) -> None:
+    """Warn, in rank 0, where numpy computes on a CPU what codecs have compiled loops for."""
+    for note in compression.numpy_notes() if device.type == "cpu" and rank == 0 else []:
+        warnings.warn(f"compression {compression}: {note}", UserWarning, stacklevel=stacklevel)
 
 
 def take_momentum(compression: Compression, optimizer: torch.optim.Optimizer) -> Compression:

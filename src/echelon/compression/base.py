@@ -32,6 +32,7 @@ from echelon.compression.state import (
     empty,
     flat,
     flat32,
+    largest_magnitude,
     moved,
     on_gpu,
     refuse_nonfinite,
@@ -49,10 +50,12 @@ __all__ = [
     "Payload",
     "Rounds",
     "State",
+    "Terms",
     "empty",
     "flat",
     "flat32",
     "fuse_rounds",
+    "largest_magnitude",
     "moved",
     "on_gpu",
     "refuse_nonfinite",
@@ -60,6 +63,10 @@ __all__ = [
     "refuse_nonfinite_together",
     "working_dtype",
 ]
+
+Terms = Sequence[tuple[Tensor, float]]
+"""Tensors [numel] in the working dtype and their weights: their weighted sum is what is encoded."""
+
 
 Rounds = Generator[Tensor, Tensor, Tensor]
 """Yields what is to be reduced, is sent its mean over the workers, returns the mean of the workers' tensors."""
@@ -177,6 +184,18 @@ class Codec(ABC):
         Raises:
             NonFiniteError: the tensor holds NaN or infinity; the state is unchanged.
         """
+
+    def compress_with_memory(self, terms: Terms, memory: Tensor, shape: Sequence[int], state: State) -> Payload:
+        """Add terms to a memory [numel], encode it as a tensor of `shape`, and leave in it what was not sent.
+
+        Raises:
+            NonFiniteError: their sum is not finite (the terms are); the memory holds it.
+        """
+        for tensor, weight in terms:
+            memory.add_(tensor, alpha=weight)
+        payload = self.compress(memory.view(tuple(shape)), state)
+        self.add_to(memory, payload, alpha=-1.0)
+        return payload
 
     @abstractmethod
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:

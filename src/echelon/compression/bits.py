@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from echelon.compression.chunks import as_rows
+from echelon.compression.native import kernels_on
 from echelon.compression.state import empty, moved
 
 
@@ -155,6 +156,12 @@ def pack_indices(indices: Tensor, n: int) -> Tensor:
     """Pack ascending, distinct int64 indices [k] below n into uint8 [index_bytes(n, k)]."""
     k = indices.numel()
     low = _low_bits(n, k)
+    if (kernels := kernels_on(indices.device)) is not None:
+        n_marks = n if low is None else _upper_bits(n, k, low)
+        packed = empty(index_bytes(n, k), torch.uint8, indices.device)
+        split = packed.numel() - packed_size(n_marks)
+        kernels.pack_indices(indices.contiguous(), low, packed[:split], packed[split:], n_marks)
+        return packed
     marks = torch.zeros(n if low is None else _upper_bits(n, k, low), dtype=torch.uint8, device=indices.device)
     if low is None:
         marks.index_fill_(0, indices, 1)
@@ -247,10 +254,15 @@ def unpack_indices(packed: Tensor, n: int, k: int) -> Tensor:
     """
     _check_length(packed, n, k)
     low = _low_bits(n, k)
-    if low is None:
+    n_marks = n if low is None else _upper_bits(n, k, low)
+    split = packed.numel() - packed_size(n_marks)
+    if (kernels := kernels_on(packed.device)) is not None:
+        found, count = kernels.unpack_indices(packed[:split], packed[split:], n_marks, k, low)
+        if count != k:
+            raise ValueError(f"message holds {count} indices, expected {k}")
+    elif low is None:
         found = positions(unpack_bits(packed, n))
     else:
-        split = packed.numel() - packed_size(_upper_bits(n, k, low))
         ones = positions(unpack_bits(packed[split:], _upper_bits(n, k, low)))
         if ones.numel() != k:
             raise ValueError(f"message holds {ones.numel()} indices, expected {k}")

@@ -21,8 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from echelon.compression.base import State, empty, moved, refuse_nonfinite
+from echelon.compression.base import NonFiniteError, State, empty, moved, refuse_nonfinite
 from echelon.compression.chunks import CHUNK, DecodedChunks, as_rows, spans, tiles
+from echelon.compression.native import Dither, Kernels, Packing, Rounding
 from echelon.core.bounds import Bounds, check_bounds
 
 DITHER_PERIOD = 1 << 17
@@ -90,6 +91,28 @@ def quantise(x: Tensor, grid: Grid, state: State) -> tuple[Tensor, Tensor]:
             codes[start:end] = torch.addcmul(rows(noise[start:end], grid.block), values, factor).view(-1)
     limit = torch.full_like(scales, _MARGIN * grid.levels)  # a GPU multiplies by a plain number's rounded inverse
     return torch.where(scales > _TINY, scales / limit, 0.0), codes
+
+
+def quantise_packed(
+    kernels: Kernels, x: Tensor, grid: Grid, packing: Packing, n_bytes: int, state: State
+) -> tuple[Tensor, Tensor]:
+    """Do what `quantise` does to x [n] on a CPU, and pack the codes into uint8 [n_bytes], in one pass.
+
+    Raises:
+        NonFiniteError: x holds NaN or infinity.
+    """
+    steps = torch.empty(block_count(x.numel(), grid.block))
+    packed = empty(n_bytes, torch.uint8, x.device)
+    starts = torch.tensor(dither_offsets(state.own_key(), x.numel() // _stretch(grid) + 1))
+    dither = Dither(dither_table(x.device), starts, _stretch(grid))
+    if not kernels.quantise(x, rounding(grid), dither, packing, steps, packed):
+        raise NonFiniteError(state.name)
+    return steps, packed
+
+
+def rounding(grid: Grid) -> Rounding:
+    """Return the numbers of a grid that the compiled loops compute with."""
+    return Rounding(grid.block, grid.levels, _MARGIN * grid.levels, grid.clip)
 
 
 def quantise_parts(tensors: Sequence[Tensor], grid: Grid, states: Sequence[State]) -> list[tuple[Tensor, Tensor]]:

@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 
 from echelon.compression.base import Meta, Payload, State, flat32
-from echelon.compression.blocks import Grid, block_count, dequantise, dequantise_parts, quantise, quantise_parts
-from echelon.compression.chunks import Decoder, DenseCodec, accumulate, write
+from echelon.compression.blocks import (
+    Grid,
+    block_count,
+    dequantise,
+    dequantise_parts,
+    quantise,
+    quantise_packed,
+    quantise_parts,
+    rounding,
+)
+from echelon.compression.chunks import DecodedChunks, DenseCodec, accumulate, write
+from echelon.compression.native import Packing, kernels_for
 from echelon.compression.wire import Layout
 
 
@@ -27,6 +37,10 @@ class Quantiser(DenseCodec):
         """Bytes of so many packed codes."""
 
     @abstractmethod
+    def packing(self, numel: int) -> Packing:
+        """Return how `pack` lays out so many codes."""
+
+    @abstractmethod
     def pack(self, codes: Tensor) -> Tensor:
         """Pack uint8 codes [n] into uint8 [packed_size(n)]."""
 
@@ -40,17 +54,26 @@ class Quantiser(DenseCodec):
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
         """Round each element, any shape, stochastically to a level of its block and pack the codes."""
-        scales, codes = quantise(flat32(tensor), self.grid, state)
+        x, numel = flat32(tensor), tensor.numel()
+        if (kernels := kernels_for(x)) is not None:
+            made = quantise_packed(kernels, x, self.grid, self.packing(numel), self.packed_size(numel), state)
+        else:
+            scales, codes = quantise(x, self.grid, state)
+            made = scales, self.pack(codes)
         state.numbers["step"] += 1
-        return self.payload((scales, self.pack(codes)), Meta.of(tensor))
+        return self.payload(made, Meta.of(tensor))
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
         """Multiply the codes by the scales of their blocks; of the payload's shape."""
-        return write(self._decoder(payload), payload, out, payload.tensors[0].device)
+        return write(lambda into: self._decoded(payload, into), payload, out, payload.tensors[0].device)
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
         """Add `alpha` times the decoded tensor to `target`, any shape, block by block, in place."""
-        accumulate(self._decoder(payload), target, alpha)
+        steps, packed = payload.tensors
+        if (kernels := kernels_for(steps, target)) is not None and abs(alpha) == 1:
+            kernels.dequantise(steps, packed, rounding(self.grid), self.packing(target.numel()), target, alpha)
+        else:
+            accumulate(lambda into: self._decoded(payload, into), target, alpha)
 
     def compress_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Payload]:
         """Do what `compress` does to each, any shape, in one go."""
@@ -65,10 +88,12 @@ class Quantiser(DenseCodec):
         pairs = [(steps, self.unpack(packed, p.meta.numel)) for p in payloads for steps, packed in [p.tensors]]
         return dequantise_parts(pairs, self.grid)
 
-    def _decoder(self, payload: Payload) -> Decoder:
-        steps, packed = payload.tensors
-        codes = self.unpack(packed, payload.meta.numel)
-        return lambda into: dequantise(steps, codes, self.grid, into)
+    def _decoded(self, payload: Payload, into: Tensor | None) -> DecodedChunks:
+        (steps, packed), numel = payload.tensors, payload.meta.numel
+        if into is None or (kernels := kernels_for(steps, into)) is None:
+            return dequantise(steps, self.unpack(packed, numel), self.grid, into)
+        kernels.dequantise(steps, packed, rounding(self.grid), self.packing(numel), into)
+        return [(0, numel, into)]
 
     def planes(self, payload: Payload) -> tuple[Tensor, ...]:
         """Return the bytes of the scales, and the codes unpacked: one symbol per element."""

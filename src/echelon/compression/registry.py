@@ -56,6 +56,13 @@ class Compression:
         """Say what begins and ends a run that sends each tensor so often, and whether it is too short for the codec."""
         return self.codec.for_run(messages).length_notes(messages)
 
+    def numpy_notes(self) -> list[str]:
+        """Say why numpy computes what codecs have compiled loops for; compiles them where that has not been done."""
+        from echelon.compression.native import why_numpy
+
+        reason = why_numpy() if self.encodes else ""
+        return [f"numpy computes, slower but with the same result: {reason}"] if reason else []
+
     def with_momentum(self, momentum: float, nesterov: bool = False) -> tuple[Compression, float]:
         """Decide where momentum is applied: inside the codec, before encoding, where that is how the codec works.
 

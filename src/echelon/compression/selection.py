@@ -20,6 +20,7 @@ from echelon.compression.base import (
     refuse_nonfinite_together,
 )
 from echelon.compression.chunks import CHUNK
+from echelon.compression.native import kernels_for
 
 _SAMPLE = 1 << 18
 _SMALL = 1 << 16
@@ -35,6 +36,10 @@ def above(x: Tensor, threshold: float, state: State) -> Tensor:
     Raises:
         NonFiniteError: x holds NaN or infinity, named by the state.
     """
+    if (kernels := kernels_for(x)) is not None:
+        indices, peak = kernels.above(x, threshold)
+        refuse_nonfinite(peak, state)
+        return indices
     if x.device.type == "cpu":
         return torch.from_numpy(_above(x.numpy(), threshold, state))
     refuse_nonfinite_elements(x, state)
@@ -235,7 +240,7 @@ def _candidates(x: Tensor, k: int, state: State) -> _Ints | None:
     expected = k * sample.numel() / x.numel()
     slack = 1.05 + 4 / max(expected, 1.0) ** 0.5
     for _ in range(_TRIES):
-        found = _above(x.numpy(), quantile(sample, slack * expected), state)
+        found = above(x, quantile(sample, slack * expected), state).numpy()
         if found.size >= k:
             return found if found.size <= x.numel() // 2 else None
         slack *= 2

@@ -19,6 +19,7 @@ from echelon.compression.bits import (
     unpack_indices,
     unpack_indices_together,
 )
+from echelon.compression.native import kernels_for
 from echelon.compression.selection import gather, scatter
 from echelon.compression.wire import Layout, packed_bytes, unpack_together
 
@@ -237,7 +238,9 @@ class Sparse(Codec):
 
 def _add(target: Tensor, indices: Tensor, values: Tensor, alpha: float) -> None:
     """Add `alpha` times values at distinct indices of a 1-D tensor, in place."""
-    if target.device.type == "cpu":  # what index_add_ does, without its slow, ordered loop
+    if (kernels := kernels_for(target, values)) is not None and abs(alpha) == 1:
+        kernels.add_at(target, indices, values, alpha)
+    elif target.device.type == "cpu":  # what index_add_ does, without its slow, ordered loop
         scatter(target, indices, gather(target, indices).add_(values.to(target.dtype), alpha=alpha))
     else:
         target.index_add_(0, indices, values.to(target.dtype), alpha=alpha)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from echelon.compression.native import streaming_kernels_for
 from echelon.torch_compat import foreach_norm
 
 
@@ -159,10 +160,18 @@ def refuse_nonfinite(statistic: Tensor | float, state: State) -> None:
 
 def refuse_nonfinite_elements(values: Tensor, state: State, limit: float = math.inf) -> None:
     """Raise NonFiniteError if any element, any shape, is NaN, infinite or beyond `limit` (one pass; waits for CUDA)."""
-    if values.numel():
-        low, high = torch.aminmax(values)
-        worst = float(torch.maximum(high, -low))
-        refuse_nonfinite(worst if worst <= limit else math.inf, state)
+    worst = largest_magnitude(values)
+    refuse_nonfinite(worst if worst <= limit else math.inf, state)
+
+
+def largest_magnitude(values: Tensor) -> float:
+    """Return max |x| of values, any shape: 0 of none, and NaN if any element is (one pass; waits for CUDA)."""
+    if not values.numel():
+        return 0.0
+    if (kernels := streaming_kernels_for(values)) is not None:
+        return kernels.peak(values)
+    low, high = torch.aminmax(values)
+    return float(torch.maximum(high, -low))
 
 
 def refuse_nonfinite_together(tensors: Sequence[Tensor], states: Sequence[State]) -> None:

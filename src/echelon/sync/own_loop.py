@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.collectives import registry as paths
-from echelon.collectives.ddp import take_momentum
+from echelon.collectives.ddp import take_momentum, warn_of_numpy
 from echelon.collectives.wire import nothing_to_encode
 from echelon.compression import Compression
 from echelon.compression import read as read_codec
@@ -260,6 +260,8 @@ def _codec_for(
     unused = nothing_to_encode(compression, model.parameters()) if codec.encodes else ""
     if unused and group is not None and group.rank() == 0:
         warnings.warn(unused.removeprefix("--"), stacklevel=3)
+    if codec.encodes and group is not None:
+        warn_of_numpy(codec, next(model.parameters()).device, group.rank(), stacklevel=4)
     takes = settings.encodes_gradients and codec.encodes and group is not None
     return take_momentum(codec, optimizer) if takes else codec
 

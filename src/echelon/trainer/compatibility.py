@@ -279,6 +279,7 @@ def interplay_notes(run: ResolvedRun, ranks: int, on_gpu: bool = False) -> list[
         notes.append(f"--balance auto does nothing: workers of --sync {given} take a batch whenever they are done")
     if run.config.model.compile_mode == "reduce-overhead" and not (on_gpu or torch.cuda.device_count()):
         notes.append("--compile-mode reduce-overhead does nothing on a processor: CUDA graphs are a GPU's")
+    notes += [] if on_gpu else _numpy_notes(run, ranks)
     if ranks == 1:
         return notes
     notes += [*([] if on_gpu else _device_notes(run, ranks)), *_momentum_notes(run), *_path_notes(run, ranks)]
@@ -294,6 +295,15 @@ def _rate_notes(run: ResolvedRun) -> list[str]:
         f"--optimizer {chosen.name} at --lr {chosen.lr:g}, which is a rate for sgd: each step moves a weight by "
         "about as much; --lr 0.001 is usual"
     ]
+
+
+def _numpy_notes(run: ResolvedRun, ranks: int) -> list[str]:
+    """Say why numpy computes on a processor what codecs have compiled loops for."""
+    encodes = ranks > 1 or run.sync.uses_servers
+    device, has_gpus = run.config.training.device, torch.cuda.device_count() >= -(-ranks // run.nodes.most)
+    if not encodes or device == "cuda" or (device == "auto" and has_gpus):
+        return []
+    return [f"--compression {run.described.strategy.compression}: {n}" for n in run.compression.numpy_notes()]
 
 
 def _device_notes(run: ResolvedRun, ranks: int) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from echelon.compression.native import library
 from echelon.config import build
 from echelon.core.errors import UserError
 from echelon.run.resolve import resolve
@@ -156,6 +157,18 @@ def test_what_one_setting_does_to_another_is_said(settings: dict[str, Any], rank
     notes = interplay_notes(resolve(build(None, settings).config), ranks)
     assert len(notes) == len(words)
     assert all(re.search(word, note) for word, note in zip(words, notes, strict=True)), notes
+
+
+def test_that_numpy_encodes_is_said_where_something_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_NATIVE", "off")
+    library.load.cache_clear()
+    try:
+        for spec, ranks, is_told in (("int8", 2, True), ("int8", 1, False), ("none", 2, False)):
+            settings = {"strategy.compression": spec, "training.device": "cpu"}
+            notes = interplay_notes(resolve(build(None, settings).config), ranks)
+            assert any("--compression int8: numpy computes" in note for note in notes) == is_told
+    finally:
+        library.load.cache_clear()
 
 
 @pytest.mark.parametrize(

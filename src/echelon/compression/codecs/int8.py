@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar
 from torch import Tensor
 
 from echelon.compression.blocks import Grid
+from echelon.compression.native import Packing
 from echelon.compression.quantiser import Quantiser
 from echelon.core.bounds import Bounds, check_bounds
 
@@ -46,6 +47,10 @@ class Int8(Quantiser):
     def packed_size(self, numel: int) -> int:
         """Return `numel`: one byte per code."""
         return numel
+
+    def packing(self, numel: int) -> Packing:
+        """Return one byte per code, of `numel`."""
+        return Packing(8, numel)
 
     def pack(self, codes: Tensor) -> Tensor:
         """Return the codes [n] as they are."""

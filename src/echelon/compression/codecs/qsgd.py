@@ -15,6 +15,7 @@ from torch import Tensor
 
 from echelon.compression import bits
 from echelon.compression.blocks import Grid
+from echelon.compression.native import Packing
 from echelon.compression.quantiser import Quantiser
 from echelon.core.bounds import Bounds, check_bounds
 
@@ -62,6 +63,10 @@ class Qsgd(Quantiser):
     def packed_size(self, numel: int) -> int:
         """Return the bytes of `numel` codes of `width` bits."""
         return numel if self.width == 8 else self.width * bits.packed_size(numel)
+
+    def packing(self, numel: int) -> Packing:
+        """Return the planes of `numel` codes of `width` bits."""
+        return Packing(self.width, numel if self.width == 8 else bits.packed_size(numel))
 
     def pack(self, codes: Tensor) -> Tensor:
         """Pack codes [n] of `width` bits: one plane of bits after the other."""

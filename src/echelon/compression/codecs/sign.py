@@ -22,8 +22,10 @@ from echelon.compression.base import (
     Meta,
     Payload,
     State,
+    Terms,
     empty,
     flat32,
+    largest_magnitude,
     moved,
     refuse_nonfinite,
     refuse_nonfinite_together,
@@ -32,8 +34,12 @@ from echelon.compression.bits import pack_bits, packed_size, unpack_bits
 from echelon.compression.blocks import block_count, rows
 from echelon.compression.chunks import CHUNK, DecodedChunks, DenseCodec, accumulate, as_rows, spans, tiles, write
 from echelon.compression.eased import CorrectsMomentum, Eased
+from echelon.compression.native import kernels_for
 from echelon.compression.wire import Layout
 from echelon.core.bounds import Bounds, check_bounds
+
+# Sums of a block of such elements and such a memory are finite: nothing is refused once the memory is changed.
+_LARGE = 2.0**109
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,9 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
         x = flat32(tensor)
         packed = empty(packed_size(x.numel()), torch.uint8, x.device)
         scales = torch.empty(block_count(x.numel(), self.block), device=x.device)
-        if x.device.type == "cpu":
+        if (kernels := kernels_for(x)) is not None and not self.vote:
+            kernels.encode_signs(x, self.block, scales, packed)
+        elif x.device.type == "cpu":
             self._encode_on_cpu(x, scales, packed, state.step)
         else:
             for start, end in spans(x.numel(), self.block, x.device):
@@ -122,6 +130,23 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
         refuse_nonfinite(scales.max() if x.numel() else 0.0, state)
         state.numbers["step"] += 1
         return self.payload((packed,) if self.vote else (scales, packed), Meta.of(tensor))
+
+    def compress_with_memory(self, terms: Terms, memory: Tensor, shape: Sequence[int], state: State) -> Payload:
+        """Do what a codec does with a memory [numel], block by block where loops are compiled."""
+        kernels = kernels_for(memory, *(term for term, _ in terms))
+        if kernels is None or self.vote:
+            return super().compress_with_memory(terms, memory, shape, state)
+        joins = terms[-1][1] == 1  # the last term is added block by block, too
+        others, last = (terms[:-1], terms[-1][0]) if joins else (terms, None)
+        for term, weight in others:
+            memory.add_(term, alpha=weight)
+        if not all(largest_magnitude(values) <= _LARGE for values in (memory, *([] if last is None else [last]))):
+            return super().compress_with_memory([] if last is None else [(last, 1.0)], memory, shape, state)
+        scales = torch.empty(block_count(memory.numel(), self.block))
+        packed = empty(packed_size(memory.numel()), torch.uint8, memory.device)
+        kernels.encode_signs_with_memory(last, memory, self.block, scales, packed)
+        state.numbers["step"] += 1
+        return self.payload((scales, packed), Meta(tuple(shape)))
 
     def compress_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Payload]:
         """Do what `compress` does to each of several tensors, of any shape, in few launches."""
@@ -193,7 +218,10 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
         """Add `alpha` times the decoded tensor to `target`, any shape, block by block, in place."""
-        accumulate(lambda into: self._pieces(payload, into), target, alpha)
+        if (kernels := kernels_for(target)) is not None and abs(alpha) == 1:
+            kernels.decode_signs(payload.tensors[-1], self._scales(payload), self.block, target, alpha)
+        else:
+            accumulate(lambda into: self._pieces(payload, into), target, alpha)
 
     def planes(self, payload: Payload) -> tuple[Tensor, ...]:
         """Return the bytes of the scales and of the signs."""
@@ -208,9 +236,17 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
         """What a sign is worth before scaling."""
         return 1.0
 
+    def _scales(self, payload: Payload) -> Tensor | float:
+        """What a sign is worth: of each block, or of a vote's every element."""
+        return self._unit() if self.vote else payload.tensors[0]
+
     def _pieces(self, payload: Payload, into: Tensor | None) -> DecodedChunks:
         packed, n = payload.tensors[-1], payload.meta.numel
         scales = None if self.vote else payload.tensors[0]
+        if into is not None and (kernels := kernels_for(into)) is not None:
+            kernels.decode_signs(packed, self._scales(payload), self.block, into)
+            yield 0, n, into
+            return
         if packed.device.type == "cpu":
             yield from self._pieces_on_cpu(packed, scales, n, into)
             return

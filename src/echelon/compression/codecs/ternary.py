@@ -16,6 +16,7 @@ from torch import Tensor
 
 from echelon.compression.base import empty
 from echelon.compression.blocks import Grid
+from echelon.compression.native import Packing
 from echelon.compression.quantiser import Quantiser
 from echelon.core.bounds import Bounds, check_bounds
 
@@ -55,6 +56,10 @@ class Ternary(Quantiser):
     def packed_size(self, numel: int) -> int:
         """Return the bytes of `numel` codes, five a byte."""
         return -(-numel // _DIGITS)
+
+    def packing(self, numel: int) -> Packing:
+        """Return the base-3 digits of `numel` codes."""
+        return Packing(0, self.packed_size(numel))
 
     def pack(self, codes: Tensor) -> Tensor:
         """Pack codes 0, 1, 2 [n] as base-3 digits."""

@@ -15,12 +15,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from echelon.compression.base import Codec, Meta, Payload, State, working_dtype
+from echelon.compression.base import Codec, Meta, Payload, State, Terms, working_dtype
 from echelon.compression.rungs import RungControl
 from echelon.compression.wire import Layout
-
-Terms = list[tuple[Tensor, float]]
-"""Tensors [numel] in the working dtype and their weights: their weighted sum is what the next transform sees."""
 
 
 def weighted_sum(terms: Terms) -> Tensor:

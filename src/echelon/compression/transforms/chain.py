@@ -15,6 +15,7 @@ from echelon.compression.base import (
     Payload,
     Rounds,
     State,
+    Terms,
     WholeSteps,
     flat,
     refuse_nonfinite_elements,
@@ -78,10 +79,15 @@ class Transformed(Wrapper):
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
         """Encode what the transforms make of a tensor of any shape, and tell them what was sent."""
-        pending = self._pending(tensor, state)
+        *others, last = self.transforms
         sparse = self._is_sparse(state)
-        payload = self.inner.compress(pending.view(tensor.shape), state)
-        for transform in reversed(self.transforms):
+        if isinstance(last, ErrorFeedback):  # what it does goes together with encoding
+            pending, terms = state.elementwise[last.keeps], self._terms(tensor, others, state)
+            payload = self.inner.compress_with_memory(terms, pending, tensor.shape, state)
+        else:
+            others, pending = [*others, last], self._pending(tensor, state)
+            payload = self.inner.compress(pending.view(tensor.shape), state)
+        for transform in reversed(others):
             transform.after(pending, SentPayload(self.inner, payload, sparse), state)
         return replace(payload, meta=Meta.of(tensor), chosen=None)
 
@@ -130,7 +136,7 @@ class Transformed(Wrapper):
     def _pending_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Tensor]:
         gradients = [flat(tensor) for tensor in tensors]
         refuse_nonfinite_together(gradients, states)
-        terms = [[(gradient, 1.0)] for gradient in gradients]
+        terms: list[Terms] = [[(gradient, 1.0)] for gradient in gradients]
         for transform in self.transforms:
             terms = transform.before_together(terms, states)
         return [weighted_sum(each) for each in terms]
@@ -139,13 +145,17 @@ class Transformed(Wrapper):
         return self.inner.share_sent(state) < self.inner.mask_below
 
     def _pending(self, tensor: Tensor, state: State) -> Tensor:
-        """Return what to encode, [numel]: the error memory itself where there is one; checks before it writes."""
+        """Return what to encode, [numel]: the error memory itself where there is one."""
+        return weighted_sum(self._terms(tensor, self.transforms, state))
+
+    def _terms(self, tensor: Tensor, transforms: Sequence[Transform], state: State) -> Terms:
+        """Return what transforms make of a tensor of any shape; checks before they write."""
         gradient = flat(tensor)
         refuse_nonfinite_elements(gradient, state)
-        terms = [(gradient, 1.0)]
-        for transform in self.transforms:
+        terms: Terms = [(gradient, 1.0)]
+        for transform in transforms:
             terms = transform.before(terms, state)
-        return weighted_sum(terms)
+        return terms
 
 
 def with_transforms(

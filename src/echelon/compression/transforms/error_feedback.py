@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from echelon.compression.base import State
-from echelon.compression.transforms.base import SentTensor, SentTogether, Terms, Transform
+from echelon.compression.base import State, Terms
+from echelon.compression.transforms.base import SentTensor, SentTogether, Transform
 from echelon.torch_compat import foreach_add_
 
 StateDict = dict[str, Tensor | float]

@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from echelon.compression.base import Codec, State
-from echelon.compression.transforms.base import SentTensor, Terms, Transform
+from echelon.compression.base import Codec, State, Terms
+from echelon.compression.native import streaming_kernels_for
+from echelon.compression.transforms.base import SentTensor, Transform
 from echelon.torch_compat import foreach_add_, foreach_mul_
 
 
@@ -53,7 +54,11 @@ class MomentumCorrection(Transform):
     def before(self, terms: Terms, state: State) -> Terms:
         """Move the velocity by the gradient, the only term."""
         ((gradient, _),) = terms
-        velocity = state.elementwise[self.keeps].mul_(self.momentum).add_(gradient)
+        velocity = state.elementwise[self.keeps]
+        if (kernels := streaming_kernels_for(velocity, gradient)) is not None:
+            kernels.move_velocity(velocity, gradient, self.momentum)
+        else:
+            velocity.mul_(self.momentum).add_(gradient)
         return [(gradient, 1.0), (velocity, self.momentum)] if self.nesterov else [(velocity, 1.0)]
 
     def before_together(self, terms: Sequence[Terms], states: Sequence[State]) -> list[Terms]:
