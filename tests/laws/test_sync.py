@@ -487,6 +487,23 @@ def test_what_a_codec_leaves_out_stays_in_the_replica() -> None:
         assert (after - others_after).norm() < (before - others_before).norm()
 
 
+def _newcomer(rank: Rank) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first weight of a replica after an agreement, what was agreed on, and a newcomer's that it tells."""
+    trial = Trial("local(2)", "sign(warmup_steps=0)")
+    parts, newcomer = make_parts(trial), make_parts(trial)
+    own = train(parts, rank, 0, 4)[-1]["first.weight"]
+    with parts.sync.agreed():
+        agreed = parts.model.state_dict()["first.weight"].clone()
+    newcomer.model.load_state_dict(parts.model.state_dict())
+    newcomer.sync.take_shared_memory(parts.sync.shared_memory())
+    return own, agreed, newcomer.model.state_dict()["first.weight"].clone()
+
+
+def test_a_newcomer_begins_with_what_was_agreed_on() -> None:
+    for own, agreed, newcomers in run_ranks(_newcomer, 2):
+        assert torch.equal(newcomers, agreed) and not torch.equal(own, agreed)
+
+
 def _sent(rank: Rank) -> list[dict[str, int]]:
     sent = []
     for spec in ("allreduce", "local(1)", "local(8)", "diloco(8, fragments=3)"):
