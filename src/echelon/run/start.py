@@ -16,7 +16,7 @@ from echelon.core.errors import LEFT, JobFailed, UserError, naming
 from echelon.core.files import allow_open_files, full_disk_in_words
 from echelon.core.model_names import check_model_name
 from echelon.core.stop import StopFlag, Stopped, stop_if_asked, stop_on_signals
-from echelon.core.system import IMPORTED_BY_OPTIMIZERS
+from echelon.core.system import COMPILER
 from echelon.core.tuning import packages_of
 from echelon.launch.fork_server import is_running, start_import_server
 from echelon.launch.link import check_link
@@ -61,15 +61,11 @@ if TYPE_CHECKING:
     from echelon.trainer.assemble import UserObjects
     from echelon.trainer.resolved import ResolvedRun
 
-SHARED = (
-    "torch",
-    "torch.distributed.checkpoint",
-    IMPORTED_BY_OPTIMIZERS,
-    "echelon.trainer.compatibility",
-)
+SHARED = ("torch", "echelon.trainer.compatibility")
 """What a command imports that checks a run, and its processes as well."""
+OF_SPLITS = ("torch.distributed.fsdp", COMPILER, "echelon.parallel.tensor")
+"""What models need that are split over ranks, and others never: DTensor, with sympy, and what their hooks import."""
 PRELOAD = (
-    *SHARED,
     "torch.utils.tensorboard",
     "echelon.tasks.metrics_import",
     "echelon.run.worker",
@@ -585,12 +581,18 @@ def _begin_imports(request: LaunchRequest, opening: Opening | None = None) -> No
         return
     if remark := allow_open_files():
         say(remark)
-    shared, alone = SHARED if is_own_command() else (), opening.rests if opening else nullcontext
-    start_import_server(_preload(request), shared, alone)
+    shared, alone = _shared(request), opening.rests if opening else nullcontext
+    start_import_server((*shared, *_preload(request)), shared if is_own_command() else (), alone)
+
+
+def _shared(request: LaunchRequest) -> tuple[str, ...]:
+    """Return the modules that a run's processes need, and whoever checks it."""
+    compiler = (COMPILER,) if request.config.model.compile else ()
+    return (*SHARED, *compiler, *(OF_SPLITS if request.layout.splits else ()))
 
 
 def _preload(request: LaunchRequest) -> tuple[str, ...]:
-    """Return the modules that a run's processes need."""
+    """Return the modules that a run's processes need beside these."""
     servers = PRELOAD_ROLES if request.uses_servers else ()
     return (*PRELOAD, *packages_of(request.config.model.tune), *servers)
 
