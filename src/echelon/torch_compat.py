@@ -378,7 +378,7 @@ DDP_MODE = "ddp_optimizer"
 """What `torch._dynamo` says of how torch.compile treats a DistributedDataParallel, unless it was told otherwise."""
 
 _DYNAMO, _DYNAMO_UTILS = "torch._dynamo", "torch._dynamo.utils"
-_MARK = "__dynamo_disable"  # where torch keeps what it calls in place of a function that torch.compile is to leave alone
+_MARK = "__dynamo_disable"  # of a function that torch.compile is to leave alone: what torch calls in its place
 
 
 def spare_dynamo() -> None:
@@ -399,13 +399,13 @@ def spare_dynamo() -> None:
     for kind in list(vars(torch.optim).values()):
         step = vars(kind).get("step") if inspect.isclass(kind) else None
         if _made_in(step, "_use_grad_for_differentiable"):
-            kind.step = _step_as_it_is(step)  # type: ignore[union-attr]
+            kind.step = _step_as_it_is(step)
 
 
 def _made_in(function: Any, decorator: str) -> bool:
     """Whether a function is what one of torch's decorators makes of another."""
-    code = getattr(function, "__code__", None)
-    return code is not None and code.co_qualname.startswith(f"{decorator}.<locals>.") and hasattr(function, "__wrapped__")
+    name = getattr(getattr(function, "__code__", None), "co_qualname", "")
+    return hasattr(function, "__wrapped__") and name.startswith(f"{decorator}.<locals>.")
 
 
 def _call_as_it_is(function: Any) -> None:
@@ -454,7 +454,7 @@ def build_ddp(model: nn.Module, **settings: Any) -> DistributedDataParallel:
         return DistributedDataParallel(model, **settings)
     dynamo, utils = _Unimported(_DYNAMO), _Unimported(_DYNAMO_UTILS)
     dynamo.utils, utils.get_optimize_ddp_mode = utils, lambda: DDP_MODE  # type: ignore[attr-defined]
-    torch._dynamo = dynamo  # type: ignore[assignment]
+    torch._dynamo = dynamo
     try:
         return DistributedDataParallel(model, **settings)
     finally:

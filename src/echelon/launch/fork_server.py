@@ -161,8 +161,8 @@ def _imported_for_both(modules: Sequence[str]) -> bool:
     Returns whether it can: on Linux, where torch has done nothing yet in this process. What OpenMP or CUDA keep in a
     process that has used them does not survive a fork.
 
-    What is imported stays: the collector of cycles, which would take a fifth of the time, looks at it neither now nor in
-    the fork, where it would take a copy of every page.
+    What is imported stays: the collector of cycles, which would take a fifth of the time, does not look at it now, nor
+    in the fork, where it would take a copy of every page.
     """
     if not modules or sys.platform != "linux" or _FIRST in sys.modules:
         return False
