@@ -51,7 +51,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
@@ -391,9 +390,7 @@ def spare_dynamo() -> None:
     if _DYNAMO in sys.modules:
         return
     in_ddp = getattr(DistributedDataParallel, "_inside_ddp_forward", None)
-    recomputed = getattr(torch.utils.checkpoint, "_run_fn_with_dynamo_disabled", None)
-    others = (getattr(in_ddp, "__wrapped__", None), recomputed, torch.utils.checkpoint.checkpoint)
-    for function in (*vars(torch.optim.Optimizer).values(), *others):
+    for function in (*vars(torch.optim.Optimizer).values(), getattr(in_ddp, "__wrapped__", None)):
         if _made_in(function, "_disable_dynamo"):
             _call_as_it_is(function)
     for kind in list(vars(torch.optim).values()):

@@ -16,7 +16,7 @@ _WITHOUT = {
 }
 
 COMPILER = "torch._dynamo"
-"""The module that torch.compile and `fully_shard` import, for a third of the time that torch takes itself.
+"""The module that torch.compile, `fully_shard` and recomputation import, for a third of the time of torch itself.
 
 All other private names of torch are in `torch_compat`, which imports torch: a command that starts a run must not wait
 for that only to say what its processes are to be forked from.

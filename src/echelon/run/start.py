@@ -590,8 +590,9 @@ def _begin_imports(request: LaunchRequest, opening: Opening | None = None) -> No
 
 def _shared(request: LaunchRequest) -> tuple[str, ...]:
     """Return the modules that a run's processes need, and whoever checks it."""
-    strategy = STRATEGIES.module_of(request.config.strategy.sync)
-    compiler = (COMPILER,) if request.config.model.compile else ()
+    config = request.config
+    strategy, recomputes = STRATEGIES.module_of(config.strategy.sync), config.training.recompute != "none"
+    compiler = (COMPILER,) if config.model.compile or recomputes else ()
     return (*SHARED, strategy, *compiler, *(OF_SPLITS if request.layout.splits else ()))
 
 
