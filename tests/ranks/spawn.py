@@ -37,6 +37,8 @@ from echelon.core.system import COMPILER
 PRELOAD = [
     "torch",
     COMPILER,
+    "torch.distributed.fsdp",
+    "echelon.parallel.tensor",
     "torch.distributed",
     "numpy",
     "pytest",
