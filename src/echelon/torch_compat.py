@@ -29,6 +29,8 @@ before it is asked for.
     forget_failed_groups    torch.distributed.distributed_c10d._world.group_count
     mesh_join_replaced      DeviceMesh._concatenate
     step_microbatches       PipelineSchedule..._step_microbatches, _merge_outputs, before torch had them in `step`
+    spare_dynamo            torch._compile._disable_dynamo's __dynamo_disable, torch.optim.optimizer._use_grad_for_...
+    build_ddp               torch._dynamo.utils.get_optimize_ddp_mode
 
 One more, `torch._dynamo`, is in `core.system`, for who needs it without torch.
 """
@@ -37,10 +39,14 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
+import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,12 +76,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
+    from typing_extensions import TypeIs
 
 __all__ = [
     "ATTENTION_OPS",
     "COMPILED",
     "CTC_LOSS",
     "CTC_LOSS_BACKWARD",
+    "DDP_MODE",
     "FAKE_TENSOR_LOGGER",
     "GATHERS",
     "NEEDS_VALUES",
@@ -85,6 +93,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "assert_async",
+    "build_ddp",
     "conv_forward",
     "copy_with",
     "detect_fake_mode",
@@ -100,6 +109,7 @@ __all__ = [
     "inject_parametrized_class",
     "inject_parametrized_property",
     "is_compiled",
+    "is_dtensor",
     "is_operator",
     "is_persistent",
     "local_tensor",
@@ -110,6 +120,7 @@ __all__ = [
     "same_ranks_group",
     "schema_of",
     "set_unscales_itself",
+    "spare_dynamo",
     "step_microbatches",
     "storage_key",
     "strided_shard",
@@ -217,6 +228,11 @@ def local_tensor(tensor: DTensor) -> Tensor:
     """Return a DTensor's local part, any shape, in the same memory and outside of autograd."""
     local: Tensor = tensor._local_tensor
     return local
+
+
+def is_dtensor(tensor: object) -> TypeIs[DTensor]:
+    """Whether a tensor is a DTensor, without importing what makes them: half as much as all of torch, with sympy."""
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
@@ -355,3 +371,89 @@ def forget_failed_groups() -> None:
     One whose making failed counts: the next one would have another name than with other ranks, which would not meet.
     """
     distributed_c10d._world.group_count = 0
+
+
+DDP_MODE = "ddp_optimizer"
+"""What `torch._dynamo` says of how torch.compile treats a DistributedDataParallel, unless it was told otherwise."""
+
+_DYNAMO, _DYNAMO_UTILS = "torch._dynamo", "torch._dynamo.utils"
+_MARK = "__dynamo_disable"  # of a function that torch.compile is to leave alone: what torch calls in its place
+
+
+def spare_dynamo() -> None:
+    """Let optimizers and models of this process work without `torch._dynamo`, until something else imports it.
+
+    torch imports it, which takes as long as a third of torch and 40 MB, for torch.compile to leave alone what is called
+    here; in a process that compiles nothing there is nothing to be left alone. Where this torch has no such names,
+    things are as before.
+    """
+    if _DYNAMO in sys.modules:
+        return
+    in_ddp = getattr(DistributedDataParallel, "_inside_ddp_forward", None)
+    for function in (*vars(torch.optim.Optimizer).values(), getattr(in_ddp, "__wrapped__", None)):
+        if _made_in(function, "_disable_dynamo"):
+            _call_as_it_is(function)
+    for kind in list(vars(torch.optim).values()):
+        step = vars(kind).get("step") if inspect.isclass(kind) else None
+        if _made_in(step, "_use_grad_for_differentiable"):
+            kind.step = _step_as_it_is(step)
+
+
+def _made_in(function: Any, decorator: str) -> bool:
+    """Whether a function is what one of torch's decorators makes of another."""
+    name = getattr(getattr(function, "__code__", None), "co_qualname", "")
+    return hasattr(function, "__wrapped__") and name.startswith(f"{decorator}.<locals>.")
+
+
+def _call_as_it_is(function: Any) -> None:
+    """Let a function that torch.compile is to leave alone be called as it is, until there is a torch.compile."""
+    plain = function.__wrapped__
+
+    def called(*args: Any, **keywords: Any) -> Any:
+        if _DYNAMO not in sys.modules:
+            return plain(*args, **keywords)
+        if vars(plain).get(_MARK) is called:
+            vars(plain).pop(_MARK, None)
+        return function(*args, **keywords)  # makes torch's own mark
+
+    called._torchdynamo_disable = True  # type: ignore[attr-defined]  # where it is compiled before it was called
+    vars(plain).setdefault(_MARK, called)
+
+
+def _step_as_it_is(step: Any) -> Callable[..., Any]:
+    """Return an optimizer's step that does what torch's does without breaking the graph of a torch.compile."""
+    plain = step.__wrapped__
+
+    @functools.wraps(step)
+    def stepped(self: torch.optim.Optimizer, *args: Any, **keywords: Any) -> Any:
+        if _DYNAMO in sys.modules:
+            return step(self, *args, **keywords)
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return plain(self, *args, **keywords)
+
+    return stepped
+
+
+class _Unimported(ModuleType):
+    """Stands for a module of which one name is asked, and imports it for any other."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def build_ddp(model: nn.Module, **settings: Any) -> DistributedDataParallel:
+    """Build a DistributedDataParallel, without importing `torch._dynamo` for a setting that is as by default.
+
+    Args:
+        settings: its arguments.
+    """
+    if _DYNAMO in sys.modules or "_dynamo" in vars(torch):
+        return DistributedDataParallel(model, **settings)
+    dynamo, utils = _Unimported(_DYNAMO), _Unimported(_DYNAMO_UTILS)
+    dynamo.utils, utils.get_optimize_ddp_mode = utils, lambda: DDP_MODE  # type: ignore[attr-defined]
+    torch._dynamo = dynamo
+    try:
+        return DistributedDataParallel(model, **settings)
+    finally:
+        if vars(torch).get("_dynamo") is dynamo:
+            del torch._dynamo

@@ -13,7 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from echelon.core.errors import UserError
-from echelon.trainer.state import load_rank_state, load_shared_state, rank_state, trained_names
+from echelon.optim.named_state import trained_names
+from echelon.trainer.state import load_rank_state, load_shared_state, rank_state
 from tests.laws.test_sync import save_in_middle
 from tests.ranks.replicas import (
     FEATURES,

@@ -32,11 +32,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from echelon.core.system import IMPORTED_BY_OPTIMIZERS
+from echelon.core.system import COMPILER
 
 PRELOAD = [
     "torch",
-    IMPORTED_BY_OPTIMIZERS,
+    COMPILER,
+    "torch.distributed.fsdp",
+    "echelon.parallel.tensor",
     "torch.distributed",
     "numpy",
     "pytest",

@@ -14,7 +14,7 @@ from torch import nn
 
 import echelon
 from echelon import torch_compat
-from echelon.core.system import IMPORTED_BY_OPTIMIZERS
+from echelon.core.system import COMPILER
 
 PACKAGE = Path(echelon.__file__).parent
 KNOWERS = {PACKAGE / "torch_compat.py", PACKAGE / "core" / "system.py"}
@@ -79,7 +79,7 @@ def test_this_torch_has_every_name(name: str) -> None:
     assert getattr(torch_compat, name) is not None
     assert torch_compat.fake_store() is not None
     assert torch_compat.strided_shard(0, 2).dim == 0  # type: ignore[attr-defined]
-    assert importlib.util.find_spec(IMPORTED_BY_OPTIMIZERS) is not None
+    assert importlib.util.find_spec(COMPILER) is not None
 
 
 def test_a_copy_has_the_tensors_and_children_that_it_is_given() -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from functools import cache
+from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_origin, get_type_hints
@@ -208,10 +209,11 @@ def _walk(file: Path, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str
     from echelon.config.yaml_file import plain
 
     settings = {name: kind for name, _, kind in leaves()}
+    sections = {start for name in settings for start in accumulate(name.split(".")[:-1], "{}.{}".format)}
     for key_node, value_node in node.value:
         name = f"{prefix}{key_node.value}"
         origin = f"{file}, line {key_node.start_mark.line + 1}"
-        is_section = any(s.startswith(f"{name}.") for s in settings)
+        is_section = name in sections
         if is_section and isinstance(value_node, yaml.MappingNode):
             yield from _walk(file, value_node, f"{name}.")
             continue

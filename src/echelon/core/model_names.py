@@ -52,6 +52,16 @@ def check_model_name(name: str) -> None:
     raise unknown_of_library(library, rest, known)
 
 
+def library_of(name: str) -> str:
+    """Return the library that a model comes from; empty: it is built in, or the user's own.
+
+    >>> library_of("timm/resnet50"), library_of("small_cnn")
+    ('timm', '')
+    """
+    library = name.partition("/")[0]
+    return library if "/" in name and library in _FOLDERS else ""
+
+
 def unknown_model(name: str, builtin: Sequence[str], libraries: NamesOf) -> UserError:
     """Build the refusal of a name that leads to no model: the nearest one, then what exists.
 

@@ -146,6 +146,14 @@ class Registry:
         values = arguments_of(spec, list(arguments))
         return Spec(spec.name, (), tuple((a.name, values[a.name]) for a in arguments if a.name in values))
 
+    def module_of(self, text: str) -> str:
+        """Return the name of the module of the implementation that a spec names, without importing it.
+
+        Raises:
+            UserError: there is none of that name; names the nearest.
+        """
+        return f"{self.package}.{self._file(parse_spec(text).name).stem}"
+
     def settings_class(self, name: str) -> type[Any]:
         """Import an implementation's settings dataclass.
 

@@ -15,8 +15,8 @@ _WITHOUT = {
     "cygwin": "Cygwin is not supported: use WSL 2",
 }
 
-IMPORTED_BY_OPTIMIZERS = "torch._dynamo"
-"""The module that torch's optimizers import at their first step, for more than a second.
+COMPILER = "torch._dynamo"
+"""The module that torch.compile, `fully_shard` and recomputation import, for a third of the time of torch itself.
 
 All other private names of torch are in `torch_compat`, which imports torch: a command that starts a run must not wait
 for that only to say what its processes are to be forked from.

@@ -4,11 +4,14 @@ By itself it would notice only when its imports are done, seconds later. Termina
 signal whole groups of processes at once: the server blocks that, for all that it forked ends with it, and its parent
 may want to save first. This is work at import, and meant to be: it is the one moment at which the server runs anything
 of ours.
+
+Nor does the collector of cycles look at what is imported, which stays: `imports_done` turns it on again.
 """
 
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 
@@ -18,6 +21,7 @@ from echelon.launch.process import IMPORTS_VARIABLE, die_with_parent
 die_with_parent()  # one that died before closed a pipe, which the server notices once its imports are done
 signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+gc.disable()
 _server = os.getpid()
 
 

@@ -10,23 +10,29 @@ from types import TracebackType
 class GarbageClock:
     """Adds up the seconds of garbage collections inside its `with`; they are part of whatever phase they fall in.
 
-    What was made before is frozen meanwhile, unless something is already. CPython collects its oldest generation once a
-    quarter of it is new: beside half a million objects of imported libraries, cyclic garbage of training would pile up
-    for hours.
+    What was made before is frozen meanwhile. CPython collects its oldest generation once a quarter of it is new: beside
+    half a million objects of imported libraries, cyclic garbage of training would pile up for hours.
 
     Attributes:
         seconds: so far.
         collections: how many there were.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, freezes: bool = True, thaws: bool = True) -> None:
+        """Count from zero.
+
+        Args:
+            freezes: False where this process has frozen what it keeps, and may have to collect what it made since.
+            thaws: this process may go on with something else, for which all is as before; where something was frozen
+                before it stays so. To find that out takes as long as a small step.
+        """
+        self._freezes, self._thaws = freezes, freezes and thaws
         self.seconds = 0.0
         self.collections = 0
         self._began_s: float | None = None
-        self._freezes = False
 
     def __enter__(self) -> GarbageClock:
-        self._freezes = not gc.get_freeze_count()
+        self._thaws = self._thaws and not gc.get_freeze_count()
         if self._freezes:
             gc.freeze()
         gc.collect()  # of nothing, so that the collector counts from here
@@ -37,7 +43,7 @@ class GarbageClock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         gc.callbacks.remove(self._called)
-        if self._freezes:
+        if self._thaws:
             gc.unfreeze()
 
     def _called(self, moment: str, info: dict[str, int]) -> None:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,32 +25,39 @@ _MOST_WAITING = 100_000
 _CURVES = "curves"
 
 
+@dataclass(frozen=True)
+class _Point:
+    """Values by name, such as `train/loss`, of an optimizer step: all are one event, which costs a third."""
+
+    time: float
+    step: int
+    values: Mapping[str, float]
+
+
 class TensorBoard(Callback):
     """Writes TensorBoard events to `RUN/tensorboard`: curves, and the run's settings as hyperparameters.
 
-    Points are written every few seconds. Those that the disk does not take wait in memory, the newest `_MOST_WAITING`
-    of them; a run does not end for its curves.
+    Points are written every few seconds, and made into events only then: what makes them is imported when the first
+    steps are done. Events that the disk does not take wait in memory, the newest `_MOST_WAITING` of them; a run does
+    not end for its curves.
     """
 
     def __init__(self, folder: Path, patience: Patience) -> None:
         """Take a run's folder, and its process's patience with the disk."""
         self._folder, self._patience = folder, patience
+        self._points: list[_Point] = []  # no events yet
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
         self._fd: int | None = None
         self._size = 0  # of what is whole in the file
         self._written_s = time.monotonic()
+        self._run: RunInfo | None = None  # until its settings are events
+        self._began_t = 0.0
         self._settings_end: Summary | None = None
         self._score = ""
 
     def on_start(self, run: RunInfo) -> None:
-        """Write the settings; the HPARAMS tab shows them beside the primary metric and the loss of evaluations."""
-        from torch.utils.tensorboard.summary import hparams
-
-        settings = {name: float(v) if isinstance(v, bool) else v for name, v in run.settings.items() if v != ""}
-        described, values, self._settings_end = hparams(settings, {f"test/{run.metric.name}": 0.0, "test/loss": 0.0})
-        self._score = run.score
-        self._append(run.start_step, described)
-        self._append(run.start_step, values)
+        """Take the settings; the HPARAMS tab shows them beside the primary metric and the loss of evaluations."""
+        self._run, self._began_t, self._score = run, time.time(), run.score
 
     def on_window(self, window: WindowInfo) -> None:
         """Write the last step's loss and learning rate, the speed, and what is counted in training."""
@@ -61,26 +69,37 @@ class TensorBoard(Callback):
 
     def on_end(self, end: EndInfo) -> None:
         """Write what is left, if the disk takes it."""
+        self._make_events()
         if self._settings_end is not None:
-            self._append(0, self._settings_end)
+            self._waiting.append(_event(time.time(), 0, self._settings_end))
         self.close()
 
     def _write_values(self, step: int, values: Mapping[str, float]) -> None:
-        """Write values by name, such as `train/loss`, at an optimizer step: all in one event, which costs a third."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        self._append(step, Summary(value=[Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]))
+        self._points.append(_Point(time.time(), step, values))
         if time.monotonic() - self._written_s >= _WRITE_S:
+            self._make_events()
             self._patience.attempt(_CURVES, self._write, essential=False)
 
-    def _append(self, step: int, summary: Summary) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+    def _make_events(self) -> None:
+        """Make what is to be written of the settings and of the points so far."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard.summary import hparams
 
-        event = Event(wall_time=time.time(), step=step, summary=summary)
-        self._waiting.append(_framed(event.SerializeToString()))
+        if (run := self._run) is not None:
+            self._run = None
+            settings = {name: float(v) if isinstance(v, bool) else v for name, v in run.settings.items() if v != ""}
+            metrics = {f"test/{run.metric.name}": 0.0, "test/loss": 0.0}
+            *described, self._settings_end = hparams(settings, metrics)
+            self._waiting.extend(_event(self._began_t, run.start_step, each) for each in described)
+        for point in self._points:
+            values = [Summary.Value(tag=tag, simple_value=v) for tag, v in point.values.items()]
+            self._waiting.append(_event(point.time, point.step, Summary(value=values)))
+        self._points.clear()
 
     def close(self) -> None:
         """Write what is left, if the disk takes it, and close the file."""
+        if self._points or self._run is not None:
+            self._make_events()
         if self._waiting:
             self._patience.attempt(_CURVES, self._write, essential=False)
         if self._fd is not None:
@@ -111,6 +130,12 @@ class TensorBoard(Callback):
             first = Event(wall_time=time.time(), file_version="brain.Event:2")
             self._waiting.appendleft(_framed(first.SerializeToString()))
         return self._fd
+
+
+def _event(time_t: float, step: int, summary: Summary) -> bytes:
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    return _framed(Event(wall_time=time_t, step=step, summary=summary).SerializeToString())
 
 
 def _framed(event: bytes) -> bytes:

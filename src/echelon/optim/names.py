@@ -11,6 +11,7 @@ from echelon.core.errors import UserError, nearest
 
 SHOWN = ("sgd", "nesterov", "momentum", "adam", "adamw", "lars", "lamb", "lion", "nadamw", "rmsprop")
 OURS = ("sparse_adam",)  # of models with sparse tables
+OF_TORCH = ("sgd", "nesterov", "momentum", "adam", "adamw")  # built without timm
 # Those want a GPU library that is no dependency, or a closure or a second backward pass: they are refused.
 NOT_SUPPORTED = ("fused", "bnb", "adahessian")
 
@@ -30,6 +31,15 @@ def supported_optimizers() -> Mapping[str, str]:
     """Return what is said of each optimizer that can be chosen by name."""
     of_timm = {name: about for name, about in declared_optimizers().items() if not name.startswith(NOT_SUPPORTED)}
     return of_timm | {OURS[0]: "Adam that moves what belongs to a table's row when that row is used (--sparse-tables)"}
+
+
+def is_of_timm(name: str) -> bool:
+    """Whether an optimizer is built by timm.
+
+    >>> is_of_timm("lamb"), is_of_timm("adamw"), is_of_timm("module:Class")
+    (True, False, False)
+    """
+    return ":" not in name and name.lower() not in (*OF_TORCH, *OURS)
 
 
 def check_optimizer_name(name: str) -> None:

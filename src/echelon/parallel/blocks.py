@@ -7,16 +7,16 @@ on the shards. Recomputation (Chen et al. 2016, arXiv:1604.06174): backward comp
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -24,6 +24,9 @@ from echelon.core.errors import UserError
 from echelon.core.hints import Hints, matching
 from echelon.parallel.reach import BlockOrder, ReachedShards
 from echelon.torch_compat import ATTENTION_OPS, BatchNormBase, tree_leaves
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 LEAST_SHARE = 0.5  # of the parameters that repeated classes must hold to count as the model's blocks
 _FACTS = frozenset(
@@ -164,6 +167,8 @@ def shard(
             f"--parallel fsdp={mesh.size()} with --precision bf16-params: BatchNorm's statistics would be lost in "
             "bfloat16; use --precision bf16, or dp=N"
         )
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     policy = MixedPrecisionPolicy()
     if param_dtype:
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
@@ -186,12 +191,11 @@ def shard(
     for block in separate.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=empty)
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=empty)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            if hasattr(module, "set_reduce_scatter_unused_params"):  # older ones have no way to do it
-                module.set_reduce_scatter_unused_params(True, recurse=False)
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # older ones have no way to do it
+            module.set_reduce_scatter_unused_params(True, recurse=False)
     BlockOrder(model, separate, mesh)
     return ReachedShards({"": model, **separate})
 
@@ -232,7 +236,7 @@ def kept_gathered(model: nn.Module) -> Iterator[None]:
 
     Each rank then holds the whole model. All ranks that share it enter together.
     """
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    sharded = _sharded(model)
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)
     try:
@@ -245,9 +249,14 @@ def kept_gathered(model: nn.Module) -> Iterator[None]:
 
 def reshard(model: nn.Module) -> None:
     """Let go of gathered parameters: a forward pass without backward leaves the root's, which then grow stale."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in _sharded(model):
+        module.reshard()
+
+
+def _sharded(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules that `fully_shard` was applied to: whoever did has imported it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 Recompute = Literal["none", "blocks", "selective"]

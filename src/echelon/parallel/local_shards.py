@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement as TensorPlacement
-from torch.distributed.tensor.placement_types import Shard
 
 from echelon.core.axes import Axis
 from echelon.core.shards import Region, Spans, chunk
@@ -23,7 +20,10 @@ from echelon.parallel.base import Placement
 from echelon.parallel.reach import ReachedMarks, ReachedShards
 from echelon.parallel.tables import CutTables
 from echelon.parallel.zero import DividedUpdate
-from echelon.torch_compat import foreach_mul_, foreach_norm, is_persistent, local_tensor
+from echelon.torch_compat import foreach_mul_, foreach_norm, is_dtensor, is_persistent, local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement as TensorPlacement
 
 
 @dataclass(frozen=True)
@@ -270,20 +270,20 @@ def cut_out(tensor: Tensor, region: Region) -> Tensor:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the local part of a tensor, any shape, in the same memory."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor
     return local_tensor(tensor).detach()
 
 
 def _local_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return parameter
     return nn.Parameter(local_of(parameter), requires_grad=parameter.requires_grad)
 
 
 def _local_gradient(source: nn.Parameter) -> Tensor:
     gradient = source.grad
-    assert isinstance(source, DTensor) and isinstance(gradient, DTensor)
+    assert is_dtensor(source) and is_dtensor(gradient)
     if gradient.placements != source.placements:  # a sum over ranks that is still to be made
         gradient = gradient.redistribute(placements=source.placements)
     return local_tensor(gradient)
@@ -298,8 +298,8 @@ def _local_shard(tensor: Tensor, placement: Placement) -> LocalShard:
     by_axis = dict(_placements(tensor))
     for axis in (Axis.TP, Axis.FSDP):
         how = by_axis.get(axis)
-        if isinstance(how, Shard) or hasattr(how, "split_factor"):
-            dim = how.dim  # type: ignore[union-attr]
+        if how is not None and (how.is_shard() or hasattr(how, "split_factor")):
+            dim = how.dim  # type: ignore[attr-defined]
             parts = getattr(how, "split_factor", 1) if axis is Axis.TP else 1
             spans[dim] = chunk(spans[dim], parts, layout.size(axis), at[axis])
             copies //= layout.size(axis)
@@ -309,7 +309,7 @@ def _local_shard(tensor: Tensor, placement: Placement) -> LocalShard:
 
 
 def _placements(tensor: Tensor) -> Iterator[tuple[Axis, TensorPlacement]]:
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         names = tensor.device_mesh.mesh_dim_names or ()
         for name, how in zip(names, tensor.placements, strict=True):
             yield Axis(name), how

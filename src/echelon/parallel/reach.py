@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
-from echelon.torch_compat import detect_fake_mode
+from echelon.torch_compat import detect_fake_mode, is_dtensor
 
 FIRST_STEPS = 16
 """In which all ranks are asked; later only in steps whose number is a power of two."""
@@ -95,7 +94,7 @@ class ReachedShards:
 
 
 def _is_gathered(parameter: Tensor) -> bool:
-    return not isinstance(parameter, DTensor) or Axis.FSDP not in (parameter.device_mesh.mesh_dim_names or ())
+    return not is_dtensor(parameter) or Axis.FSDP not in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

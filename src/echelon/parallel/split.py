@@ -19,12 +19,12 @@ from echelon.parallel.deferred_init import DeferredInit
 from echelon.parallel.local_shards import LocalShards
 from echelon.parallel.precision import cast_blocks, cast_parameters
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
-from echelon.parallel.tensor import TensorPlan, answer, apply_plan, plan_tensor, same_function
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 
 if TYPE_CHECKING:
     from echelon.parallel.pipeline import Pipeline
+    from echelon.parallel.tensor import TensorPlan
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
     blocks = list(find_blocks(model, hints))
     plan = _plan_layers(model, placement, hints, options)
     tried = plan is not None and (plan.found or bool(options.tensor_plan))
-    before = answer(model, options.example) if tried else None
+    before = _answer(model, options) if tried else None
     separate = blocks
     if placement.axis(Axis.FSDP) is not None and options.unmade is None:  # models made late declare their blocks
         known = _present(model, blocks)
@@ -106,9 +106,13 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
     _recompute(modules, blocks, options.recompute, param_dtype)
     for module in modules:
         if plan is not None and along_tp is not None:
+            from echelon.parallel.tensor import apply_plan
+
             apply_plan(module, along_tp, plan)
     split = pipeline if pipeline is not None else model
     if before is not None:
+        from echelon.parallel.tensor import same_function
+
         same_function(split, options.example, before)
     reached = []
     if along_fsdp is not None:
@@ -141,7 +145,15 @@ def _plan_layers(
     layout = placement.layout
     if layout.tp == 1:
         return None
+    from echelon.parallel.tensor import plan_tensor
+
     return plan_tensor(model, layout.tp, hints, options.tensor_plan, layout.sequence)
+
+
+def _answer(model: nn.Module, options: SplitOptions) -> Nest:
+    from echelon.parallel.tensor import answer
+
+    return answer(model, options.example)
 
 
 def _cut(

@@ -14,7 +14,9 @@ from echelon.core.errors import unknown
 
 _FOLDER = Path(__file__).parents[1] / "data" / "sources"
 _MARKER = "SOURCE"
-_DECLARED = ("names", "form", "folders", "suffixes", "tasks", "shapes")
+_ROOM = "echelon.data.sources"
+_ASKED_OF_ANY = f"{_ROOM}.table"  # most names are asked of every kind, and this one imports the most
+_DECLARED = ("names", "form", "folders", "suffixes", "tasks", "shapes", "packages")
 _BARE = re.compile(r"[\w-]+")  # no path, and no form such as `module:function`
 
 
@@ -31,6 +33,7 @@ class DeclaredKind:
         suffixes: of a file of this kind.
         tasks: that it is for where none is named.
         shapes: channels, side in pixels and classes of images whose name tells them.
+        packages: that it may import to read samples.
     """
 
     file: str
@@ -41,6 +44,7 @@ class DeclaredKind:
     suffixes: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
     shapes: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=1)
@@ -64,6 +68,7 @@ def _declared() -> Iterator[DeclaredKind]:
             suffixes=tuple(values.get("suffixes", ())),
             tasks=tuple(values.get("tasks", ())),
             shapes=dict(values.get("shapes", {})),
+            packages=tuple(values.get("packages", ())),
         )
 
 
@@ -82,6 +87,18 @@ def kind_by_name(source: str) -> DeclaredKind | None:
     path = Path(source).expanduser()
     of_file = path.suffix.lower() if not path.is_dir() else None
     return next((kind for kind in declared_kinds() if of_file in kind.suffixes or _holds(path, kind.folders)), None)
+
+
+def modules_of(source: str) -> tuple[str, ...]:
+    """Return what processes import that open data of a name: where that does not tell the kind, all that any may need.
+
+    >>> modules_of("digits")
+    ('echelon.data.sources.digits',)
+    """
+    own = next((kind for kind in declared_kinds() if source in kind.names), None) or kind_by_name(source)
+    kinds = declared_kinds() if own is None else (own,)
+    asked = _ASKED_OF_ANY if own is None or source != own.file else f"{_ROOM}.{own.file}"
+    return (asked, *dict.fromkeys(package for kind in kinds for package in kind.packages))
 
 
 def check_data_name(name: str) -> None:

@@ -47,6 +47,7 @@ from echelon.run.rate_search import as_ended
 from echelon.run.resolve import resolve
 from echelon.sync.ps import server_settings
 from echelon.tasks.base import EvaluationResult
+from echelon.torch_compat import spare_dynamo
 from echelon.trainer.assemble import UserObjects, build_listeners
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.evaluate import EvaluationReport
@@ -137,6 +138,7 @@ def _as_role(
         log_to(path / "logs" / f"{name}.log")
         open_notes().enter(SERVING)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        spare_dynamo()
         user_objects = parcel.open() if parcel else UserObjects()
         role(path, resolve(load_run_config(path / "config.yaml"), user_objects.optimizer), user_objects)
     except UserError as error:

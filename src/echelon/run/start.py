@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from echelon.collectives.registry import PATHS
 from echelon.config import Resolved, RunConfig
 from echelon.config.validate import Nodes, check_batch
 from echelon.coordinator.config import CONTINUES
 from echelon.core.errors import LEFT, JobFailed, UserError, naming
 from echelon.core.files import allow_open_files, full_disk_in_words
-from echelon.core.model_names import check_model_name
+from echelon.core.model_names import check_model_name, library_of
 from echelon.core.stop import StopFlag, Stopped, stop_if_asked, stop_on_signals
-from echelon.core.system import IMPORTED_BY_OPTIMIZERS
+from echelon.core.system import COMPILER
 from echelon.core.tuning import packages_of
 from echelon.launch.fork_server import is_running, start_import_server
 from echelon.launch.link import check_link
@@ -28,13 +29,13 @@ from echelon.launch.supervisor import FirstMachineGone, Refused, StopCut, superv
 from echelon.observe.callbacks import check_callbacks, check_methods
 from echelon.observe.environment import command_given_t, is_own_command
 from echelon.observe.loggers.base import own_loggers
-from echelon.optim.names import check_optimizer_name
+from echelon.optim.names import check_optimizer_name, is_of_timm
 from echelon.records.events import CallbackError, CannotGoOn, MachineLeft, Refusal, RunDiverged, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.going import LAUNCH_FILE, read_launch
 from echelon.records.kinds import CommandRefused, End, Evaluation, Start
 from echelon.run.closing import close_run
-from echelon.run.data_names import check_data_name
+from echelon.run.data_names import check_data_name, modules_of
 from echelon.run.deaths import Trained, watched
 from echelon.run.defaults import are_told_late, with_task_defaults
 from echelon.run.elsewhere import Around, followed, left_place, prepared, submitted, submitted_again
@@ -51,6 +52,7 @@ from echelon.run.outcome import SUBMITTED, Outcome, outcome_of
 from echelon.run.rate_search import Search, as_search, check_no_search
 from echelon.run.rescan import take_new_samples
 from echelon.run.resolve import LaunchRequest, check_names, launch_request, resolve
+from echelon.sync.registry import STRATEGIES
 from echelon.tasks.registry import TaskObjects
 from echelon.trainer import folder as folders
 
@@ -61,19 +63,14 @@ if TYPE_CHECKING:
     from echelon.trainer.assemble import UserObjects
     from echelon.trainer.resolved import ResolvedRun
 
-SHARED = (
-    "torch",
-    "torch.distributed.checkpoint",
-    IMPORTED_BY_OPTIMIZERS,
-    "echelon.trainer.compatibility",
-)
+SHARED = ("torch", "echelon.trainer.compatibility", "echelon.trainer.start_weights", "echelon.config.yaml_file")
 """What a command imports that checks a run, and its processes as well."""
+OF_SPLITS = ("torch.distributed.fsdp", COMPILER, "echelon.parallel.tensor")
+"""What models need that are split over ranks, and others never: DTensor, with sympy, and what their hooks import."""
 PRELOAD = (
-    *SHARED,
-    "torch.utils.tensorboard",
     "echelon.tasks.metrics_import",
     "echelon.run.worker",
-    "echelon.data.sources.table",  # a name of data is asked of every kind, this one imports the most
+    "numpy.ma",  # by np.unique
 )
 PRELOAD_ROLES = ("zmq", "echelon.run.servers")
 
@@ -462,9 +459,11 @@ def _is_first(plan: LaunchPlan) -> bool:
 
 
 def _parcel(user_objects: UserObjects | None) -> Parcel | None:
+    if user_objects is None:
+        return None
     from echelon.run.parcel import Parcel
 
-    return None if user_objects is None else Parcel.of(user_objects)
+    return Parcel.of(user_objects)
 
 
 def _run_here(
@@ -585,14 +584,26 @@ def _begin_imports(request: LaunchRequest, opening: Opening | None = None) -> No
         return
     if remark := allow_open_files():
         say(remark)
-    shared, alone = SHARED if is_own_command() else (), opening.rests if opening else nullcontext
-    start_import_server(_preload(request), shared, alone)
+    shared, alone = _shared(request), opening.rests if opening else nullcontext
+    start_import_server((*shared, *_preload(request)), shared if is_own_command() else (), alone)
+
+
+def _shared(request: LaunchRequest) -> tuple[str, ...]:
+    """Return the modules that a run's processes need, and whoever checks it."""
+    config = request.config
+    strategy, recomputes = STRATEGIES.module_of(config.strategy.sync), config.training.recompute != "none"
+    compiler = (COMPILER,) if config.model.compile or recomputes else ()
+    return (*SHARED, strategy, *compiler, *(OF_SPLITS if request.layout.splits else ()))
 
 
 def _preload(request: LaunchRequest) -> tuple[str, ...]:
-    """Return the modules that a run's processes need."""
+    """Return the modules that a run's processes need beside these."""
+    config = request.config
     servers = PRELOAD_ROLES if request.uses_servers else ()
-    return (*PRELOAD, *packages_of(request.config.model.tune), *servers)
+    by_timm = is_of_timm(config.optimizer.name) or config.data.mixup or config.data.cutmix
+    libraries = filter(None, (library_of(config.model.name), "timm" if by_timm else ""))
+    path, tuning = PATHS.module_of(config.strategy.collective), packages_of(config.model.tune)
+    return (*PRELOAD, path, *modules_of(config.data.source), *libraries, *tuning, *servers)
 
 
 @dataclass(frozen=True)

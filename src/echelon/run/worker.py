@@ -43,6 +43,7 @@ from echelon.run.machine import say
 from echelon.run.parcel import Parcel
 from echelon.run.rate_search import as_ended
 from echelon.run.resolve import resolve
+from echelon.torch_compat import spare_dynamo
 from echelon.trainer.assemble import UserObjects, assemble, assemble_worker
 from echelon.trainer.batches import EpochOrder
 from echelon.trainer.elastic import ElasticLoop
@@ -200,6 +201,7 @@ def _time_alternatives(run: TrainingRun, resolved: ResolvedRun, world: World) ->
 def _prepare_process() -> None:
     """Compute on as many threads as this process was started for, and keep memory from step to step."""
     keep_freed_memory()
+    spare_dynamo()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 

@@ -39,7 +39,7 @@ from echelon.sync.buffers import averaged_buffers, mean_of_replicas, saved_buffe
 from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_hook
 from echelon.sync.unreached import UnreachedParameters
-from echelon.torch_compat import ignore_in_ddp, is_compiled
+from echelon.torch_compat import build_ddp, ignore_in_ddp, is_compiled
 
 
 @dataclass(frozen=True)
@@ -420,7 +420,7 @@ def _row_reducer(context: SyncContext, tables: Mapping[str, nn.Parameter]) -> Ro
 def _wrapped(context: SyncContext, tables: Collection[str]) -> DistributedDataParallel:
     if tables:
         ignore_in_ddp(context.model, list(tables))
-    return DistributedDataParallel(
+    return build_ddp(
         context.model,
         process_group=context.group,
         gradient_as_bucket_view=True,

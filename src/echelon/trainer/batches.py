@@ -87,7 +87,7 @@ class EpochOrder:
     def __iter__(self) -> Iterator[Batch]:
         """Give batches until the run is over, or a window's end says that it is to stop."""
         run, cursor = self._run, self._cursor
-        with GarbageClock() as garbage:
+        with GarbageClock(freezes=not run.survives, thaws=run.world.group is None) as garbage:
             self.window = Window(run.world, run.clock, garbage)
             owes = self._resume() or self._stands_in_last_epoch
             if self.status == "stopped":

@@ -81,7 +81,7 @@ class Leases:
         self._run, self._link, self._state, self._start, self._notes = run, link, state, start, notes
         self._split = run.parts.sync if isinstance(run.parts.sync, SplitWorker) else None
         self._sampler = Sampler(gpu_uuid(run.world.device))
-        self._garbage = GarbageClock()
+        self._garbage = GarbageClock(thaws=False)
         self._watch = StepWatch(run.clock, self._garbage)
         self._slow = SlowSteps(run.progress.record)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from echelon.config.schema import TrainingConfig
 from echelon.core.errors import UserError
@@ -63,6 +62,8 @@ def build_scaler(precision: str, device: torch.device, model_group: dist.Process
     enabled = precision == "fp16"
     if model_group is None or not enabled:
         return torch.amp.GradScaler(device.type, enabled=enabled)
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
     scaler = ShardedGradScaler(device.type, process_group=model_group)
     scaler.scale(torch.zeros((), device=device))  # makes the scale, where a pipeline's first stages see no loss
     return scaler

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -15,11 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from echelon.checkpoint import whole
 from echelon.compression.rungs import Switch
@@ -31,6 +25,7 @@ from echelon.core.tuning import ALL
 from echelon.data.base import DataInfo
 from echelon.data.order import layer_seed
 from echelon.optim.build import EMA
+from echelon.optim.named_state import load_named_state, named_state, trained_names
 from echelon.parallel.base import ORDER
 from echelon.parallel.split import SplitModel
 from echelon.sync.base import Rescuable, Sync
@@ -229,7 +224,7 @@ def shared_state(run_parts: RunParts, cursor: Cursor) -> StateView:
 def _optimizer_state(run_parts: RunParts) -> StateView:
     if not _has_parameters(run_parts.optimizer):
         return {"state": {}, "param_groups": []}
-    return get_optimizer_state_dict(run_parts.local_model, run_parts.optimizer)
+    return named_state(run_parts.local_model, run_parts.optimizer)
 
 
 def is_agreed(run_parts: RunParts) -> bool:
@@ -318,7 +313,7 @@ def load_shared_state(run_parts: RunParts, state: StateView) -> Cursor:
         raise UserError(f"the checkpoint is of another model: {reason}") from None
     if is_same_tuning(run_parts, state):
         _load_optimizer(run_parts, state)
-    run_parts.local_model.load_state_dict(state["model"])  # torch made that state by a step, which some move at lr=0
+    run_parts.local_model.load_state_dict(state["model"])  # that state was made by a step, which some move at lr=0
     if state["scaler"]:
         run_parts.scaler.load_state_dict(dict(state["scaler"]))
     if run_parts.ema and state["ema"]:
@@ -342,25 +337,13 @@ def _load_optimizer(run_parts: RunParts, state: StateView) -> None:
     # Alone the optimizer applies momentum; with others, before encoding, a codec may, and the decay goes with it.
     described = [{k: g[k] for k in (*_GO_TOGETHER, *_OF_DEVICE) if k in g} for g in run_parts.optimizer.param_groups]
     if state["optimizer"]["state"]:
-        # not strict: what no step has used has no state, and is to have none
-        options = StateDictOptions(strict=False)
         groups = _own_groups(run_parts, state["optimizer"]["param_groups"])
         known = {**state["optimizer"], "param_groups": groups}
-        set_optimizer_state_dict(run_parts.local_model, run_parts.optimizer, known, options=options)
+        load_named_state(run_parts.local_model, run_parts.optimizer, known)
     else:
         _load_groups(run_parts, state["optimizer"]["param_groups"])
     for group, values in zip(run_parts.optimizer.param_groups, described, strict=True):
         group.update(values)
-
-
-_WRAPPED = re.compile(r"\b_(orig_mod|checkpoint_wrapped_module)\.")
-"""What torch leaves out of the names of parameters in an optimizer's state."""
-
-
-def trained_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of the parameters that an optimizer has, as its state has them."""
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [_WRAPPED.sub("", name) for name, p in model.named_parameters() if id(p) in trained]
 
 
 def _check_trained(run_parts: RunParts, groups: Sequence[StateView]) -> None:

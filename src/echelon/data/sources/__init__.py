@@ -159,6 +159,8 @@ def kind_of(name: str) -> SourceKind:
     Raises:
         UserError: no kind takes it; names the nearest known one.
     """
+    if name in SOURCES.names() and name in (own := SOURCES.settings_class(name)()).names:
+        return own  # its file is called like its data: no other is imported
     kinds: list[SourceKind] = [SOURCES.settings_class(each)() for each in SOURCES.names()]
     takers = [kind for kind in kinds if name in kind.names] or [kind for kind in kinds if kind.takes(name)]
     if takers:

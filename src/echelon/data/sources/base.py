@@ -39,6 +39,7 @@ class SourceKind(ABC):
         shapes: channels, side in pixels and classes of small images, where the name alone tells them.
         takes_whatever_is_there: it has what no other kind takes.
         reads: settings that only some kinds of data have, which it reads: those of `Source.reads`.
+        packages: that it may import to read samples, beside those that all data needs.
         is_read_by_url: it reads what lies at `DataRequest.path`, which is where data from a URL was brought.
     """
 
@@ -50,6 +51,7 @@ class SourceKind(ABC):
     shapes: ClassVar[Mapping[str, tuple[int, int, int]]] = {}
     takes_whatever_is_there: ClassVar[bool] = False
     reads: ClassVar[tuple[str, ...]] = ()
+    packages: ClassVar[tuple[str, ...]] = ()
     is_read_by_url: ClassVar[bool] = False
 
     def takes(self, name: str) -> bool:

@@ -21,6 +21,7 @@ class Folder(SourceKind):
     form: ClassVar[str] = "a folder"
     reads: ClassVar[tuple[str, ...]] = ("follow_links",)
     takes_whatever_is_there: ClassVar[bool] = True
+    packages: ClassVar[tuple[str, ...]] = ("torchvision",)
 
     def takes(self, name: str) -> bool:
         """Whether something is there under this path."""

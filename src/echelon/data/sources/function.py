@@ -18,6 +18,7 @@ class Function(SourceKind):
     """A function that returns the data."""
 
     form: ClassVar[str] = "module:function"
+    packages: ClassVar[tuple[str, ...]] = ("torchvision",)
 
     def takes(self, name: str) -> bool:
         """Whether the name is of this form, and no path."""

@@ -52,6 +52,7 @@ class HuggingFace(SourceKind):
     """The name of a data set, or the path of one that was saved."""
 
     form: ClassVar[str] = "hf:NAME"
+    packages: ClassVar[tuple[str, ...]] = ("torchvision",)
     reads: ClassVar[tuple[str, ...]] = ("input", "target", "columns", "split", "follow_links")
 
     def takes(self, name: str) -> bool:

@@ -39,6 +39,7 @@ class MaskFolder(SourceKind):
     form: ClassVar[str] = "a folder with images/ and masks/"
     reads: ClassVar[tuple[str, ...]] = ("follow_links",)
     folders: ClassVar[tuple[str, ...]] = ("images", "masks")
+    packages: ClassVar[tuple[str, ...]] = ("torchvision",)
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
 
     def takes(self, name: str) -> bool:

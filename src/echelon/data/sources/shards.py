@@ -53,6 +53,7 @@ class Shards(SourceKind):
     form: ClassVar[str] = "a folder of tar shards"
     reads: ClassVar[tuple[str, ...]] = ("input", "target", "follow_links")
     is_read_by_url: ClassVar[bool] = True
+    packages: ClassVar[tuple[str, ...]] = ("torchvision",)
 
     def takes(self, name: str) -> bool:
         """Whether it is a tar archive, or a folder with some, in itself or in its `train/`, and no other folders."""

@@ -80,6 +80,7 @@ class TableFile(SourceKind):
     form: ClassVar[str] = "a table (.csv, .jsonl, .parquet)"
     reads: ClassVar[tuple[str, ...]] = ("input", "target", "columns", "split", "follow_links")
     is_read_by_url: ClassVar[bool] = True
+    packages: ClassVar[tuple[str, ...]] = ("torchvision",)
     suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv", ".jsonl", ".parquet")  # TABLES: read without an import
     tasks: ClassVar[tuple[str, ...]] = (
         "classification", "regression", "multi_label", "text_classification", "recommendation",

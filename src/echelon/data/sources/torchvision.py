@@ -65,6 +65,7 @@ class TorchvisionSet(SourceKind):
     """A data set of torchvision, by its name."""
 
     names: ClassVar[tuple[str, ...]] = tuple(SETS)
+    packages: ClassVar[tuple[str, ...]] = ("torchvision",)
     shapes: ClassVar[Mapping[str, tuple[int, int, int]]] = {
         "cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "svhn": (3, 32, 10), "mnist": (1, 28, 10),
         "fashion_mnist": (1, 28, 10), "kmnist": (1, 28, 10), "usps": (1, 16, 10),
