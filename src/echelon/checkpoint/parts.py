@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint import files
+from echelon.checkpoint.hashed_file import yield_to_training
+from echelon.checkpoint.staging import Staging
 from echelon.checkpoint.tensors import (
     StreamedTensor,
     bytes_in_place,
     is_stored_plainly,
     map_tensor,
     read_tensors,
-    stage,
     to_stored,
     write_file,
 )
@@ -242,10 +243,15 @@ class AlikeTensors:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What a rank writes: tensors by name, and the tree that says where they belong."""
+    """What a rank writes: tensors by name, and the tree that says where they belong.
+
+    Attributes:
+        is_read_soon: rank 0 averages what is in it.
+    """
 
     tensors: Mapping[str, Tensor]
     tree: Any
+    is_read_soon: bool = False
 
     @classmethod
     def of(
@@ -346,6 +352,7 @@ class PartWriter:
     def __init__(self, deadline_s: float = 600.0, patience: Patience | None = None) -> None:
         self._deadline_s = deadline_s + (patience.limit_s if patience is not None else 0.0)
         self._patience = patience
+        self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._failure: OSError | UserError | None = None
 
@@ -356,7 +363,11 @@ class PartWriter:
             UserError: the one before could not be written.
         """
         self.wait()
-        staged = {file: RankPart(stage(part.tensors), part.tree) for file, part in by_file.items()}
+        stagings = [self._staging, *(Staging() for _ in range(len(by_file) - 1))]  # a base is written once
+        staged = {
+            file: replace(part, tensors=staging.copy(part.tensors))
+            for (file, part), staging in zip(by_file.items(), stagings, strict=True)
+        }
         self._thread = threading.Thread(target=self._run, args=(staged,), name="echelon-parts")
         self._thread.start()
 
@@ -384,9 +395,10 @@ class PartWriter:
             raise failure
 
     def _run(self, by_file: Mapping[Path, RankPart]) -> None:
+        yield_to_training()
         try:
             for file, part in by_file.items():
-                write = functools.partial(_write_whole_file, file, to_stored(part.tensors), part.tree)
+                write = functools.partial(_write_whole_file, file, to_stored(part.tensors), part.tree, part.is_read_soon)
                 if self._patience is None:
                     write()
                 else:
@@ -395,10 +407,12 @@ class PartWriter:
             self._failure = error
 
 
-def _write_whole_file(file: Path, tensors: Mapping[str, Tensor | StreamedTensor], tree: Any) -> None:
+def _write_whole_file(
+    file: Path, tensors: Mapping[str, Tensor | StreamedTensor], tree: Any, is_read_soon: bool = False
+) -> None:
     unfinished = file.with_suffix(".unfinished")
     try:
-        sha256 = write_file(unfinished, tensors, {_TREE: json.dumps(tree)})
+        sha256 = write_file(unfinished, tensors, {_TREE: json.dumps(tree)}, is_read_soon)
         files.note_sum(file, sha256)
         unfinished.rename(file)
     except Exception:

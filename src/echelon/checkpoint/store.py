@@ -17,6 +17,7 @@ from torch import Tensor
 
 from echelon.checkpoint import files
 from echelon.checkpoint.files import CheckpointEntry, DamagedError, Manifest
+from echelon.checkpoint.hashed_file import yield_to_training
 from echelon.checkpoint.parts import (
     RANKS,
     GivenUp,
@@ -27,7 +28,8 @@ from echelon.checkpoint.parts import (
     join_parts,
     mapped,
 )
-from echelon.checkpoint.tensors import TENSORS, read_tensors, stage, write_tensors
+from echelon.checkpoint.staging import Staging
+from echelon.checkpoint.tensors import TENSORS, read_tensors, write_tensors
 from echelon.checkpoint.tree import flatten, slots, unflatten
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience, may_pass
@@ -146,6 +148,7 @@ class CheckpointStore:
         self._lock: int | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._staging = Staging()
         self._base = ""
         self._left_out: Set[str] = frozenset()
         self._arriving: Arriving | None = None  # of the save that was begun last
@@ -227,10 +230,10 @@ class CheckpointStore:
         self._insist(self.claim)
         if base is None:
             self._base, self._left_out = "", frozenset()
-        tree, staged = _staged(state, arriving)
+        tree, staged = _staged(state, arriving, self._staging)
         of_base = None
         if base is not None and base.state is not None:
-            of_base = _Job(0, None, *_staged(base.state, base.arriving), started_s, 0.0, base.arriving, reason)
+            of_base = _Job(0, None, *_staged(base.state, base.arriving, Staging()), started_s, 0.0, base.arriving, reason)
         blocked_s = time.monotonic() - started_s
         job = _Job(
             step,
@@ -324,6 +327,7 @@ class CheckpointStore:
             self.wait()
         finally:
             if self._thread is None:
+                self._staging.clear()
                 self._unlock()
 
     def _unlock(self) -> None:
@@ -402,6 +406,8 @@ class CheckpointStore:
             logging.getLogger(__name__).warning("checkpoint %s is not used: %s", entry.path, reason)
 
     def _run(self, job: _Job, background: bool) -> None:
+        if background:
+            yield_to_training()
         try:
             if job.base is not None:
                 of_base = job.base
@@ -542,13 +548,13 @@ def _with_parts(job: _Job, arriving: Arriving) -> tuple[StateTree, dict[str, Ten
     return {"dict": [*tree["dict"], [RANKS, {"dict": [part.own_tree for part in parts]}]]}, tensors
 
 
-def _staged(state: StateView, arriving: Arriving | None) -> tuple[Any, dict[str, Tensor]]:
+def _staged(state: StateView, arriving: Arriving | None, staging: Staging) -> tuple[Any, dict[str, Tensor]]:
     """Return a state's tree and copies of its tensors, but for those under `RANKS` and those that lie in a part."""
     tree, tensors = flatten(state)
     if arriving is not None:
         tree, tensors = arriving.written.refer(tree, tensors)
     ready = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{RANKS}.")}
-    return tree, ready | stage({name: tensor for name, tensor in tensors.items() if name not in ready})
+    return tree, ready | staging.copy({name: tensor for name, tensor in tensors.items() if name not in ready})
 
 
 def _inner_names(state: StateView) -> set[str]:

@@ -5,13 +5,10 @@ They are written tensor by tensor: `safetensors.torch.save_file` hides a full di
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
 import math
-import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +17,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from echelon.checkpoint.files import sync, temporary, write_durable
-from echelon.checkpoint.tree import Slot, is_permuted
+from echelon.checkpoint.hashed_file import HashedFile
+from echelon.checkpoint.staging import Staging
+from echelon.checkpoint.tree import Slot
 from echelon.core.errors import UserError
 
 TENSORS = "model-00001-of-00001.safetensors"
@@ -34,14 +33,8 @@ _NAMES = {
 
 
 def stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors of any shape to CPU memory of their own, keeping their memory order; done when it returns.
-
-    Copies from a GPU go through page-locked memory, all in flight at once.
-    """
-    staged = {name: _copy_to_cpu(tensor) for name, tensor in tensors.items()}
-    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
-    return staged
+    """Copy tensors of any shape to CPU memory of their own, keeping their memory order; done when it returns."""
+    return Staging().copy(tensors)
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -74,9 +67,15 @@ class StreamedTensor:
 
 
 def write_file(
-    path: Path, tensors: Mapping[str, Tensor | StreamedTensor], about: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor | StreamedTensor],
+    about: Mapping[str, str] | None = None,
+    is_read_soon: bool = False,
 ) -> str:
     """Write CPU tensors of any shape and safetensors' dtypes as one durable safetensors file, and words about it.
+
+    Args:
+        is_read_soon: see `HashedFile`.
 
     Returns its SHA-256, taken of what is written: to read it again for that takes as long as to write it.
     Raises OSError.
@@ -89,19 +88,14 @@ def write_file(
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    sha256 = hashlib.sha256()
-    with path.open("wb") as file:
-        chunks: Iterator[bytes | memoryview] = (
-            as_bytes(piece).numpy().data for tensor in tensors.values() for piece in _pieces(tensor)
-        )
-        for data in itertools.chain([struct.pack("<Q", len(text)) + text], chunks):
-            file.write(data)
-            sha256.update(data)
-        file.flush()
-        if file.tell() != 8 + len(text) + offset:
-            raise ValueError(f"{path}: {file.tell() - 8 - len(text)} bytes of tensors that have {offset}")
-        os.fsync(file.fileno())
-    return sha256.hexdigest()
+    with HashedFile(path, is_read_soon) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            for piece in _pieces(tensor):
+                file.write(as_bytes(piece).numpy().data)
+        if file.n_bytes != 8 + len(text) + offset:
+            raise ValueError(f"{path}: {file.n_bytes - 8 - len(text)} bytes of tensors that have {offset}")
+        return file.finish()
 
 
 def _pieces(tensor: Tensor | StreamedTensor) -> Iterable[Tensor]:
@@ -132,16 +126,6 @@ def map_tensor(folder: Path, slot: Slot) -> Tensor:
         stored = file.get_tensor(slot.name)
     plain = slot.dtype in _NAMES and slot.strides is None
     return stored.reshape(slot.shape) if plain else _from_stored(stored, slot)
-
-
-def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if not tensor.is_cuda:
-        return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
-    # Same memory order on both sides: otherwise copy_ goes through unpinned memory that it does not wait for.
-    tensor = tensor if is_permuted(tensor) else tensor.contiguous()
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def _from_stored(stored: Tensor, slot: Slot) -> Tensor:

@@ -297,7 +297,8 @@ class RanksState:
         for folder, (own, beside) in states.items():
             shared, shards = take_parts(beside, file)
             alike = self._parts.sync.alike(own["sync"]) if "sync" in own else []
-            parts[folder] = RankPart.of(rank, own, shared, shards, AlikeTensors(alike, self._world.replica_ranks))
+            part = RankPart.of(rank, own, shared, shards, AlikeTensors(alike, self._world.replica_ranks))
+            parts[folder] = replace(part, is_read_soon=self._parts.sync.has_replica_state)
         self._writer.write({folder / file: part for folder, part in parts.items()})
         return parts
 
