@@ -1,6 +1,6 @@
 """The model of `benchmarks.checkpoints`, which notes when each step begins, and the loop that a user writes by hand.
 
-    python -m benchmarks._checkpoints_hand FOLDER async_save|dd|none EVERY STEPS     with RANK, WORLD_SIZE and MASTER_*
+python -m benchmarks._checkpoints_hand FOLDER async_save|dd|none EVERY STEPS     with RANK, WORLD_SIZE and MASTER_*
 """
 
 from __future__ import annotations

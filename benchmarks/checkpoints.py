@@ -96,9 +96,7 @@ def _echelon(folder: Path, options: argparse.Namespace, steps: int, variables: d
     return [saved.total_s for saved in read_records(folder, Checkpoint)]
 
 
-def _by_hand(
-    folder: Path, way: str, options: argparse.Namespace, steps: int, variables: dict[str, str]
-) -> list[float]:
+def _by_hand(folder: Path, way: str, options: argparse.Namespace, steps: int, variables: dict[str, str]) -> list[float]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -131,7 +129,7 @@ def _measured(ranks: list[list[list[float]]], durable: list[float], every: int, 
     saves = [every * (i + 1) - 1 for i in range(len(durable))]  # the steps that end with one
     disturbed: dict[int, list[int]] = {}
     for step, took in zip(saves, durable, strict=True):
-        until = times[step] + median(seconds[1:every - 1]) + took
+        until = times[step] + median(seconds[1 : every - 1]) + took
         disturbed[step] = [i for i in range(step + 1, min(step + every, len(seconds))) if times[i] < until]
     busy = {*saves, *(i for steps in disturbed.values() for i in steps)}
     quiet = median(s for i, s in enumerate(seconds) if i >= 2 and i not in busy)

@@ -398,7 +398,9 @@ class PartWriter:
         yield_to_training()
         try:
             for file, part in by_file.items():
-                write = functools.partial(_write_whole_file, file, to_stored(part.tensors), part.tree, part.is_read_soon)
+                write = functools.partial(
+                    _write_whole_file, file, to_stored(part.tensors), part.tree, part.is_read_soon
+                )
                 if self._patience is None:
                     write()
                 else:

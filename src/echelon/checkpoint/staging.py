@@ -1,6 +1,7 @@
 """Copies of tensors in the processor's memory, which is used again for the next ones.
 
-Fresh memory costs more than the copy: the system clears it page by page, and a virtual machine may have to ask its host.
+Fresh memory costs more than the copy: the system clears it page by page, and a virtual machine may have to ask its
+host for it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class Staging:
 
         Copies from a GPU go through page-locked memory, all in flight at once.
         """
-        former, self._copies = self._copies, {}
+        buffers, self._copies = self._copies, {}
         for name, tensor in tensors.items():
-            self._copies[name] = _copy(tensor.detach().resolve_conj().resolve_neg(), former.pop(name, None))
+            self._copies[name] = _copy(tensor.detach().resolve_conj().resolve_neg(), buffers.pop(name, None))
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return dict(self._copies)
@@ -40,16 +41,16 @@ class Staging:
         self._copies = {}
 
 
-def _copy(tensor: Tensor, former: Tensor | None) -> Tensor:
+def _copy(tensor: Tensor, buffer: Tensor | None) -> Tensor:
     if tensor.is_cuda and not is_permuted(tensor):
         # Same memory order on both sides: otherwise copy_ goes through unpinned memory that it does not wait for.
         tensor = tensor.contiguous()
-    if former is None or not _fits(former, tensor):
-        former = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return former.copy_(tensor, non_blocking=tensor.is_cuda)
+    if buffer is None or not _fits(buffer, tensor):
+        buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
-def _fits(former: Tensor, tensor: Tensor) -> bool:
+def _fits(buffer: Tensor, tensor: Tensor) -> bool:
     ordered = torch.empty_like(tensor, device="meta").stride()  # without the gaps that the tensor may have
-    same = former.dtype == tensor.dtype and former.shape == tensor.shape and former.stride() == ordered
-    return same and former.is_pinned() == tensor.is_cuda
+    same = buffer.dtype == tensor.dtype and buffer.shape == tensor.shape and buffer.stride() == ordered
+    return same and buffer.is_pinned() == tensor.is_cuda

@@ -233,7 +233,9 @@ class CheckpointStore:
         tree, staged = _staged(state, arriving, self._staging)
         of_base = None
         if base is not None and base.state is not None:
-            of_base = _Job(0, None, *_staged(base.state, base.arriving, Staging()), started_s, 0.0, base.arriving, reason)
+            of_base = _Job(
+                0, None, *_staged(base.state, base.arriving, Staging()), started_s, 0.0, base.arriving, reason
+            )
         blocked_s = time.monotonic() - started_s
         job = _Job(
             step,
