@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Stack(nn.Module):
     def __init__(self, inputs: int, classes: int) -> None:
         super().__init__()
         sizes = [inputs, *[WIDTH] * (LAYERS + 1)]
-        self.hidden = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.hidden = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(sizes))
         self.head = nn.Linear(WIDTH, classes, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Checkpoints of 303 M parameters: training time lost and seconds until they are on the disk, beside DCP's async_save.
 
 A stack of linear layers with SGD and momentum (2.4 GB a checkpoint), one thread a process. `echelon train` and a
-hand-written DDP loop with `torch.distributed.checkpoint.async_save` take turns; so does that loop with a `dd` of as many
-bytes in place of a checkpoint, which is what the disk alone takes beside the same training. What is lost is the time of
-steps from a checkpoint until it is on the disk, beyond the median of the steps of the same run while nothing is written.
+hand-written DDP loop with `torch.distributed.checkpoint.async_save` take turns; so does that loop with a `dd` of as
+many bytes in place of a checkpoint, which is what the disk alone takes beside the same training. What is lost is the
+time of steps from a checkpoint until it is on the disk, beyond the median of the same run's steps while nothing is
+written.
 
     python -m benchmarks.checkpoints [--workers 1] [--rounds 2] [--every 10] [--count 4]
 """
@@ -20,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +127,7 @@ def _finish(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _measured(ranks: list[list[list[float]]], durable: list[float], every: int, dd_s: float) -> Measured:
     times = [time for time, _ in ranks[0]]
-    seconds = [after - before for before, after in zip(times, times[1:], strict=False)]
+    seconds = [after - before for before, after in pairwise(times)]
     saves = [every * (i + 1) - 1 for i in range(len(durable))]  # the steps that end with one
     disturbed: dict[int, list[int]] = {}
     for step, took in zip(saves, durable, strict=True):

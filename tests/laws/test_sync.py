@@ -443,7 +443,7 @@ def _drain(rank: Rank, compressions: list[str]) -> list[tuple[dict[str, Tensor],
     ends = []
     for compression in compressions:
         parts = make_parts(Trial("local(2)", compression))
-        states = train(parts, rank, 0, 2)
+        train(parts, rank, 0, 2)
         sent = parts.sync.bytes_sent()["weights"]
         parts.optimizer.param_groups[0]["lr"] = 0.0
         train(parts, rank, 2, 100)
