@@ -28,9 +28,10 @@ def test_a_fragment_is_never_taken_while_it_travels(period: int, overlap: int, f
     assert ends.agreements(steps) == regular + (not plan.is_due(0, steps)) and ends.last == steps
 
 
-def test_a_tenth_of_the_steps_begins_densely() -> None:
+def test_the_first_steps_begin_densely() -> None:
     plan = LocalSettings(8).plan().for_run(188)
-    assert [step for step in range(1, 33) if plan.is_due(0, step)] == [*range(2, 17, 2), 24, 32]
+    assert [step for step in range(1, 65) if plan.is_due(0, step)] == [*range(2, 49, 2), 56, 64]
+    assert [LocalSettings(8).plan().for_run(steps).dense for steps in (60, 188, 400, 2000)] == [16, 48, 48, 200]
     late = AveragingPlan(8, overlap=2, alpha=0.5, warmup=0.1).for_run(188)
     assert [step for step in range(1, 33) if late.is_due(0, step)] == [4, 8, 12, 16, 24, 32]
     assert LocalSettings(8, warmup=0).plan().for_run(188).dense == 0
@@ -38,7 +39,7 @@ def test_a_tenth_of_the_steps_begins_densely() -> None:
 
 
 def test_replicas_that_keep_their_progress_wait_for_means_at_first() -> None:
-    plan = LocalSettings(8, overlap=2).plan().for_run(188)
+    plan = LocalSettings(8, overlap=2, warmup=0.1).plan().for_run(188)
     assert plan.dense == 16 and plan.dense_period == 2
     assert [plan.overlap_at(step) for step in (2, 16, 24)] == [0, 0, 2]
     landings = sorted({step + plan.steps_to_landing(step) for step in range(30)})
