@@ -169,6 +169,11 @@ class Codec(ABC):
         return math.inf
 
     @property
+    def fewest_messages(self) -> int:
+        """Messages of a tensor in a run, from which on what a codec leaves out does not come too late."""
+        return 0
+
+    @property
     def fixed_size(self) -> bool:
         """The payload's size depends on the number of elements alone."""
         return all(count is not None for _, count in self.layout(1))

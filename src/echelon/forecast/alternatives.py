@@ -42,7 +42,10 @@ from echelon.trainer.loop import TrainingRun
 from echelon.trainer.resolved import ResolvedRun
 
 CODECS = ("none", "bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)")
-PERIODS = {"local(period=8)": (8, 0), "local(period=8, overlap=2)": (8, 2), "diloco(period=20)": (20, 0)}
+PERIODS = {
+    "local(period=4)": (4, 0), "local(period=8)": (8, 0), "local(period=8, overlap=2)": (8, 2),
+    "diloco(period=20)": (20, 0),
+}  # fmt: skip
 """Strategies that send the model once in so many steps, outside of backward; and behind how many steps."""
 
 _BUDGET_S = 1.0
@@ -126,12 +129,14 @@ def _rows(costs: Mapping[str, Cost], settled: Mapping[str, Compression], own: st
     """Return what each way costs in a run of so many steps; the run's own as its steps are, without begin and end."""
     rows = []
     for spec, cost in costs.items():
-        rows.append(_row(spec, cost if spec == own else _over_run(cost, settled[spec], steps, costs)))
+        row = _row(spec, cost if spec == own else _over_run(cost, settled[spec], steps, costs))
+        rows.append(replace(row, fewest_messages=settled[spec].codec.fewest_messages))
     for sync, times in PERIODS.items():
         agreements = min(steps, read_sync(sync).messages(steps))
         for encoded in [e for e in ("none", "int8", "sign") if e in costs and _go_together(sync, e)]:
             cost = replace(_over_run(costs[encoded], settled[encoded], agreements, costs), tail=1.0)
-            rows.append(replace(_row(encoded, cost, sync, times), share=agreements / steps))
+            fewest = settled[encoded].codec.fewest_messages
+            rows.append(replace(_row(encoded, cost, sync, times), share=agreements / steps, fewest_messages=fewest))
     return rows
 
 

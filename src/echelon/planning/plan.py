@@ -19,7 +19,7 @@ from echelon.planning.calibration import Calibration
 from echelon.planning.layouts import DescribedModel, PlannedWay, candidates
 from echelon.planning.steps import Estimate, Replicated, StepForecast, interval
 from echelon.records.kinds import Alternative
-from echelon.reporting.report.predictions import agreements_in, are_enough
+from echelon.reporting.report.predictions import suffice
 from echelon.run.resolve import agreements, checkpoint_interval
 
 SHOWN = 3
@@ -74,7 +74,7 @@ class RunEstimate:
     Attributes:
         run_s: seconds from the command to the end; `money`: of all workers for as long, 0 where no price is said.
         fits: whether a rank's memory holds it; True where memory was not said or is not known.
-        agreements: of the run, where replicas do not agree in each step.
+        is_long_enough: the run, for what such a way costs in accuracy was measured in runs as long.
     """
 
     candidate: PlannedWay
@@ -83,17 +83,12 @@ class RunEstimate:
     run_s: Estimate
     money: Estimate
     fits: bool
-    agreements: float | None = None
+    is_long_enough: bool = True
 
     @property
     def label(self) -> str:
         """How one writes the way."""
         return self.candidate.way.label
-
-    @property
-    def is_long_enough(self) -> bool:
-        """Whether the run has so many agreements that what such a way costs in accuracy was measured."""
-        return are_enough(self.agreements)
 
 
 @dataclass(frozen=True)
@@ -197,8 +192,8 @@ def predict(known: Calibration, length: Length, machines: Machines, candidate: P
     memory = candidate.memory_bytes
     fits = memory is None or memory <= _USED_SHARE * machines.memory_bytes
     way = candidate.way
-    agreements = agreements_in(length.steps, way.cost.period if isinstance(way, Replicated) else 1)
-    return RunEstimate(candidate, machines, step, run_s, run_s.times(machines.price_per_hour / 3600), fits, agreements)
+    enough = not isinstance(way, Replicated) or suffice(length.steps, way.cost)
+    return RunEstimate(candidate, machines, step, run_s, run_s.times(machines.price_per_hour / 3600), fits, enough)
 
 
 def _failures(known: Calibration, every_s: float, machines: Machines) -> float:

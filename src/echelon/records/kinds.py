@@ -536,6 +536,7 @@ class Alternative:
         share: of the run's steps in which it is sent, those of a warm-up counted; 0: not told, one in `period`.
         sums: its messages are summed on their way; others pass from each rank to each.
         buckets: in which it is sent, each in its own rounds; 0: not told.
+        fewest_messages: of a tensor in a run, for what its codec leaves out not to come too late.
     """
 
     settings: Mapping[str, str]
@@ -549,6 +550,7 @@ class Alternative:
     share: float = 0.0
     sums: bool = False
     buckets: int = 0
+    fewest_messages: int = 0
 
     @property
     def often(self) -> float:

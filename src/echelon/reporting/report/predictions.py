@@ -49,6 +49,7 @@ class WayPrediction:
         now_s, then_s: seconds per step.
         wire_bytes: that each rank would send per step, the mean; `now_bytes`: as it was.
         run_now_s, run_then_s: seconds of the whole run, from its first step to its end; 0: not known.
+        is_long_enough: the run; see `suffice`.
     """
 
     label: str
@@ -59,12 +60,7 @@ class WayPrediction:
     now_bytes: float = 0.0
     run_now_s: float = 0.0
     run_then_s: float = 0.0
-    agreements: float | None = None
-
-    @property
-    def is_long_enough(self) -> bool:
-        """Whether the run has so many agreements that what such a way costs in accuracy was measured."""
-        return are_enough(self.agreements)
+    is_long_enough: bool = True
 
     @property
     def gain(self) -> float:
@@ -99,19 +95,14 @@ def predict(record: RunRecord, timing: Timing | None, whole_run: WholeRun | None
         if way is not now and then_s > 0:
             sent = way.wire_bytes * way.often, now.wire_bytes * now.often
             run_s = _runs(record, whole_run, timing.step_s - then_s)
-            agreements = agreements_in(sum(window.count for window in record.windows), way.period)
-            predictions.append(WayPrediction(label, way.settings, timing.step_s, then_s, *sent, *run_s, agreements))
+            enough = suffice(sum(window.count for window in record.windows), way)
+            predictions.append(WayPrediction(label, way.settings, timing.step_s, then_s, *sent, *run_s, enough))
     return sorted(predictions, key=lambda p: p.then_s)
 
 
-def agreements_in(steps: int, period: int) -> float | None:
-    """Return how often replicas agree that do so once in a period; None: in each step."""
-    return steps / period if period > 1 else None
-
-
-def are_enough(agreements: float | None) -> bool:
-    """Whether what so many agreements cost in accuracy was measured (`FEWEST_AGREEMENTS`)."""
-    return agreements is None or agreements >= FEWEST_AGREEMENTS
+def suffice(steps: int, way: Alternative) -> bool:
+    """Whether what a way costs in accuracy was measured in runs of so few steps: by its agreements and messages."""
+    return steps >= way.period * max(way.fewest_messages, FEWEST_AGREEMENTS if way.period > 1 else 0)
 
 
 def newest_alternatives(record: RunRecord) -> Alternatives | None:
