@@ -33,6 +33,12 @@ POINTS = {
     "local(period=8, overlap=2), sign": 0.3, "topk(density=0.01)": 0.5, "powersgd(rank=2)": 0.7,
 }  # fmt: skip
 """Points of accuracy that ways cost, rounded up, where they were measured over a few seeds; others are not taken."""
+SHORT = 500
+POINTS_WHEN_SHORT = {
+    "none": 0.0, "bf16": 0.0, "int8": 0.0, "local(period=4), sign": 0.3, "local(period=8), sign": 0.6,
+    "local(period=8, overlap=2), sign": 0.7,
+}  # fmt: skip
+"""The same in runs of fewer steps than `SHORT`: what replicas miss at the start is never made up for."""
 WORTH = 1.1
 """A way is tried that is predicted to be so many times as fast as the default."""
 FASTER = 1.05
@@ -225,7 +231,8 @@ def _measured(
     default_s = _step_s(record)
     ahead = [p for p in predictions if p.step.seconds.value * WORTH < default.step.seconds.value]
     long_enough = [p for p in ahead if p.is_long_enough]
-    allowed = [p for p in long_enough if _cost(p) <= tolerance]
+    points = POINTS if steps >= SHORT else POINTS_WHEN_SHORT
+    allowed = [p for p in long_enough if p.candidate.exact or points.get(p.label, math.inf) <= tolerance]
     rejected = [p for p in long_enough if p not in allowed]
     words = [f"--auto: {_named(default)} takes {format_seconds(default_s)} a step."]
     best, best_s, trials = default, default_s, [_tried(default.label, default_s)]
@@ -248,15 +255,15 @@ def _measured(
         short = "; ".join(p.label for p in ahead if p not in long_enough)
         words.append(f"--auto: {steps} steps are too few for {short}.")
     if rejected:
-        costs = "; ".join(f"{p.label} ({_points(p.label)})" for p in rejected[:4])
+        costs = "; ".join(f"{p.label} ({_in_words(points.get(p.label))})" for p in rejected[:4])
         words.append(f"--auto: beyond --tolerance {tolerance:g}: {costs}.")
     if best is default:
         words.append(f"--auto: nothing that may be taken is faster than {_named(default)}.")
     elif best.candidate.exact:
         words.append(f"--auto: {best.label}, {default_s / best_s:.2f}x as fast a step; it trains like one process.")
     else:
-        known = f"costs up to {_points(best.label)} where that was measured"
-        cost = known if best.label in POINTS else "costs what was not measured"
+        known = f"costs up to {_in_words(points.get(best.label))} where that was measured"
+        cost = known if best.label in points else "costs what was not measured"
         words.append(
             f"--auto: {best.label}, {default_s / best_s:.2f}x as fast a step; it {cost}; `echelon compare` measures it "
             "on yours."
@@ -294,13 +301,8 @@ def _named(prediction: RunEstimate) -> str:
     return "the default (allreduce, none)" if prediction.candidate.is_default else prediction.label
 
 
-def _cost(prediction: RunEstimate) -> float:
-    """Return the points of accuracy that a way may cost; infinite: not measured."""
-    return 0.0 if prediction.candidate.exact else POINTS.get(prediction.label, float("inf"))
-
-
-def _points(label: str) -> str:
-    return f"{POINTS[label]:g} points" if label in POINTS else "not measured"
+def _in_words(points: float | None) -> str:
+    return "not measured" if points is None else f"{points:g} points"
 
 
 def _settings(prediction: RunEstimate) -> dict[str, str]:
