@@ -267,9 +267,7 @@ class Kernels:
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
     """Return what computes with contiguous float32 tensors on a CPU; None: numpy does, with the same bits."""
-    fit = all(
-        tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors
-    )
+    fit = all(tensor.is_cpu and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
     return kernels_on(tensors[0].device) if fit else None
 
 
@@ -306,10 +304,10 @@ def _kernels() -> Kernels | None:
 
 def _address(tensor: Tensor, dtype: torch.dtype = torch.float32) -> int:
     """Return where the elements of a tensor are for C."""
-    if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        order = "" if tensor.is_contiguous() else ", not contiguous"
-        raise ValueError(f"compiled loops need a contiguous {dtype} on a CPU: {tensor.dtype} on {tensor.device}{order}")
-    return tensor.data_ptr()
+    if tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous():
+        return tensor.data_ptr()
+    order = "" if tensor.is_contiguous() else ", not contiguous"
+    raise ValueError(f"compiled loops need a contiguous {dtype} on a CPU: {tensor.dtype} on {tensor.device}{order}")
 
 
 def _check_lengths(tensor: Tensor, other: Tensor | None) -> None:
