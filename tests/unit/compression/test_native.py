@@ -15,7 +15,9 @@ from echelon.collectives.ddp import warn_of_numpy
 from echelon.compression import read
 from echelon.compression.base import Codec, Meta, NonFiniteError
 from echelon.compression.bits import pack_indices, unpack_indices
-from echelon.compression.native import kernels_for, library, switched_off, why_numpy
+from echelon.compression.blocks import quantise, quantise_packed
+from echelon.compression.codecs.int8 import Int8
+from echelon.compression.native import Kernels, kernels_for, library, switched_off, why_numpy
 from echelon.compression.registry import build, examples
 from echelon.core.errors import UserError
 
@@ -199,6 +201,18 @@ def test_a_user_without_a_home_folder_has_no_cache(monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.getuid", lambda: 2**31 - 9)  # whom no list of users has
     assert fresh().library is not None
+
+
+@compiled
+def test_flags_of_the_compiler_change_no_bits(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "cc -ffast-math")
+    loaded = fresh().library
+    assert loaded is not None
+    x, codec = gradient(100_000, 1.0, 0), Int8()
+    state = codec.init_state("w", x)
+    steps, codes = quantise_packed(Kernels(loaded), x, codec.grid, codec.packing(len(x)), len(x), state)
+    wanted = quantise(x, codec.grid, state)
+    assert torch.equal(steps, wanted[0]) and torch.equal(codes, wanted[1])
 
 
 @compiled

@@ -26,8 +26,8 @@ from pathlib import Path
 from echelon.core.errors import UserError
 
 VARIABLE = "ECHELON_NATIVE"
-_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-fast-math")
-_FLAGS += ("-fPIC", "-shared", "-fvisibility=hidden", "-w")
+_BITS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-fast-math")  # whatever $CC asks for
+_FLAGS = ("-std=gnu11", *_BITS, "-fPIC", "-shared", "-fvisibility=hidden", "-w")
 _PATIENCE_S = 20.0
 _DIGEST_BYTES = 32
 _CPU_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "CPU part", "Features")
