@@ -101,9 +101,9 @@ def quantise_packed(
     Raises:
         NonFiniteError: x holds NaN or infinity.
     """
-    steps = torch.empty(block_count(x.numel(), grid.block))
+    steps = empty(block_count(x.numel(), grid.block), torch.float32, x.device)
     packed = empty(n_bytes, torch.uint8, x.device)
-    starts = torch.tensor(dither_offsets(state.own_key(), x.numel() // _stretch(grid) + 1))
+    starts = moved(np.array(dither_offsets(state.own_key(), x.numel() // _stretch(grid) + 1), np.int64), x.device)
     dither = Dither(dither_table(x.device), starts, _stretch(grid))
     if not kernels.quantise(x, rounding(grid), dither, packing, steps, packed):
         raise NonFiniteError(state.name)
@@ -126,7 +126,7 @@ def quantise_parts(tensors: Sequence[Tensor], grid: Grid, states: Sequence[State
     device, longest = tensors[0].device, max(x.numel() for x in tensors)
     stretch = min(_stretch(grid), block_count(longest, grid.block) * grid.block)
     counts = [-(-x.numel() // stretch) for x in tensors]
-    values = torch.zeros(sum(counts), stretch, device=device)
+    values = torch.zeros(sum(counts), stretch, dtype=torch.float32, device=device)
     places = np.cumsum([0, *counts[:-1]]) * stretch
     for x, place in zip(tensors, places, strict=True):
         values.view(-1)[place : place + x.numel()] = x
@@ -185,7 +185,7 @@ def _of_span(per_block: Tensor, start: int, end: int, block: int) -> Tensor:
 
 def _scales(x: Tensor, grid: Grid) -> Tensor:
     """Return max|x|, or what clipping leaves of it, of each block; NaN and infinity carry over."""
-    scales = torch.empty(block_count(x.numel(), grid.block), device=x.device)
+    scales = empty(block_count(x.numel(), grid.block), torch.float32, x.device)
     if x.device.type == "cpu":
         _scales_on_cpu(x, scales, grid)
         return scales

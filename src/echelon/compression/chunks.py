@@ -81,11 +81,22 @@ def tiles(n: int, block: int) -> list[Tile]:
     return [*parts, Tile(whole * block, 1, rest, 1, whole)] if rest else parts
 
 
+def check_fits(payload: Payload, target: Tensor) -> None:
+    """Refuse to decode into a tensor of another length.
+
+    Raises:
+        ValueError: `target` has not as many elements as what the payload stands for.
+    """
+    if target.numel() != payload.meta.numel:
+        raise ValueError(f"message of {payload.meta.numel} elements does not fit a tensor of {target.numel()}")
+
+
 def write(decode: Decoder, payload: Payload, out: Tensor | None, device: torch.device) -> Tensor:
     """Decode into `out`, or a new tensor, of the payload's shape and dtype; in place where that is float32."""
     meta = payload.meta
     if out is None:
         out = empty(meta.numel, meta.dtype, device).view(meta.shape)
+    check_fits(payload, out)
     target = out.view(-1)
     into = target if target.dtype == torch.float32 else None
     for start, end, values in decode(into):

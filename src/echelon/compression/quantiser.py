@@ -19,7 +19,7 @@ from echelon.compression.blocks import (
     quantise_parts,
     rounding,
 )
-from echelon.compression.chunks import DecodedChunks, DenseCodec, accumulate, write
+from echelon.compression.chunks import DecodedChunks, DenseCodec, accumulate, check_fits, write
 from echelon.compression.native import Packing, kernels_for
 from echelon.compression.wire import Layout
 
@@ -69,6 +69,7 @@ class Quantiser(DenseCodec):
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
         """Add `alpha` times the decoded tensor to `target`, any shape, block by block, in place."""
+        check_fits(payload, target)
         steps, packed = payload.tensors
         if (kernels := kernels_for(steps, target)) is not None and abs(alpha) == 1:
             kernels.dequantise(steps, packed, rounding(self.grid), self.packing(target.numel()), target, alpha)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from echelon.collectives.ddp import warn_of_numpy
 from echelon.compression import read
 from echelon.compression.base import Codec, Meta, NonFiniteError
 from echelon.compression.bits import pack_indices, unpack_indices
-from echelon.compression.native import kernels_for, library, switched_off, why_numpy
+from echelon.compression.blocks import quantise, quantise_packed
+from echelon.compression.codecs.int8 import Int8
+from echelon.compression.native import Kernels, kernels_for, library, switched_off, why_numpy
 from echelon.compression.registry import build, examples
 from echelon.core.errors import UserError
 
@@ -94,13 +97,58 @@ def test_indices_have_the_same_bytes(n: int, k: int) -> None:
         assert torch.equal(pack_indices(indices, n), packed)
 
 
-@compiled
+@pytest.mark.parametrize("n", [999, 9000])
 @pytest.mark.parametrize("spec", ["sign", "int8", "qsgd", "ternary"])
-def test_a_tensor_longer_than_its_message_is_refused(spec: str) -> None:
+def test_a_tensor_of_another_length_than_its_message_is_refused(spec: str, n: int) -> None:
     codec, tensor = build(spec), torch.ones(1000)
     payload = codec.compress(tensor, codec.init_state("w", tensor))
-    with pytest.raises(ValueError, match="too short for a tensor of 9000 elements"):
-        codec.add_to(torch.ones(9000), payload)
+    for context in (nullcontext(), switched_off()):
+        with context:
+            for decode in (codec.add_to, lambda out, coded: codec.extract(coded, out)):
+                with pytest.raises(ValueError, match=f"message of 1000 elements does not fit a tensor of {n}"):
+                    decode(torch.ones(n), payload)
+
+
+@compiled
+@pytest.mark.parametrize("spec", ["sign", "sign(momentum=0.9)", "topk(0.1, momentum=0.9)"])
+def test_a_gradient_of_another_length_than_its_state_is_refused(spec: str) -> None:
+    codec = build(spec)
+    state = codec.init_state("w", torch.ones(1000))
+    with pytest.raises(ValueError, match=r"10 elements does not go with one of 1000"):
+        codec.compress(torch.ones(10), state)
+
+
+@pytest.mark.parametrize("spec", ["sign", "int8", "qsgd", "ternary"])
+def test_default_type_and_device_are_the_users(spec: str) -> None:
+    tensor = torch.linspace(-1, 1, 1000)
+
+    def sent() -> Tensor:
+        codec = build(spec)
+        return codec.to_bytes(codec.compress(tensor, codec.init_state("w", tensor)))
+
+    wanted = sent()
+    for context in (nullcontext(), switched_off()):
+        torch.set_default_dtype(torch.float64)
+        try:
+            with context, torch.device("meta"):
+                made = sent()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert torch.equal(made, wanted)
+
+
+@compiled
+def test_what_c_would_misread_is_refused() -> None:
+    kernels = kernels_for(torch.ones(3))
+    assert kernels is not None
+    for tensor in (torch.ones(3, dtype=torch.float64), torch.ones(6)[::2], torch.ones(3, device="meta")):
+        with pytest.raises(ValueError, match=r"need a contiguous torch\.float32 on a CPU"):
+            kernels.peak(tensor)
+    with pytest.raises(ValueError, match="2 elements does not go with one of 3"):
+        kernels.add_at(torch.ones(9), torch.arange(3), torch.ones(2), 1.0)
+    for indices in ([-1, 2], [0, 10**9]):
+        with pytest.raises(IndexError, match="cannot be packed"):
+            pack_indices(torch.tensor(indices), 1000)
 
 
 @compiled
@@ -117,7 +165,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(library.VARIABLE, raising=False)
-    return tmp_path / "cache" / "echelon"
+    return tmp_path / "cache" / "echelon" / "kernels"
 
 
 def fresh() -> library.Loaded:
@@ -133,6 +181,38 @@ def test_it_is_compiled_once_however_many_begin(cache: Path) -> None:
     before = made.stat().st_mtime_ns
     assert fresh().library is not None and made.stat().st_mtime_ns == before
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+@compiled
+def test_a_file_that_was_cut_short_is_compiled_again(cache: Path) -> None:
+    assert fresh().library is not None
+    (made,) = cache.iterdir()
+    code = made.read_bytes()
+    made.unlink()  # this process has mapped it
+    for size in (0, 8192, len(code) - 1):
+        made.write_bytes(code[:size])
+        assert fresh().library is not None and made.stat().st_size == len(code)
+        made.unlink()
+
+
+@compiled
+def test_a_user_without_a_home_folder_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", library.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 9)  # whom no list of users has
+    assert fresh().library is not None
+
+
+@compiled
+def test_flags_of_the_compiler_change_no_bits(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "cc -ffast-math")
+    loaded = fresh().library
+    assert loaded is not None
+    x, codec = gradient(100_000, 1.0, 0), Int8()
+    state = codec.init_state("w", x)
+    steps, codes = quantise_packed(Kernels(loaded), x, codec.grid, codec.packing(len(x)), len(x), state)
+    wanted = quantise(x, codec.grid, state)
+    assert torch.equal(steps, wanted[0]) and torch.equal(codes, wanted[1])
 
 
 @compiled
@@ -154,10 +234,21 @@ def test_without_a_compiler_it_says_why(cache: Path, monkeypatch: pytest.MonkeyP
     failing = script(tmp_path / "failing", '[ "$1" = --version ] || { echo "k.c: error: no"; exit 4; }')
     monkeypatch.setenv("CC", failing)
     assert fresh().reason == f"{failing} failed with code 4: k.c: error: no"
+    monkeypatch.setenv("CC", "'gcc")
+    assert fresh().reason == "CC='gcc is no command: No closing quotation"
+    monkeypatch.setenv("CC", script(tmp_path / "foreign", r"printf 'error \377\n'; exit 2"))
+    assert fresh().reason.endswith("foreign failed with code 2: error \ufffd")
     empty = '[ "$1" = --version ] || { while [ "$1" != -o ]; do shift; done; : > "$2"; }'
     monkeypatch.setenv("CC", script(tmp_path / "empty", empty))
     assert "cannot be loaded" in fresh().reason
     assert not list(cache.glob(".*")), "nothing half made is left"
+
+
+def test_without_a_folder_to_compile_in_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    monkeypatch.setattr("tempfile.tempdir", "/proc/none")
+    monkeypatch.setenv("CC", "sh")
+    assert fresh().reason.startswith("the loops cannot be compiled: [Errno 2] No such file or directory")
 
 
 def test_a_compiler_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:

@@ -32,7 +32,17 @@ from echelon.compression.base import (
 )
 from echelon.compression.bits import pack_bits, packed_size, unpack_bits
 from echelon.compression.blocks import block_count, rows
-from echelon.compression.chunks import CHUNK, DecodedChunks, DenseCodec, accumulate, as_rows, spans, tiles, write
+from echelon.compression.chunks import (
+    CHUNK,
+    DecodedChunks,
+    DenseCodec,
+    accumulate,
+    as_rows,
+    check_fits,
+    spans,
+    tiles,
+    write,
+)
 from echelon.compression.eased import CorrectsMomentum, Eased
 from echelon.compression.native import kernels_for
 from echelon.compression.wire import Layout
@@ -117,7 +127,7 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
         """Encode the sign of each element, any shape, and each block's mean magnitude."""
         x = flat32(tensor)
         packed = empty(packed_size(x.numel()), torch.uint8, x.device)
-        scales = torch.empty(block_count(x.numel(), self.block), device=x.device)
+        scales = empty(block_count(x.numel(), self.block), torch.float32, x.device)
         if (kernels := kernels_for(x)) is not None and not self.vote:
             kernels.encode_signs(x, self.block, scales, packed)
         elif x.device.type == "cpu":
@@ -142,7 +152,7 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
             memory.add_(term, alpha=weight)
         if not all(largest_magnitude(values) <= _LARGE for values in (memory, *([] if last is None else [last]))):
             return super().compress_with_memory([] if last is None else [(last, 1.0)], memory, shape, state)
-        scales = torch.empty(block_count(memory.numel(), self.block))
+        scales = empty(block_count(memory.numel(), self.block), torch.float32, memory.device)
         packed = empty(packed_size(memory.numel()), torch.uint8, memory.device)
         kernels.encode_signs_with_memory(last, memory, self.block, scales, packed)
         state.numbers["step"] += 1
@@ -218,6 +228,7 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
         """Add `alpha` times the decoded tensor to `target`, any shape, block by block, in place."""
+        check_fits(payload, target)
         if (kernels := kernels_for(target)) is not None and abs(alpha) == 1:
             kernels.decode_signs(payload.tensors[-1], self._scales(payload), self.block, target, alpha)
         else:
@@ -243,7 +254,7 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
     def _pieces(self, payload: Payload, into: Tensor | None) -> DecodedChunks:
         packed, n = payload.tensors[-1], payload.meta.numel
         scales = None if self.vote else payload.tensors[0]
-        if into is not None and (kernels := kernels_for(into)) is not None:
+        if into is not None and into.device == packed.device and (kernels := kernels_for(into)) is not None:
             kernels.decode_signs(packed, self._scales(payload), self.block, into)
             yield 0, n, into
             return

@@ -387,7 +387,8 @@ static Packing low_planes(uint8_t *packed, int64_t k, int first, int width) {
     return planes;
 }
 
-EXPORT void echelon_pack_indices(
+/* Returns how many indices there was a place for. */
+EXPORT int64_t echelon_pack_indices(
     const int64_t *indices, int64_t k, int32_t low, int32_t is_coded, uint8_t *lows, uint8_t *marks, int64_t n_marks) {
     uint8_t codes[PIECE + GROUP];
     for (int first = 0; first < low; first += 8) {
@@ -405,8 +406,10 @@ EXPORT void echelon_pack_indices(
     if (n_marks) memset(marks, 0, (size_t)((n_marks + 7) / 8));
     for (int64_t i = 0; i < k; i++) {
         const int64_t mark = (indices[i] >> low) + (is_coded ? i : 0);
+        if (indices[i] < 0 || mark >= n_marks) return i;
         marks[mark / 8] = (uint8_t)(marks[mark / 8] | 1u << (mark % 8));
     }
+    return k;
 }
 
 EXPORT int64_t echelon_unpack_indices(

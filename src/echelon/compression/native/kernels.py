@@ -1,6 +1,7 @@
 """The C loops as functions on tensors; each gives the bits of its caller's numpy loop.
 
-Tensors are those that `kernels_for` was asked about, or made for them: contiguous, 1-D, on a CPU, float32 unless said.
+Tensors are contiguous, 1-D, on a CPU, and float32 unless said; all others, and lengths that do not fit, are refused:
+C would read whatever lies there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {  # the type of the result, a
     "dequantise": (None, "ppnniinfp"),
     "move_velocity": (None, "ppnf"),
     "add_at": (c_int64, "pnppnf"),
-    "pack_indices": (None, "pniippn"),
+    "pack_indices": (c_int64, "pniippn"),
     "unpack_indices": (c_int64, "ppnniip"),
 }
 _TYPES = {"p": c_void_p, "n": c_int64, "i": c_int32, "f": c_float}
@@ -103,7 +104,7 @@ class Kernels:
 
     def peak(self, x: Tensor) -> float:
         """Return max |x| of x [n]: 0 of none, and NaN if any element is."""
-        return _float(self._library.echelon_peak(x.data_ptr(), x.numel()))
+        return _float(self._library.echelon_peak(_address(x), x.numel()))
 
     def above(self, x: Tensor, threshold: float) -> tuple[Tensor, float]:
         """Return the indices where |x| > threshold, ascending, int64, of x [n], and max |x|."""
@@ -112,26 +113,33 @@ class Kernels:
         pieces = [np.empty(0, np.int64)]
         for start in range(0, x.numel(), _SCANNED):
             size = min(_SCANNED, x.numel() - start)
-            count = self._library.echelon_above(x.data_ptr() + 4 * start, size, threshold, address, at)
+            count = self._library.echelon_above(_address(x) + 4 * start, size, threshold, address, at)
             pieces.append(room[:count] + start)
             peak = max(peak, highest.value)
         return torch.from_numpy(np.concatenate(pieces)), _float(peak)
 
     def encode_signs(self, x: Tensor, block: int, scales: Tensor, signs: Tensor) -> None:
         """Write mean |x| of each block of x [n] to scales [blocks], and x >= 0 to signs, uint8 [ceil(n / 8)]."""
-        self._library.echelon_encode_signs(x.data_ptr(), x.numel(), block, scales.data_ptr(), signs.data_ptr())
+        self._library.echelon_encode_signs(
+            _address(x), x.numel(), block, _address(scales), _address(signs, torch.uint8)
+        )
 
     def encode_signs_with_memory(
         self, added: Tensor | None, memory: Tensor, block: int, scales: Tensor, signs: Tensor
     ) -> None:
-        """Add to the memory [n], encode it as `encode_signs` does, and subtract what was sent; nothing may overflow."""
+        """Add to the memory [n], encode it as `encode_signs` does, and subtract what was sent; nothing may overflow.
+
+        Raises:
+            ValueError: what is added has another length.
+        """
+        _check_lengths(memory, added)
         self._library.echelon_encode_signs_with_memory(
-            None if added is None else added.data_ptr(),
-            memory.data_ptr(),
+            None if added is None else _address(added),
+            _address(memory),
             memory.numel(),
             block,
-            scales.data_ptr(),
-            signs.data_ptr(),
+            _address(scales),
+            _address(signs, torch.uint8),
         )
 
     def decode_signs(self, signs: Tensor, scales: Tensor | float, block: int, out: Tensor, alpha: float = 0.0) -> None:
@@ -149,27 +157,29 @@ class Kernels:
         blocks = -(-out.numel() // block)
         _check_length(8 * signs.numel() >= out.numel(), out)
         _check_length(not isinstance(scales, Tensor) or scales.numel() >= blocks, out)
-        per_block, unit = (scales.data_ptr(), 0.0) if isinstance(scales, Tensor) else (None, scales)
-        self._library.echelon_decode_signs(signs.data_ptr(), per_block, unit, out.numel(), block, alpha, out.data_ptr())
+        per_block, unit = (_address(scales), 0.0) if isinstance(scales, Tensor) else (None, scales)
+        self._library.echelon_decode_signs(
+            _address(signs, torch.uint8), per_block, unit, out.numel(), block, alpha, _address(out)
+        )
 
     def quantise(
         self, x: Tensor, rounding: Rounding, dither: Dither, packing: Packing, steps: Tensor, packed: Tensor
     ) -> bool:
         """Round x [n] to steps [blocks] and packed codes, uint8; returns whether all elements are finite."""
         finite: int = self._library.echelon_quantise(
-            x.data_ptr(),
+            _address(x),
             x.numel(),
             rounding.block,
             rounding.levels,
             rounding.limit,
             rounding.clip,
-            dither.table.data_ptr(),
-            dither.starts.data_ptr(),
+            _address(dither.table),
+            _address(dither.starts, torch.int64),
             dither.stretch,
             packing.width,
             packing.stride,
-            steps.data_ptr(),
-            packed.data_ptr(),
+            _address(steps),
+            _address(packed, torch.uint8),
         )
         return bool(finite)
 
@@ -184,29 +194,38 @@ class Kernels:
         _check_length(packing.holds(out.numel(), packed.numel()), out)
         _check_length(steps.numel() * rounding.block >= out.numel(), out)
         self._library.echelon_dequantise(
-            steps.data_ptr(),
-            packed.data_ptr(),
+            _address(steps),
+            _address(packed, torch.uint8),
             out.numel(),
             rounding.block,
             rounding.levels,
             packing.width,
             packing.stride,
             alpha,
-            out.data_ptr(),
+            _address(out),
         )
 
     def move_velocity(self, velocity: Tensor, gradient: Tensor, momentum: float) -> None:
-        """Multiply a velocity [n] by the momentum and add a gradient [n]; the product is rounded before."""
-        self._library.echelon_move_velocity(velocity.data_ptr(), gradient.data_ptr(), velocity.numel(), momentum)
+        """Multiply a velocity [n] by the momentum and add a gradient [n]; the product is rounded before.
+
+        Raises:
+            ValueError: the gradient has another length.
+        """
+        _check_lengths(velocity, gradient)
+        self._library.echelon_move_velocity(_address(velocity), _address(gradient), velocity.numel(), momentum)
 
     def add_at(self, target: Tensor, indices: Tensor, values: Tensor, alpha: float) -> None:
         """Add `alpha`, 1 or -1, times values [k] at distinct indices, int64 [k], of a target [n].
 
         Raises:
+            ValueError: there are not as many values.
             IndexError: an index is not below n (a damaged message); those before it are added.
         """
+        _check_lengths(indices, values)
         count, n = indices.numel(), target.numel()
-        added = self._library.echelon_add_at(target.data_ptr(), n, indices.data_ptr(), values.data_ptr(), count, alpha)
+        added = self._library.echelon_add_at(
+            _address(target), n, _address(indices, torch.int64), _address(values), count, alpha
+        )
         if added < count:
             raise IndexError(f"index {int(indices[added])} is out of range of {n} elements")
 
@@ -219,25 +238,36 @@ class Kernels:
             lows: uint8, planes of bits.
             marks: uint8 [ceil(n_marks / 8)], the bitmap.
             n_marks: its bits.
+
+        Raises:
+            IndexError: an index is negative, or the bitmap has no place for it.
         """
-        self._library.echelon_pack_indices(
-            indices.data_ptr(), indices.numel(), low or 0, low is not None, lows.data_ptr(), marks.data_ptr(), n_marks
-        )
+        count, is_coded = indices.numel(), low is not None
+        places = _address(lows, torch.uint8), _address(marks, torch.uint8), n_marks
+        done = self._library.echelon_pack_indices(_address(indices, torch.int64), count, low or 0, is_coded, *places)
+        if done < count:
+            raise IndexError(
+                f"index {int(indices[done])} cannot be packed: indices ascend, from 0 to less than the size"
+            )
 
     def unpack_indices(self, lows: Tensor, marks: Tensor, n_marks: int, k: int, low: int | None) -> tuple[Tensor, int]:
         """Undo `pack_indices`; returns int64 [k], and how many there are, which of a damaged message is not k."""
         indices = np.empty(k, np.int64)
         count: int = self._library.echelon_unpack_indices(
-            lows.data_ptr(), marks.data_ptr(), n_marks, k, low or 0, low is not None, indices.ctypes.data
+            _address(lows, torch.uint8),
+            _address(marks, torch.uint8),
+            n_marks,
+            k,
+            low or 0,
+            low is not None,
+            indices.ctypes.data,
         )
         return torch.from_numpy(indices), count
 
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
     """Return what computes with contiguous float32 tensors on a CPU; None: numpy does, with the same bits."""
-    fit = all(
-        tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors
-    )
+    fit = all(tensor.is_cpu and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
     return kernels_on(tensors[0].device) if fit else None
 
 
@@ -270,6 +300,19 @@ def switched_off() -> Iterator[None]:
 def _kernels() -> Kernels | None:
     library = load().library
     return None if library is None else Kernels(library)
+
+
+def _address(tensor: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """Return where the elements of a tensor are for C."""
+    if tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous():
+        return tensor.data_ptr()
+    order = "" if tensor.is_contiguous() else ", not contiguous"
+    raise ValueError(f"compiled loops need a contiguous {dtype} on a CPU: {tensor.dtype} on {tensor.device}{order}")
+
+
+def _check_lengths(tensor: Tensor, other: Tensor | None) -> None:
+    if other is not None and other.numel() != tensor.numel():
+        raise ValueError(f"a tensor of {other.numel()} elements does not go with one of {tensor.numel()}")
 
 
 def _check_length(is_long_enough: bool, out: Tensor) -> None:

@@ -1,7 +1,8 @@
 """The library of C loops: compiled once for a machine, kept in the user's cache folder, loaded once in a process.
 
 Its name holds a hash of the source, the compiler, its flags and the processor, so that machines that share a home
-folder have one each. Several processes may compile it at once: each renames a whole file into place.
+folder have one each. Several processes may compile it at once: each renames a whole file into place. A file ends in
+the hash of what precedes, which the loader of libraries does not look at: one that was cut short would end the process.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from pathlib import Path
 from echelon.core.errors import UserError
 
 VARIABLE = "ECHELON_NATIVE"
-_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+_BITS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-fast-math")  # whatever $CC asks for
+_FLAGS = ("-std=gnu11", *_BITS, "-fPIC", "-shared", "-fvisibility=hidden", "-w")
 _PATIENCE_S = 20.0
+_DIGEST_BYTES = 32
 _CPU_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "CPU part", "Features")
 
 
@@ -58,6 +61,8 @@ def load() -> Loaded:
         return Loaded(_load())
     except NativeError as error:
         return Loaded(None, str(error))
+    except OSError as error:
+        return Loaded(None, f"the loops cannot be compiled: {error}")
 
 
 def _load() -> ctypes.CDLL:
@@ -70,22 +75,22 @@ def _load() -> ctypes.CDLL:
         raise NativeError("the compiled loops need a little-endian processor")
     compiler = _compiler()
     source = resources.files("echelon.compression.native").joinpath("kernels.c").read_bytes()
-    try:
-        version = _run([*compiler, "--version"])
-    except OSError as error:
-        raise NativeError(f"{compiler[0]} cannot be run: {error.strerror}") from error
+    version = _run([*compiler, "--version"])
     key = [source, version.encode(), shlex.join([*compiler, *_FLAGS]).encode(), _processor().encode()]
     name = f"kernels-{hashlib.sha256(b'|'.join(key)).hexdigest()[:24]}.so"
     if (folder := _cache_folder()) is None:
-        with tempfile.TemporaryDirectory(prefix="echelon-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="echelon-", ignore_cleanup_errors=True) as scratch:
             return _open(_compile(compiler, source, Path(scratch) / name))
     path = folder / name
-    return _open(path if path.exists() else _compile(compiler, source, path))
+    return _open(path if path.exists() and _is_intact(path) else _compile(compiler, source, path))
 
 
 def _compiler() -> list[str]:
     """Return the C compiler's command: $CC, or `cc`."""
-    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    try:
+        command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    except ValueError as error:
+        raise NativeError(f"CC={os.environ['CC']} is no command: {error}") from error
     if shutil.which(command[0]) is None:
         raise NativeError(f"there is no C compiler ({command[0]}) on this machine")
     return command
@@ -104,29 +109,34 @@ def _processor() -> str:
 
 def _cache_folder() -> Path | None:
     """Return the folder of compiled libraries, made where there is none; None: it cannot be written, or others may."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    folder = Path(home) / "echelon"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
+        folder = (cache if cache.is_absolute() else Path.home() / ".cache") / "echelon" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
-    except OSError:
+    except (OSError, RuntimeError):  # a user without a home folder has none of either kind
         return None
     is_own = status.st_uid == os.geteuid() and not status.st_mode & 0o022  # what is there is run
     return folder if is_own and os.access(folder, os.W_OK) else None
 
 
 def _compile(compiler: list[str], source: bytes, path: Path) -> Path:
-    try:
-        with tempfile.TemporaryDirectory(prefix=".compile-", dir=path.parent) as scratch:
-            written, made = Path(scratch) / "kernels.c", Path(scratch) / path.name
-            written.write_bytes(source)
-            _run([*compiler, *_FLAGS, str(written), "-o", str(made), "-lm"])
-            with made.open("rb") as file:  # a name of an empty file, after a crash, would stay
-                os.fsync(file.fileno())
-            made.replace(path)
-    except OSError as error:
-        raise NativeError(f"the loops cannot be compiled in {path.parent}: {error.strerror}") from error
+    with tempfile.TemporaryDirectory(prefix=".compile-", dir=path.parent, ignore_cleanup_errors=True) as scratch:
+        written, made = Path(scratch) / "kernels.c", Path(scratch) / path.name
+        written.write_bytes(source)
+        _run([*compiler, *_FLAGS, str(written), "-o", str(made), "-lm"])
+        code = made.read_bytes()
+        with made.open("ab") as file:
+            file.write(hashlib.sha256(code).digest())
+            file.flush()
+            os.fsync(file.fileno())  # a name of an empty file, after a crash, would stay
+        made.replace(path)
     return path
+
+
+def _is_intact(path: Path) -> bool:
+    code = path.read_bytes()
+    return hashlib.sha256(code[:-_DIGEST_BYTES]).digest() == code[-_DIGEST_BYTES:]
 
 
 def _run(command: list[str], patience_s: float = _PATIENCE_S) -> str:
@@ -135,22 +145,35 @@ def _run(command: list[str], patience_s: float = _PATIENCE_S) -> str:
     Raises:
         NativeError: it failed, or took longer.
     """
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "LC_ALL": "C"},  # one file for all languages
+            start_new_session=True,
         )
         try:
             code = process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
-            process.wait()
             raise NativeError(f"{command[0]} took more than {patience_s:g} s") from None
+        finally:
+            _end(process)
         output.seek(0)
         text = output.read()
     if code:
         first = next((line for line in text.splitlines() if "error" in line), text)
         raise NativeError(f"{command[0]} failed with code {code}: {' '.join(first.split())[:200]}")
     return text
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that has not ended, and what it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # what waits for a dead mount does not end
+            process.wait(1)
 
 
 def _open(path: Path) -> ctypes.CDLL:
