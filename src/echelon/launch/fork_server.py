@@ -26,7 +26,7 @@ from echelon.core.errors import UserError
 from echelon.core.patience import PATIENCE_S
 from echelon.core.stop import STOP_SIGNALS
 from echelon.core.system import short_spins_inside
-from echelon.launch.process import IMPORTS_VARIABLE
+from echelon.launch.process import IMPORTS_VARIABLE, MODULES_VARIABLE
 
 Alone = Callable[[], AbstractContextManager[None]]
 _LONGEST_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")  # of a Unix socket's path
@@ -83,7 +83,7 @@ def start_import_server(modules: tuple[str, ...], shared: tuple[str, ...] = (), 
     """Start the fork server, importing `modules` in the background; does nothing while one runs.
 
     It runs beside the calling process, and ends when that ends. Modules must not start threads or touch a GPU when
-    imported.
+    imported. One that cannot be imported is left to the processes that need it, which say why.
 
     Args:
         shared: of the modules, those that the calling process needs as well. It imports them before it returns, once
@@ -102,7 +102,7 @@ def start_import_server(modules: tuple[str, ...], shared: tuple[str, ...] = (), 
     with short_spins_inside():
         is_shared = is_single and not is_running() and _imported_for_both(shared)
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["echelon.launch.import_server", *modules, "echelon.launch.imports_done"]
+        ["echelon.launch.import_server", "echelon.launch.imports_done"]
     )
     unblocked, temporary = signal.pthread_sigmask(signal.SIG_BLOCK, []), tempfile.tempdir
     try:  # what is started inherits what is blocked: signals to the whole group end neither the server nor the tracker
@@ -110,11 +110,13 @@ def start_import_server(modules: tuple[str, ...], shared: tuple[str, ...] = (), 
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # starting the tracker let some pass again
         tempfile.tempdir = sockets
+        os.environ[MODULES_VARIABLE] = " ".join(modules)
         IMPORTING.begins()
         with short_spins_inside(), alone(), _forked() if is_shared else nullcontext():
             forkserver.ensure_running()
     finally:
-        os.environ.pop(IMPORTS_VARIABLE, None)
+        for variable in (IMPORTS_VARIABLE, MODULES_VARIABLE):
+            os.environ.pop(variable, None)
         tempfile.tempdir = temporary
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 

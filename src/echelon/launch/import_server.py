@@ -1,4 +1,4 @@
-"""Imported by the fork server alone, before all else: the server ends with the process that started it.
+"""Imported by the fork server alone, before all else: it ends with the process that started it, and imports the others.
 
 By itself it would notice only when its imports are done, seconds later. Terminals, service managers and `timeout`
 signal whole groups of processes at once: the server blocks that, for all that it forked ends with it, and its parent
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import errno
 import gc
+import importlib
 import os
 import signal
+from contextlib import suppress
 
 from echelon.core.stop import STOP_SIGNALS
-from echelon.launch.process import IMPORTS_VARIABLE, die_with_parent
+from echelon.launch.process import IMPORTS_VARIABLE, MODULES_VARIABLE, die_with_parent
 
 die_with_parent()  # one that died before closed a pipe, which the server notices once its imports are done
 signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -47,4 +49,12 @@ def told_when_imported() -> int:
         raise
 
 
+def import_modules() -> None:
+    """Import what processes are to find imported; `multiprocessing` would let a broken library end the server."""
+    for name in os.environ.pop(MODULES_VARIABLE, "").split():
+        with suppress(Exception):  # a process that needs it imports it again, and fails as the record can tell
+            importlib.import_module(name)
+
+
 IMPORTS = told_when_imported()  # `imports_done` closes it
+import_modules()

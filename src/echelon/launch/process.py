@@ -21,6 +21,7 @@ from echelon.launch.link import enter
 from echelon.launch.places.base import Process
 
 IMPORTS_VARIABLE = "ECHELON_IMPORTS"  # names a pipe that is open as long as the fork server imports
+MODULES_VARIABLE = "ECHELON_MODULES"  # names what it imports, with spaces between
 _PR_SET_PDEATHSIG = 1
 
 

@@ -23,8 +23,9 @@ class GarbageClock:
 
         Args:
             freezes: False where this process has frozen what it keeps, and may have to collect what it made since.
-            thaws: this process may go on with something else, for which all is as before; where something was frozen
-                before it stays so. To find that out takes as long as a small step.
+            thaws: this process may go on with something else, for which all is as before: what is frozen already stays
+                so, and nothing more is frozen then, for nothing could be let go alone. To find that out takes as long
+                as a small step.
         """
         self._freezes, self._thaws = freezes, freezes and thaws
         self.seconds = 0.0
@@ -32,7 +33,8 @@ class GarbageClock:
         self._began_s: float | None = None
 
     def __enter__(self) -> GarbageClock:
-        self._thaws = self._thaws and not gc.get_freeze_count()
+        if self._thaws and gc.get_freeze_count():
+            self._freezes = self._thaws = False
         if self._freezes:
             gc.freeze()
         gc.collect()  # of nothing, so that the collector counts from here

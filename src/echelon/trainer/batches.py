@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -87,7 +88,7 @@ class EpochOrder:
     def __iter__(self) -> Iterator[Batch]:
         """Give batches until the run is over, or a window's end says that it is to stop."""
         run, cursor = self._run, self._cursor
-        with GarbageClock(freezes=not run.survives, thaws=run.world.group is None) as garbage:
+        with GarbageClock(freezes=not run.survives, thaws=_may_go_on(run)) as garbage:
             self.window = Window(run.world, run.clock, garbage)
             owes = self._resume() or self._stands_in_last_epoch
             if self.status == "stopped":
@@ -386,3 +387,8 @@ class EpochOrder:
             self.window.meet()
         self._run.progress.paused(name, self._cursor.step, pause.seconds)
         self._time.took(name, pause.seconds)
+
+
+def _may_go_on(run: TrainingRun) -> bool:
+    """Whether this process may go on after the run: it is the caller's own, or a launcher of the user's started it."""
+    return run.world.group is None or multiprocessing.parent_process() is None

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks.run_many import python_path
+
 PROGRAM = """
 import contextlib, fcntl, os, signal, sys, threading
 from echelon.launch.places.base import Exited, Process
@@ -18,7 +20,7 @@ from echelon.launch.places.local import Local
 lock = open("lock", "w")
 fcntl.flock(lock, fcntl.LOCK_EX)
 {before}
-start_import_server(("torch", "later"), ("torch",))
+start_import_server(("torch", "broken", "missing", "later"), ("torch",))
 import torch
 assert "later" not in sys.modules
 lock.close()
@@ -50,8 +52,9 @@ def _is_fork(folder: Path, before: str) -> bool:
     (folder / "program.py").write_text(PROGRAM.format(before=before))
     (folder / "worker.py").write_text(WORKER)
     (folder / "later.py").write_text("import os\nIMPORTED_BY = os.getpid()\n")
+    (folder / "broken.py").write_text("raise RuntimeError('a library of another version')\n")
     (far := folder / ("x" * 120)).mkdir()  # too long a path for sockets
-    environment = {**os.environ, "PYTHONPATH": f"{folder}:{Path.cwd()}", "TMPDIR": str(far)}
+    environment = {**os.environ, "PYTHONPATH": python_path(folder), "TMPDIR": str(far)}
     done = subprocess.run(
         [sys.executable, "program.py"], cwd=folder, env=environment,
         capture_output=True, text=True, timeout=120, check=False,
