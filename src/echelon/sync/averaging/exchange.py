@@ -97,11 +97,15 @@ class Exchange:
             self._link.wire.add("small", self._link.route.sum_(torch.zeros(1, device=device)))
         return means
 
+    def leaves_unsent(self, value: Value) -> bool:
+        """Whether what the codec leaves out of a value stays in the replica's."""
+        return self._link.stays and value.encoded
+
     def unsent(self, value: Value) -> Tensor | None:
         """Return what the codec has left out of this rank's deltas of a value, of its shape, as if all replicas weighed
         the same; None where that does not stay in the replica's values.
         """
-        if not self._link.stays or not value.encoded:
+        if not self.leaves_unsent(value):
             return None
         total = torch.zeros(value.tensor.numel(), dtype=working_dtype(value.tensor.dtype), device=value.tensor.device)
         for bucket, reducer in self._buckets:

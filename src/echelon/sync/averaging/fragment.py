@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -144,10 +144,9 @@ class Fragment:
         self.flight = None
         if means is None:
             return
-        unsent = self._unsent()
-        self.with_unsent, self.moved_on = bool(unsent), bool(deltas)
+        self.with_unsent, self.moved_on = self._leaves_unsent, bool(deltas)
         late = self.moved_on if plan.keep_progress else plan.overlap > 0
-        self.equal, self.fresh = not (rule.centred or late or plan.alpha or unsent), True
+        self.equal, self.fresh = not (rule.centred or late or plan.alpha or self.with_unsent), True
         plain = MeanRule()
         for value in self._averaged(optimizer, plan):
             if value.name not in means:  # a moment that came after the deltas were taken, or that not all have
@@ -159,8 +158,8 @@ class Fragment:
             agreed = chosen.agree(value.name, own, anchor, mean)
             if value.kind == "moment":  # a variance that decayed to nothing is none, not what rounding left below it
                 agreed.masked_fill_((agreed < 0) & (agreed.abs() <= _ROUNDED * mean.abs()), 0)
-            if value.name in unsent:
-                agreed = agreed + unsent[value.name]
+            if (unsent := self._unsent(value)) is not None:
+                agreed = agreed + unsent
             if taken is not None:
                 agreed = _moved_on(value, agreed, own, taken)
             value.write(torch.lerp(agreed, own, plan.alpha) if plan.alpha else agreed)
@@ -169,10 +168,13 @@ class Fragment:
                 if value.owner in optimizer.state:
                     optimizer.state[value.owner].clear()
 
-    def _unsent(self) -> dict[str, Tensor]:
-        """Return what stays in this replica's values since its codec has not sent it, by name."""
-        unsent = {v.name: self._exchange.unsent(v) for v in self.values} if self._exchange else {}
-        return {name: tensor for name, tensor in unsent.items() if tensor is not None}
+    @property
+    def _leaves_unsent(self) -> bool:
+        return self._exchange is not None and any(self._exchange.leaves_unsent(value) for value in self.values)
+
+    def _unsent(self, value: Value) -> Tensor | None:
+        """Return what stays in this replica's value since its codec has not sent it; None: nothing does."""
+        return self._exchange.unsent(value) if self._exchange is not None else None
 
     def _averaged(self, optimizer: torch.optim.Optimizer, plan: AveragingPlan) -> list[Value]:
         extra = moments(optimizer, self.values) if plan.optimizer_state == "average" else []
@@ -280,7 +282,7 @@ class Fragment:
         if previous._common:
             self._exchange.load_common(codec_state.merge([previous._common], {}))
         if self.with_unsent:  # it weighs otherwise among so many
-            self._write_anchors(self._unsent())
+            self._write_anchors(with_unsent=True)
 
     def load_resharded(self, states: Sequence[StateView]) -> None:
         """Take over what is the same on all former ranks; what codecs left out is divided, its sum kept.
@@ -300,11 +302,11 @@ class Fragment:
         numels = {v.name: v.tensor.numel() for v in self.values}
         return codec_state.merge([state["codec"] for state in states], numels)
 
-    def _write_anchors(self, unsent: Mapping[str, Tensor] | None = None) -> None:
+    def _write_anchors(self, with_unsent: bool = False) -> None:
         """Give the values what was agreed on, and what the codec has not sent of them."""
         for value in self.values:
-            agreed = self._anchor[value.name]
-            value.write(agreed + unsent[value.name] if unsent and value.name in unsent else agreed)
+            agreed, unsent = self._anchor[value.name], self._unsent(value) if with_unsent else None
+            value.write(agreed if unsent is None else agreed + unsent)
 
     def _load_common_part(self, state: StateView) -> None:
         self._load_shared(state)
