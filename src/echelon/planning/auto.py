@@ -33,12 +33,12 @@ POINTS = {
     "local(period=8, overlap=2), sign": 0.3, "topk(density=0.01)": 0.5, "powersgd(rank=2)": 0.7,
 }  # fmt: skip
 """Points of accuracy that ways cost, rounded up, where they were measured over a few seeds; others are not taken."""
-SHORT = 500
+SHORT_STEPS = 500
 POINTS_WHEN_SHORT = {
     "none": 0.0, "bf16": 0.0, "int8": 0.0, "local(period=4), sign": 0.3, "local(period=8), sign": 0.6,
     "local(period=8, overlap=2), sign": 0.7,
 }  # fmt: skip
-"""The same in runs of fewer steps than `SHORT`: what replicas miss at the start is never made up for."""
+"""The same in runs of fewer steps than `SHORT_STEPS`: what replicas miss at the start is never made up for."""
 WORTH = 1.1
 """A way is tried that is predicted to be so many times as fast as the default."""
 FASTER = 1.05
@@ -231,7 +231,7 @@ def _measured(
     default_s = _step_s(record)
     ahead = [p for p in predictions if p.step.seconds.value * WORTH < default.step.seconds.value]
     long_enough = [p for p in ahead if p.is_long_enough]
-    points = POINTS if steps >= SHORT else POINTS_WHEN_SHORT
+    points = POINTS if steps >= SHORT_STEPS else POINTS_WHEN_SHORT
     allowed = [p for p in long_enough if p.candidate.exact or points.get(p.label, math.inf) <= tolerance]
     rejected = [p for p in long_enough if p not in allowed]
     words = [f"--auto: {_named(default)} takes {format_seconds(default_s)} a step."]

@@ -19,7 +19,7 @@ from echelon.planning.calibration import Calibration
 from echelon.planning.layouts import DescribedModel, PlannedWay, candidates
 from echelon.planning.steps import Estimate, Replicated, StepForecast, interval
 from echelon.records.kinds import Alternative
-from echelon.reporting.report.predictions import suffice
+from echelon.reporting.report.predictions import is_long_enough
 from echelon.run.resolve import agreements, checkpoint_interval
 
 SHOWN = 3
@@ -192,7 +192,7 @@ def predict(known: Calibration, length: Length, machines: Machines, candidate: P
     memory = candidate.memory_bytes
     fits = memory is None or memory <= _USED_SHARE * machines.memory_bytes
     way = candidate.way
-    enough = not isinstance(way, Replicated) or suffice(length.steps, way.cost)
+    enough = not isinstance(way, Replicated) or is_long_enough(length.steps, way.cost)
     return RunEstimate(candidate, machines, step, run_s, run_s.times(machines.price_per_hour / 3600), fits, enough)
 
 

@@ -63,7 +63,7 @@ class DilocoSettings(AveragingSettings):
         optimizer_state: what an agreement does to the inner optimizer's moments: keep each replica's own, average or
             reset them.
         warmup: share of the run, at its start, in which replicas agree up to four times as often; 0: none. Left out:
-            0.1, and of fewer than 500 steps 50, up to 0.25.
+            a tenth, or 50 steps if that is more, but at most a quarter.
     """
 
     name: ClassVar[str] = "diloco"

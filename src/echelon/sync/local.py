@@ -44,8 +44,8 @@ class LocalSettings(AveragingSettings):
             them.
         overlap: how many steps are computed while an average travels; less than the period.
         warmup: share of the run, at its start, in which replicas average up to four times as often, and without
-            overlap, because they drift apart fastest there; 0: none. Left out: 0.1, and of fewer than 500 steps 50, up
-            to 0.25.
+            overlap, because they drift apart fastest there; 0: none. Left out: a tenth, or 50 steps if that is more,
+            but at most a quarter.
     """
 
     name: ClassVar[str] = "local"

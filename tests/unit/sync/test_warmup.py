@@ -36,6 +36,7 @@ def test_the_first_steps_begin_densely() -> None:
     assert [step for step in range(1, 33) if late.is_due(0, step)] == [4, 8, 12, 16, 24, 32]
     assert LocalSettings(8, warmup=0).plan().for_run(188).dense == 0
     assert LocalSettings(8).plan().for_run(0).dense == 0
+    assert read("local(4)").length_notes(188)[0].startswith("replicas agree after each step in the first 48 of 188")
 
 
 def test_replicas_that_keep_their_progress_wait_for_means_at_first() -> None:

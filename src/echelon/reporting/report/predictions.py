@@ -49,7 +49,7 @@ class WayPrediction:
         now_s, then_s: seconds per step.
         wire_bytes: that each rank would send per step, the mean; `now_bytes`: as it was.
         run_now_s, run_then_s: seconds of the whole run, from its first step to its end; 0: not known.
-        is_long_enough: the run; see `suffice`.
+        is_long_enough: the run; see the function of that name.
     """
 
     label: str
@@ -95,13 +95,13 @@ def predict(record: RunRecord, timing: Timing | None, whole_run: WholeRun | None
         if way is not now and then_s > 0:
             sent = way.wire_bytes * way.often, now.wire_bytes * now.often
             run_s = _runs(record, whole_run, timing.step_s - then_s)
-            enough = suffice(sum(window.count for window in record.windows), way)
+            enough = is_long_enough(sum(window.count for window in record.windows), way)
             predictions.append(WayPrediction(label, way.settings, timing.step_s, then_s, *sent, *run_s, enough))
     return sorted(predictions, key=lambda p: p.then_s)
 
 
-def suffice(steps: int, way: Alternative) -> bool:
-    """Whether what a way costs in accuracy was measured in runs of so few steps: by its agreements and messages."""
+def is_long_enough(steps: int, way: Alternative) -> bool:
+    """Whether a run of so many steps has the agreements and messages with which a way's accuracy was measured."""
     return steps >= way.period * max(way.fewest_messages, FEWEST_AGREEMENTS if way.period > 1 else 0)
 
 

@@ -190,11 +190,9 @@ def length_notes(plan: AveragingPlan, steps: int) -> list[str]:
     """Say how often replicas agree at first, and whether a run of so many steps has too few periods."""
     notes = []
     if plan.dense:
+        often = "after each step" if plan.dense_period == 1 else f"every {plan.dense_period} steps"
         waits = ", without overlap," if plan.keep_progress else ""
-        notes.append(
-            f"replicas agree every {plan.dense_period} steps{waits} in the first {plan.dense} of {steps} (warmup=0: "
-            "not)"
-        )
+        notes.append(f"replicas agree {often}{waits} in the first {plan.dense} of {steps} (warmup=0: not)")
     periods = (steps - plan.start) // plan.period
     if steps and periods < FEWEST_PERIODS and plan.period > 1:
         better = (steps - plan.start) // FEWEST_PERIODS
