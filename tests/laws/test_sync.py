@@ -47,6 +47,7 @@ SPECS = {
         "local(4, optimizer_state=average)",
         "local(4, overlap=3)",
         "local(4, start=2, overlap=1, optimizer_state=average)",
+        "local(4, overlap=2, outer_lr=1.5)",
     ],
     "diloco": [
         "diloco(4, optimizer_state=reset)",
@@ -323,7 +324,13 @@ def test_what_is_told_from_saved_states_is_what_replicas_agree_on(world: int) ->
     run_ranks(_tell, world, [*trials, Trial("local(4, overlap=3)", ema=True), Trial("allreduce", ema=True)])
 
 
-ENDS = ["local(4, warmup=0)", "local(4, overlap=2, warmup=0)", "diloco(4)", "diloco(4, fragments=2, overlap=1)"]
+ENDS = [
+    "local(4, warmup=0)",
+    "local(4, warmup=0, outer_lr=1.5)",
+    "local(4, overlap=2, warmup=0)",
+    "diloco(4)",
+    "diloco(4, fragments=2, overlap=1)",
+]
 
 
 def _ended(rank: Rank, steps: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor], int | None, int]]:
@@ -379,6 +386,13 @@ def test_averaging_at_every_step_is_allreduce() -> None:
         assert _close(momentum, averaged)
         assert _close(momentum, post_local)
         assert not _close(momentum, kept), "moments that each replica keeps to itself are another method"
+
+
+def test_replicas_may_go_further_than_their_mean() -> None:
+    """At each agreement the outer step of DiLoCo without momentum."""
+    specs = ("local(3, outer_lr=1.4)", "diloco(3, outer_lr=1.4, outer_momentum=0)", "local(3)")
+    for local, diloco, once in run_ranks(_parameters, 2, [Trial(spec) for spec in specs]):
+        assert _close(local, diloco) and not _close(local, once)
 
 
 def test_one_replica_trains_as_if_alone() -> None:
@@ -579,7 +593,7 @@ def test_a_dead_peer_never_hangs_an_average(spec: str) -> None:
         ("locl(4)", "none", "did you mean local"),
         ("local(4)", "sign(vote=true)", "directions of a fixed size"),
         ("easgd(4)", "topk(0.1, momentum=0.9)", "leave momentum out"),
-        ("diloco(4)", "sign", "outer_momentum=0"),
+        ("diloco(4, overlap=1)", "sign", "outer_momentum=0, leave out overlap"),
     ],
 )
 def test_what_cannot_work_is_refused_in_words(spec: str, compression: str, words: str) -> None:

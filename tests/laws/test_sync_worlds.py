@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from echelon.collectives import registry as paths
 from echelon.core.errors import UserError
 from echelon.optim.named_state import trained_names
 from echelon.trainer.state import load_rank_state, load_shared_state, rank_state
@@ -261,3 +262,49 @@ def test_names_that_torch_wraps_are_the_same_ones_in_a_state() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     saved = get_optimizer_state_dict(model, optimizer)["param_groups"][0]["params"]
     assert trained_names(model, optimizer) == saved != [name for name, _ in model.named_parameters()]
+
+
+class Matrices(nn.Module):
+    """Three matrices that travel encoded, in one bucket: another owner has parts of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(FEATURES, FEATURES, dtype=torch.float64) for _ in range(3)))
+        self.layers.append(nn.Linear(FEATURES, 640, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layers(x).square().sum() / 2
+        return loss
+
+
+def _regrouped(rank: Rank, trial: Trial, after: list[int]) -> tuple[Tensor, Tensor | None]:
+    """Return what waits in this rank's codec when its group is left, and in that of another group."""
+    parts, sync_path = make_parts(trial), paths.build("backend")
+    group = dist.new_group(after)
+    train(parts, rank, 0, 4)
+    waited = _waiting(parts.sync.state_dict())
+    build = parts.sync.leave()
+    dist.barrier()
+    if rank.index not in after:
+        return waited, None
+    made = build(group, sync_path)
+    waits = _waiting(made.state_dict())
+    made.close()
+    return waited, waits
+
+
+def _waiting(state: dict[str, object]) -> Tensor:
+    """Return the sum of what waits in a rank's codec, both ways."""
+    flat = state | dict(*(f["codec"] for f in state.get("fragments", ())))  # type: ignore[union-attr]
+    return sum((t.sum() for k, t in flat.items() if ".error/" in k), torch.zeros((), dtype=torch.float64))  # type: ignore[misc,union-attr]
+
+
+@pytest.mark.parametrize("after", [[0, 1], [1, 2], [2, 0, 1]], ids=str)
+@pytest.mark.parametrize("sync", ["allreduce", "local(2)"])
+def test_owners_among_others_take_over_what_waits(sync: str, after: list[int]) -> None:
+    """Also of parameters that they owned nothing of before."""
+    trial = Trial(sync, "topk(0.03, momentum=0, warmup_steps=0)", model=Matrices)
+    found = run_ranks(_regrouped, 3, trial, after)
+    for rank, (waited, waits) in enumerate(found):
+        assert (waits is None) == (rank not in after)
+        assert waits is None or torch.allclose(waits, waited, rtol=1e-9, atol=1e-12)

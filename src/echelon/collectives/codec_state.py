@@ -174,9 +174,10 @@ def carried(saved: StateView, numels: Mapping[str, int], ranks: int) -> StateTre
         if own in merged:
             merged[own] += merged[key]
         merged[key] = torch.zeros_like(merged[key])
-    for key in merged:
-        if key.startswith("total.sent."):
-            merged[key] = merged[key] * ranks  # a rank loads its part of the sum over all
+    for key in [key for key in merged if key.startswith("total.sent.")]:
+        # As an owner among others it may have elements of parameters that it owned nothing of.
+        merged.setdefault(key.replace("total.sent.", "total.relay.", 1), torch.zeros_like(merged[key]))
+        merged[key] = merged[key] * ranks  # a rank loads its part of the sum over all
     return merged
 
 

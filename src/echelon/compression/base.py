@@ -293,6 +293,10 @@ class Codec(ABC):
         """Return the codec with what its settings leave to how many messages of a tensor a run has."""
         return self
 
+    def begun_at_once(self) -> Codec:
+        """Return the codec for senders that keep what it leaves out: no first message has to be whole."""
+        return self
+
     def length_notes(self, messages: int) -> list[str]:
         """Say what follows from how many messages of a tensor a run has (`for_run` was called)."""
         return []

@@ -52,9 +52,13 @@ class Compression:
         """Return the compression of a run that sends each tensor so often: what begins and ends it is settled."""
         return replace(self, codec=self.codec.for_run(messages), messages=messages)
 
-    def length_notes(self, messages: int) -> list[str]:
-        """Say what begins and ends a run that sends each tensor so often, and whether it is too short for the codec."""
-        return self.codec.for_run(messages).length_notes(messages)
+    def begun_at_once(self) -> Compression:
+        """Return it for senders that keep what it leaves out (`Codec.begun_at_once`)."""
+        return replace(self, codec=self.codec.begun_at_once())
+
+    def length_notes(self) -> list[str]:
+        """Say what begins and ends the run (`for_run` was called), and whether it is too short for the codec."""
+        return self.codec.length_notes(self.messages)
 
     def numpy_notes(self) -> list[str]:
         """Say why numpy computes what codecs have compiled loops for; compiles them where that has not been done."""

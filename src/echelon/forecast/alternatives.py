@@ -129,20 +129,22 @@ def _rows(costs: Mapping[str, Cost], settled: Mapping[str, Compression], own: st
     """Return what each way costs in a run of so many steps; the run's own as its steps are, without begin and end."""
     rows = []
     for spec, cost in costs.items():
-        row = _row(spec, cost if spec == own else _over_run(cost, settled[spec], steps, costs))
+        row = _row(spec, cost if spec == own else _over_run(cost, settled[spec].for_run(steps), costs))
         rows.append(replace(row, fewest_messages=settled[spec].codec.fewest_messages))
     for sync, times in PERIODS.items():
-        agreements = min(steps, read_sync(sync).messages(steps))
+        strategy = read_sync(sync)
+        agreements = min(steps, strategy.messages(steps))
         for encoded in [e for e in ("none", "int8", "sign") if e in costs and _go_together(sync, e)]:
-            cost = replace(_over_run(costs[encoded], settled[encoded], agreements, costs), tail=1.0)
+            compression = strategy.settled(settled[encoded], steps)
+            cost = replace(_over_run(costs[encoded], compression, costs), tail=1.0)
             fewest = settled[encoded].codec.fewest_messages
             rows.append(replace(_row(encoded, cost, sync, times), share=agreements / steps, fewest_messages=fewest))
     return rows
 
 
-def _over_run(cost: Cost, compression: Compression, messages: int, costs: Mapping[str, Cost]) -> Cost:
+def _over_run(cost: Cost, compression: Compression, costs: Mapping[str, Cost]) -> Cost:
     """Return the mean cost of a run's messages, of which the first and last may be (nearly) whole, or larger."""
-    codec = compression.codec.for_run(messages)
+    codec, messages = compression.codec, compression.messages
     whole = codec.whole_steps(messages)
     steady = range(whole.first, messages - whole.last)[:: 1 + messages // _MOST_SAMPLED]
     stages = [codec.at(step).bits_per_element(_SIZED) for step in steady]

@@ -63,6 +63,19 @@ def moves_by_rate(name: str) -> bool:
     return ":" not in name and any(kind in name.lower() for kind in _MOVES_BY_RATE)
 
 
+_NORMALISE = ("ada", "adopt", "lamb", "laprop", "lion", "madgrad", "mars", "muon", "novograd", "rmsprop")
+"""In names of optimizers, and of their classes, whose steps hardly depend on the size of gradients."""
+
+
+def normalises(name: str) -> bool:
+    """Whether an optimizer divides a gradient by its size, its mean square's root or its norm, or takes its sign.
+
+    >>> normalises("adamw"), normalises("RMSprop"), normalises("sgd")
+    (True, True, False)
+    """
+    return any(kind in name.rpartition(":")[2].lower() for kind in _NORMALISE)
+
+
 def least_state(name: str, momentum: float) -> int:
     """Return how many numbers an optimizer keeps for each one that it trains, at least."""
     return 2 if "adam" in name.lower() else int(momentum > 0)

@@ -49,6 +49,7 @@ class EasgdSettings(AveragingSettings):
     """
 
     name: ClassVar[str] = "easgd"
+    centred: ClassVar[bool] = True
     period: Annotated[int, Bounds(least=1)]
     beta: Annotated[float | None, Bounds(above=0, most=1, hint="0.9 is the paper's")] = None
     rho: Annotated[float | None, Bounds(above=0)] = None

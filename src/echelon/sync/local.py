@@ -9,6 +9,11 @@ After every `period` steps each replica i takes the mean of all, x_i <- sum_j n_
 number of samples that replica j has seen since the last average. Replicas also average after the last step of a run.
 With `start`, the first steps are synchronous (post-local SGD, Lin et al. 2020, arXiv:1808.07217).
 
+An optimizer that divides a gradient by its size (Adam and others) moves less along gradients that are noisier, as those
+of a part of the batch are: where most is noise, as with tables of embeddings, replicas learn as if the learning rate
+were the root of their number times smaller (the square-root rule of Malladi et al. 2022, arXiv:2205.10287). With
+`outer_lr` they go so many times as far as their mean change; `diloco`, with its momentum, needs no such setting.
+
 With `overlap` = tau, replicas compute tau more steps while the mean travels, and keep what they learn in these steps
 (CoCoD-SGD, Shen et al. 2019, arXiv:1906.12043; delayed averaging, Zhou et al. 2020, arXiv:2006.00441):
 
@@ -26,7 +31,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from echelon.core.bounds import Bounds, OneOf
+from echelon.core.bounds import Bounds, OneOf, check_bounds
+from echelon.optim.traits import normalises
 from echelon.sync.averaging.engine import Averaging
 from echelon.sync.averaging.plan import AveragingPlan, MeanRule
 from echelon.sync.averaging.settings import AveragingSettings
@@ -42,6 +48,8 @@ class LocalSettings(AveragingSettings):
         start: how many synchronous steps come before the first local one.
         optimizer_state: what an average does to the optimizer's moments: keep each replica's own, average or reset
             them.
+        outer_lr: how many times as far as their mean change replicas go; the root of their number makes up for noisy
+            gradients that the optimizer (Adam and others) divides by their size.
         overlap: how many steps are computed while an average travels; less than the period.
         warmup: share of the run, at its start, in which replicas average up to four times as often, and without
             overlap, because they drift apart fastest there; 0: none. Left out: a tenth, or 50 steps if that is more,
@@ -52,10 +60,12 @@ class LocalSettings(AveragingSettings):
     period: Annotated[int, Bounds(least=1)]
     start: Annotated[int, Bounds(least=0)] = 0
     optimizer_state: Annotated[str, OneOf(("keep", "average", "reset"))] = "keep"
+    outer_lr: Annotated[float, Bounds(above=0)] = 1.0
     overlap: Annotated[int, Bounds(least=0)] = 0
     warmup: Annotated[float | None, Bounds(least=0, most=1)] = None
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         self.plan()
 
     def plan(self) -> AveragingPlan:
@@ -67,18 +77,29 @@ class LocalSettings(AveragingSettings):
             optimizer_state=self.optimizer_state,
             keep_progress=self.overlap > 0,
             warmup=self.warmup,
+            outer_lr=self.outer_lr,
             finishes=True,
         )
 
     @property
     def acts_alone(self) -> bool:
-        """Whether moments are reset: the mean of one replica is itself."""
-        return self.optimizer_state == "reset"
+        """Whether moments are reset, or a replica goes another way than its own: the mean of one replica is itself."""
+        return self.optimizer_state == "reset" or self.outer_lr != 1
 
     @property
     def synchronous_steps(self) -> int:
         """Steps before the first local one."""
         return self.start
+
+    def optimizer_notes(self, optimizer: str, workers: int) -> list[str]:
+        """Say what replicas may lose with an optimizer that normalises, and what does not."""
+        if self.outer_lr != 1 or not normalises(optimizer):
+            return []
+        return [
+            f"--sync {self}: {optimizer} divides gradients by their size, and a part of the batch has noisier ones: "
+            f"where most is noise, as with embeddings, replicas learn as if --lr were up to {workers**0.5:.3g} times "
+            f"smaller; diloco({self.period}) does not (or outer_lr={workers**0.5:.3g})"
+        ]
 
     def steady(self) -> LocalSettings:
         """Return it without more frequent agreements at the start."""

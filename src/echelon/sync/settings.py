@@ -44,6 +44,10 @@ class SyncSettings(ABC):
         """Return how often a run of so many steps sends each parameter; 0: steps are not known."""
         return steps
 
+    def settled(self, compression: Compression, steps: int) -> Compression:
+        """Return the compression as a run of so many steps (0: not known) has it."""
+        return compression.for_run(self.messages(steps))
+
     def steady(self) -> SyncSettings:
         """Return the strategy as it is beyond a run's first steps, for runs that are too short to have others."""
         return self
@@ -76,6 +80,10 @@ class SyncSettings(ABC):
 
     def momentum_notes(self, momentum: float, workers: int) -> list[str]:
         """Say what becomes of the optimizer's momentum (0: it has none) with so many workers, where that changes it."""
+        return []
+
+    def optimizer_notes(self, optimizer: str, workers: int) -> list[str]:
+        """Say what the strategy does about an optimizer, by its name, with so many workers."""
         return []
 
     def check_run(self, workers: int, clips: bool, has_momentum: bool) -> None:  # noqa: B027 (most have no servers)

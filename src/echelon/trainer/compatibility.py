@@ -283,6 +283,7 @@ def interplay_notes(run: ResolvedRun, ranks: int, on_gpu: bool = False) -> list[
     if ranks == 1:
         return notes
     notes += [*([] if on_gpu else _device_notes(run, ranks)), *_momentum_notes(run), *_path_notes(run, ranks)]
+    notes += run.sync.optimizer_notes(run.optimizer.name, ranks)
     return [*notes, *run.sync.momentum_notes(_momentum(run), ranks)]
 
 
@@ -338,9 +339,9 @@ def length_notes(run: ResolvedRun, steps: int, ranks: int, encodes: bool = True)
     """
     if ranks == 1 or run.sync.uses_servers:
         return []
-    given, messages = run.described.strategy, run.sync.messages(steps)
+    given = run.described.strategy
     notes = [f"--sync {given.sync}: {note}" for note in run.sync.length_notes(steps)]
-    of_codec = run.compression.length_notes(messages) if encodes else []
+    of_codec = run.sync.settled(run.compression, steps).length_notes() if encodes else []
     return [*notes, *(f"--compression {given.compression}: {note}" for note in of_codec)]
 
 

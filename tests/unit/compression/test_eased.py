@@ -19,7 +19,7 @@ def test_first_and_last_messages_lose_next_to_nothing(spec: str) -> None:
 def test_they_can_be_switched_off(spec: str) -> None:
     codec = read(spec).for_run(200).build()
     assert all(codec.at(step) is codec for step in range(200))
-    assert not read(spec).length_notes(1000)
+    assert not read(spec).for_run(1000).length_notes()
 
 
 @pytest.mark.parametrize("spec", ["int8", "none", "qsgd", "sign(vote=true)"])
@@ -67,5 +67,5 @@ def test_what_waits_is_dropped_when_a_message_is_whole() -> None:
 
 
 def test_a_run_that_is_too_short_is_told() -> None:
-    assert any("may lose accuracy" in note for note in read("topk(0.01)").length_notes(188))
-    assert not any("may lose accuracy" in note for note in read("topk(0.01)").length_notes(500))
+    assert any("may lose accuracy" in note for note in read("topk(0.01)").for_run(188).length_notes())
+    assert not any("may lose accuracy" in note for note in read("topk(0.01)").for_run(500).length_notes())

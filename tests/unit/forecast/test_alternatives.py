@@ -34,23 +34,23 @@ def test_messages_that_begin_and_end_a_run_count(spec: str, begins_with: str) ->
     whole = read(spec).codec.for_run(100).whole_steps(100)
     share = (whole.first + whole.last) / 100
     assert share > 0.05
-    cost = alternatives._over_run(COSTS[spec], read(spec), 100, COSTS)
+    cost = alternatives._over_run(COSTS[spec], read(spec).for_run(100), COSTS)
     assert cost.n_bytes == pytest.approx((1 - share) * 1e5 + share * COSTS[begins_with].n_bytes)
     assert cost.network_s == pytest.approx(1e-6 * cost.n_bytes)
 
 
 def test_stages_of_a_density_count() -> None:
-    plain, staged = read("topk(0.01, warmup_steps=0, finish_steps=0)"), read("topk(0.01, finish_steps=0)")
+    plain, staged = (read(f"topk(0.01, {text}finish_steps=0)").for_run(100) for text in ("warmup_steps=0, ", ""))
     cost = COSTS["sign"]
-    assert alternatives._over_run(cost, plain, 100, COSTS).n_bytes == pytest.approx(cost.n_bytes)
-    assert alternatives._over_run(cost, staged, 100, COSTS).n_bytes > 2 * cost.n_bytes
+    assert alternatives._over_run(cost, plain, COSTS).n_bytes == pytest.approx(cost.n_bytes)
+    assert alternatives._over_run(cost, staged, COSTS).n_bytes > 2 * cost.n_bytes
 
 
 def test_what_no_codec_acts_on_has_no_stages() -> None:
-    staged = read("topk(0.01, finish_steps=0)")
+    staged = read("topk(0.01, finish_steps=0)").for_run(100)
     cost = replace(COSTS["sign"], small_bytes=9e4, small_s=0.09)
-    more = alternatives._over_run(replace(cost, n_bytes=1e4, small_bytes=0.0, small_s=0.0), staged, 100, COSTS)
-    assert alternatives._over_run(cost, staged, 100, COSTS).n_bytes == pytest.approx(9e4 + more.n_bytes)
+    more = alternatives._over_run(replace(cost, n_bytes=1e4, small_bytes=0.0, small_s=0.0), staged, COSTS)
+    assert alternatives._over_run(cost, staged, COSTS).n_bytes == pytest.approx(9e4 + more.n_bytes)
 
 
 def test_a_period_is_sent_as_often_as_the_run_sends_it() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from echelon.compression import read as read_codec
 from echelon.sync.averaging.plan import AveragingPlan
 from echelon.sync.diloco import DilocoSettings, OuterNesterov
 from echelon.sync.local import LocalSettings
@@ -45,6 +46,26 @@ def test_replicas_that_keep_their_progress_wait_for_means_at_first() -> None:
     assert [plan.overlap_at(step) for step in (2, 16, 24)] == [0, 0, 2]
     landings = sorted({step + plan.steps_to_landing(step) for step in range(30)})
     assert landings == [2, 4, 6, 8, 10, 12, 14, 16, 26, 34]
+
+
+def test_what_stays_in_a_replica_needs_no_whole_message_at_first() -> None:
+    firsts = {"local(8)": 0, "diloco(8)": 0, "easgd(8)": 1, "diloco(8, overlap=2)": 2, "allreduce": 9}
+    for spec, first in firsts.items():
+        settled = read(spec).settled(read_codec("sign"), 188)
+        whole = settled.codec.whole_steps(settled.messages)
+        assert (whole.first, whole.last > 0) == (first, True), spec
+    local, topk = read("local(8)"), read_codec("topk(0.01)")
+    assert local.settled(topk, 188).codec == topk.for_run(local.messages(188)).codec, "densities rise as elsewhere"
+    assert local.settled(read_codec("sign(warmup_steps=3)"), 188).codec.whole_steps(0).first == 3
+
+
+def test_what_a_normalising_optimizer_loses_is_told() -> None:
+    [note] = read("local(8)").optimizer_notes("adamw", 4)
+    assert note.endswith("up to 2 times smaller; diloco(8) does not (or outer_lr=2)")
+    quiet = [("local(8)", "sgd"), ("local(8, outer_lr=2)", "adamw"), ("diloco(8)", "adamw")]
+    assert not any(read(spec).optimizer_notes(optimizer, 4) for spec, optimizer in quiet)
+    with pytest.raises(ValueError, match="outer_lr"):
+        LocalSettings(8, outer_lr=0)
 
 
 @pytest.mark.parametrize(

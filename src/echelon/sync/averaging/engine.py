@@ -25,7 +25,7 @@ from echelon.sync.allreduce import AllReduce
 from echelon.sync.averaging.background import Background
 from echelon.sync.averaging.exchange import DeltaTransport, Exchange, weighted_sum
 from echelon.sync.averaging.fragment import Fragment, SavedReplica
-from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule
+from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule, stays
 from echelon.sync.averaging.values import Value, cut, model_values
 from echelon.sync.base import Agreement, SyncContext
 from echelon.sync.buffers import mean_of_replicas, saved_buffers
@@ -80,13 +80,14 @@ class Averaging:
             self._background = Background(self._context.device)
             with closed_afterwards(with_nccl=uses_nccl(route.group)):
                 route = Route(route.path, same_ranks_group(route.group))
-        compression = self._context.compression.for_run(self._plan.agreements(self._context.steps))
-        codec = compression.build() if compression.encodes else None
-        stays = codec is not None and codec.biased and not (codec.linear or self._plan.alpha or self._rule.centred)
-        if codec is not None and stays:
-            codec = forgetting_nothing(codec)
+        compression, codec = self._context.compression, None
+        leaves = compression.encodes and stays(compression.codec, self._plan, self._rule.centred)
+        compression = compression.begun_at_once() if leaves else compression
+        if compression.encodes:
+            codec = compression.for_run(self._plan.agreements(self._context.steps)).build()
+            codec = forgetting_nothing(codec) if leaves else codec
         confirms = self._context.survives and codec is not None and codec.linear and codec.biased
-        return DeltaTransport(route, codec, self._context.seed, self._wire, stays, confirms)
+        return DeltaTransport(route, codec, self._context.seed, self._wire, leaves, confirms)
 
     @property
     def module(self) -> nn.Module:
@@ -191,11 +192,11 @@ class Averaging:
         for fragment in self._fragments:
             if fragment.flight is not None:
                 fragment.apply(self._rule, optimizer, plan)
-        for fragment in self._fragments:
-            fragment.start(optimizer, plan.at_end, step, self._background)
-        for i, fragment in enumerate(self._fragments):
-            whole = plan.is_due(i, step) and not plan.overlap
-            fragment.apply(self._rule if whole else MeanRule(), optimizer, plan.at_end)
+        whole = [plan.is_due(i, step) and not plan.overlap for i in range(len(self._fragments))]
+        for fragment, is_whole in zip(self._fragments, whole, strict=True):
+            fragment.start(optimizer, plan.at_end(is_whole), step, self._background)
+        for fragment, is_whole in zip(self._fragments, whole, strict=True):
+            fragment.apply(self._rule if is_whole else MeanRule(), optimizer, plan.at_end(is_whole))
         self._context.clock.enter(Phase.UPDATE)
 
     def _leave_synchronous(self, first: AllReduce) -> None:

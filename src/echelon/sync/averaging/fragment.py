@@ -27,11 +27,13 @@ class PendingAverage:
     Attributes:
         means: of the replicas' deltas.
         deltas: this replica's own.
+        outer_lr: how many times as far as the mean change of parameters replicas go.
     """
 
     due: int
     means: PendingMean
     deltas: dict[str, Tensor]
+    outer_lr: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ class Fragment:
         else:
             means = background.submit(lambda: self._mean(values, deltas, samples, expected, plan))
         travels = plan.overlap_at(step)
-        self.flight = PendingAverage(step + travels, means, deltas if plan.keep_progress and travels else {})
+        progress = deltas if plan.keep_progress and travels else {}
+        self.flight = PendingAverage(step + travels, means, progress, plan.outer_lr)
 
     def _mean(
         self, values: Sequence[Value], deltas: dict[str, Tensor], samples: int, expected: int, plan: AveragingPlan
@@ -140,7 +143,7 @@ class Fragment:
         What a codec has not sent of this replica's own is part of what it goes on from (see `Averaging`).
         """
         assert self.flight is not None
-        means, deltas = self.flight.means.result(), self.flight.deltas
+        means, deltas, outer_lr = self.flight.means.result(), self.flight.deltas, self.flight.outer_lr
         self.flight = None
         if means is None:
             return
@@ -151,7 +154,7 @@ class Fragment:
         for value in self._averaged(optimizer, plan):
             if value.name not in means:  # a moment that came after the deltas were taken, or that not all have
                 continue
-            own, mean = value.read(), means[value.name]
+            own, mean = value.read(), _outer_step(value, means[value.name], outer_lr)
             anchor = self._anchor.setdefault(value.name, torch.zeros_like(own))
             chosen: Rule = rule if value.kind == "parameter" else plain
             taken = anchor + deltas[value.name] if deltas else None
@@ -182,8 +185,12 @@ class Fragment:
 
     def on_its_way(self, value: Value, due: int) -> Tensor | None:
         """Return what replicas agree on with the mean that is due after that step; None if there is none."""
-        means = self.flight.means.result() if self.flight and self.flight.due == due else None
-        return None if means is None or value.name not in means else self._anchor[value.name] + means[value.name]
+        if self.flight is None or self.flight.due != due:
+            return None
+        means = self.flight.means.result()
+        if means is None or value.name not in means:
+            return None
+        return self._anchor[value.name] + _outer_step(value, means[value.name], self.flight.outer_lr)
 
     def known_of(self, replica: SavedReplica, plan: AveragingPlan, centred: bool) -> StateTree:
         """Return what is agreed on already, by name: all that was just applied, a mean on its way of the last step, or
@@ -193,8 +200,9 @@ class Fragment:
         if replica.fragment["fresh"] and not plan.alpha and plan.fragments == 1:
             return {v.name: self._as_held(v, anchor[v.name]) for v in self.values}
         if plan.keep_progress and flight and flight["due"] == replica.step + plan.overlap:
-            means = flight["means"] or {}
-            return {v.name: self._as_held(v, anchor[v.name] + means[v.name]) for v in self.values if v.name in means}
+            means, outer_lr = flight["means"] or {}, float(flight.get("outer_lr", 1.0))
+            moved = [(v, _outer_step(v, means[v.name], outer_lr)) for v in self.values if v.name in means]
+            return {v.name: self._as_held(v, anchor[v.name] + step) for v, step in moved}
         at_centre = [v for v in self.values if centred and v.kind == "parameter"]
         return {v.name: self._as_held(v, anchor[v.name]) for v in at_centre}
 
@@ -226,7 +234,10 @@ class Fragment:
         flight: StateTree = {}
         waiting = {f"sent.error/{name}/0": total for name, total in self._left_out.items()}
         if self.flight is not None:
-            flight = {"due": self.flight.due, "means": self.flight.means.result(), "deltas": self.flight.deltas}
+            flight = {
+                "due": self.flight.due, "means": self.flight.means.result(), "deltas": self.flight.deltas,
+                "outer_lr": self.flight.outer_lr,
+            }  # fmt: skip
         return {
             "anchor": dict(self._anchor),
             "samples": self.samples,
@@ -322,7 +333,8 @@ class Fragment:
             saved = state["flight"]["means"]
             means = PendingMean.at_once(None if saved is None else {n: t.to(device) for n, t in saved.items()})
             deltas = {n: t.to(device) for n, t in state["flight"].get("deltas", {}).items()}
-            self.flight = PendingAverage(int(state["flight"]["due"]), means, deltas)
+            outer_lr = float(state["flight"].get("outer_lr", 1.0))
+            self.flight = PendingAverage(int(state["flight"]["due"]), means, deltas, outer_lr)
 
 
 def _weighted_mean(copies: Sequence[tuple[Tensor, int]], total: int, dtype: torch.dtype) -> Tensor:
@@ -339,6 +351,11 @@ def _weighted_mean(copies: Sequence[tuple[Tensor, int]], total: int, dtype: torc
             piece += tensor[start : start + _PIECE].to(dtype) * weight
         piece /= total
     return mean.reshape(shape)
+
+
+def _outer_step(value: Value, mean: Tensor, outer_lr: float) -> Tensor:
+    """Return how far replicas go by a mean change, of its shape; buffers and moments take the mean."""
+    return mean * outer_lr if outer_lr != 1 and value.kind == "parameter" else mean
 
 
 def _apart(value: Value, current: Tensor, other: Tensor) -> Tensor:

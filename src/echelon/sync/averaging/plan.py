@@ -8,6 +8,7 @@ from typing import Annotated, Protocol
 from torch import Tensor
 
 from echelon.compression import Compression
+from echelon.compression.base import Codec
 from echelon.core.bounds import Bounds, OneOf, check_bounds
 from echelon.core.errors import UserError
 from echelon.core.state_tree import StateTree, StateView
@@ -27,6 +28,7 @@ class AveragingPlan:
         keep_progress: with overlap, what the replica has learnt while a mean travelled is added to it.
         warmup: share of a run's local steps at their start in which agreements are up to four times as frequent, and
             with `keep_progress` waited for; None: see `warmup_share`.
+        outer_lr: how many times as far as the mean change of the replicas' parameters they go.
         finishes: replicas agree after a run's last step, too, within a period: on their mean, with nothing kept.
         dense: how many steps the warm-up is, a multiple of the period (`for_run`).
         last: the run's last local step (`for_run`); 0: not known.
@@ -43,6 +45,7 @@ class AveragingPlan:
     optimizer_state: Annotated[str, OneOf(("keep", "average", "reset"))] = "keep"
     keep_progress: bool = False
     warmup: Annotated[float | None, Bounds(least=0, most=1)] = 0.0
+    outer_lr: Annotated[float, Bounds(above=0)] = 1.0
     finishes: bool = False
     dense: int = 0
     last: int = 0
@@ -97,10 +100,14 @@ class AveragingPlan:
         dense = periods * self.period if self.dense_period < self.period else 0
         return replace(self, dense=dense, last=self._local(steps) if self.finishes else 0)
 
-    @property
-    def at_end(self) -> AveragingPlan:
-        """What holds for the agreement after the last step: nothing travels on, and the model alone is averaged."""
-        return replace(self, overlap=0, alpha=0.0, keep_progress=False, optimizer_state="keep")
+    def at_end(self, whole: bool) -> AveragingPlan:
+        """Return what holds for the agreement after the last step: nothing travels on, and the model alone is averaged.
+
+        Args:
+            whole: it ends a period; else replicas take their mean.
+        """
+        last = replace(self, overlap=0, alpha=0.0, keep_progress=False, optimizer_state="keep")
+        return last if whole else replace(last, outer_lr=1.0)
 
     def agreements(self, steps: int) -> int:
         """Return how often a fragment agrees in a run of so many steps; 0 where that is not known."""
@@ -161,6 +168,11 @@ class MeanRule:
 
     def load_state_dict(self, state: StateView) -> None:
         """Take nothing back."""
+
+
+def stays(codec: Codec, plan: AveragingPlan, centred: bool) -> bool:
+    """Whether what a codec leaves out of a replica's change stays in that replica alone (see `Averaging`)."""
+    return codec.biased and not (codec.linear or plan.alpha or centred)
 
 
 def check_deltas(compression: Compression) -> None:

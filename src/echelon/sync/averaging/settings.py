@@ -6,7 +6,8 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from echelon.compression import Compression
-from echelon.sync.averaging.plan import AveragingPlan, check_deltas, length_notes
+from echelon.compression.base import Codec
+from echelon.sync.averaging.plan import AveragingPlan, check_deltas, length_notes, stays
 from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
 
@@ -15,6 +16,8 @@ class AveragingSettings(SyncSettings):
     """Settings of a strategy whose replicas agree as a plan says."""
 
     encodes_gradients: ClassVar[bool] = False
+    centred: ClassVar[bool] = False
+    """Whether replicas stay apart, around a centre (`Rule.centred`)."""
 
     @abstractmethod
     def plan(self) -> AveragingPlan:
@@ -32,6 +35,15 @@ class AveragingSettings(SyncSettings):
     def messages(self, steps: int) -> int:
         """Return the agreements on a parameter in a run of so many steps."""
         return self.plan().for_run(steps).agreements(steps)
+
+    def settled(self, compression: Compression, steps: int) -> Compression:
+        """Return the compression as a run of so many steps has it: what stays in a replica is not late."""
+        begun = compression.begun_at_once() if self.leaves_unsent(compression.codec) else compression
+        return begun.for_run(self.messages(steps))
+
+    def leaves_unsent(self, codec: Codec) -> bool:
+        """Whether what a codec leaves out of a replica's change stays in that replica alone."""
+        return stays(codec, self.plan(), self.centred)
 
     def length_notes(self, steps: int) -> list[str]:
         """Say how often replicas agree at first, and whether there are too few periods."""
