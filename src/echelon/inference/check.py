@@ -71,11 +71,11 @@ class Agreement:
         return f"evaluated again on {self.samples:,} samples: loss {format_metric(self.exported.loss)}{metric}; {equal}"
 
 
-def _agree(given: float, own: float, most: float) -> bool:
+def _agree(value: float, other: float, most: float) -> bool:
     """Whether two values differ by so much at most; those that are not finite agree where both are the same."""
-    if math.isfinite(given) and math.isfinite(own):
-        return abs(given - own) <= most
-    return given == own or (math.isnan(given) and math.isnan(own))
+    if math.isfinite(value) and math.isfinite(other):
+        return abs(value - other) <= most
+    return value == other or (math.isnan(value) and math.isnan(other))
 
 
 class _Count:

@@ -129,7 +129,7 @@ def _written(target: ExportFormat, trained: TrainedModel, path: Path, file: Path
     """
     loader = _evaluation(trained)
     try:
-        batch = next((each for each in loader if nest.rows(each.inputs)), None)  # images that are bad may be skipped
+        batch = next((batch for batch in loader if nest.rows(batch.inputs)), None)  # all of one may be skipped
         if batch is None:
             raise UserError("the run's evaluation data has no sample")
         _library_call(lambda: target.write(trained, path, _example(batch.inputs)), "written")

@@ -10,7 +10,7 @@ INFINITE, UNDEFINED = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize(
-    ("own", "exported", "agrees"),
+    ("trained", "exported", "agrees"),
     [
         (INFINITE, INFINITE, True),
         (UNDEFINED, UNDEFINED, True),
@@ -23,8 +23,8 @@ INFINITE, UNDEFINED = float("inf"), float("nan")
     ],
 )
 def test_losses_and_metrics_that_are_not_finite_agree_where_they_are_the_same(
-    own: float, exported: float, agrees: bool
+    trained: float, exported: float, agrees: bool
 ) -> None:
-    of_loss = Agreement(9, 0.0, Scores(own, 0.2), Scores(exported, 0.2), torch.ones(1), Metric("wer", "min"))
-    of_metric = Agreement(9, 0.0, Scores(0.2, own), Scores(0.2, exported), torch.ones(1), Metric("wer", "min"))
+    of_loss = Agreement(9, 0.0, Scores(trained, 0.2), Scores(exported, 0.2), torch.ones(1), Metric("wer", "min"))
+    of_metric = Agreement(9, 0.0, Scores(0.2, trained), Scores(0.2, exported), torch.ones(1), Metric("wer", "min"))
     assert (of_loss.objection == "") is (of_metric.objection == "") is agrees

@@ -249,7 +249,7 @@ def test_a_run_that_goes_on_while_it_is_brought_is_brought_as_it_is_then(
     writer = begin_writing(folder, url, "none")
     save(folder, 10)
     send(folder, writer)
-    fetch, said, later = Archive.fetch, list[str](), [20, 30, 40]
+    fetch, notices, later = Archive.fetch, list[str](), [20, 30, 40]
 
     def slow(self: Archive, part: Part, path: Path) -> None:
         """Bring a part once the run has saved three times more."""
@@ -259,8 +259,8 @@ def test_a_run_that_goes_on_while_it_is_brought_is_brought_as_it_is_then(
         fetch(self, part, path)
 
     monkeypatch.setattr(Archive, "fetch", slow)
-    assert newest_step(bring(url, tell=said.append)) == 40
-    assert said == []
+    assert newest_step(bring(url, tell=notices.append)) == 40
+    assert notices == []
 
 
 def test_a_checkpoint_of_the_same_step_and_another_history_leaves_no_file(folder: Path, url: str) -> None:
