@@ -150,3 +150,22 @@ def test_mistakes_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none of transformers: write a file"):
         api.export(run, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.long
+def test_a_first_batch_of_nothing_but_a_bad_image_is_passed_over(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0)
+    for i, part in enumerate(["train"] * 8 + ["val"] * 4):
+        path = tmp_path / "images" / part / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(numbers.integers(0, 255, (16, 16, 3), np.uint8)).save(path)
+    (tmp_path / "images" / "val" / "a" / "10.png").write_bytes(b"?")  # the first one by name
+    settings = {
+        "data.source": str(tmp_path / "images"), "data.on_bad_image": "skip", "data.eval_batch_size": 1,
+        "training.max_steps": 2, "launch.workers": 1, "training.device": "cpu", "data.batch_size": 4,
+        "model.name": "small_cnn", "run": str(tmp_path / "run"),
+    }  # fmt: skip
+    config = with_task_defaults(build(None, settings), None, True).config
+    assert start_in_process(launch_request(config), None).status in ("completed", "stopped")
+    exported = api.export(tmp_path / "run", tmp_path / "weights.safetensors")
+    assert exported.agreement is not None and exported.agreement.samples == 3

@@ -48,6 +48,10 @@ def small_vit(weights: Path) -> nn.Module:
     return model.eval()
 
 
+def wrapped(old: nn.Module) -> nn.Module:
+    return nn.Sequential(old, nn.Linear(64, 64))
+
+
 def test_a_run_with_adapters_is_used_as_any_other(tmp_path: Path) -> None:
     import peft
 
@@ -88,3 +92,30 @@ def test_what_was_unfrozen_beside_adapters_is_exported_with_them(tmp_path: Path)
     run = train(tmp_path / "whole", **later, **{"model.tune": "lora(r=4)+unfreeze(epoch=2)"})
     with pytest.raises(UserError, match="was trained beside the adapters, and peft has no place for it"):
         api.export(run, tmp_path / "whole.peft")
+
+
+def test_statistics_that_were_trained_beside_adapters_are_exported_with_them(tmp_path: Path) -> None:
+    import peft
+
+    resnet = {"model.name": "resnet20"}
+    base = train(tmp_path / "base", **resnet)
+    tuned = {"model.weights": str(base), "model.tune": "lora(r=4)", "model.frozen_norm": "train"}
+    run = train(tmp_path / "tuned", **resnet, **tuned)
+    models = []
+    for folder, name in ((run, "tuned.safetensors"), (base, "base.safetensors")):
+        api.export(folder, tmp_path / name)
+        model = build_model(build(None, {**SETTINGS, **resnet}).config.model, ModelInput(10, 1, 8))
+        model.load_state_dict(load_file(tmp_path / name))
+        models.append(model.eval())
+    api.export(run, tmp_path / "tuned.peft")
+    inputs = torch.randn(4, 1, 8, 8)
+    loaded = peft.PeftModel.from_pretrained(models[1], str(tmp_path / "tuned.peft")).eval()
+    with torch.no_grad():
+        assert torch.allclose(loaded(inputs), models[0](inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_of_a_model_with_other_modules_are_refused(tmp_path: Path) -> None:
+    tune = f'lora(r=4)+replace("blocks.0.norm1", {__name__}:wrapped)'
+    run = train(tmp_path / "tuned", **{"model.tune": tune})
+    with pytest.raises(UserError, match="--tune replace has put other modules into it"):
+        api.export(run, tmp_path / "tuned.peft", trust=True)

@@ -17,7 +17,7 @@ _ECHELON = [sys.executable, "-m", "echelon"]
 _MODEL = ("checkpoint", "device", "trust")
 _OPTIONS = {
     "evaluate": ("data", "checkpoint", "workers", "follow_links", "trust"),
-    "predict": (*_MODEL, "text", "masks", "workers", "tokens", "temperature", "seed", "follow_links"),
+    "predict": (*_MODEL, "text", "masks", "workers", "tokens", "temperature", "seed", "follow_links", "on_bad_image"),
     "export": ("trust",),
     "select": (),
     "command": (),

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -16,7 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError, naming
 from echelon.core.files import write_atomic
 from echelon.core.own import find_own
-from echelon.records.file import read_records
+from echelon.records.events import StartedOver
+from echelon.records.file import newest
 from echelon.records.kinds import Evaluation, Start
 
 
@@ -88,12 +90,13 @@ def select(folder: Path, runs: Sequence[Path]) -> None:
 
 
 def _best(run: Path) -> tuple[str, float, float]:
-    """Return a run's primary metric, its best value, and a score that is higher where that is better."""
-    starts = read_records(run, Start)
-    if not starts:
+    """Return a run's primary metric, its best value since it last started over, and a score, higher where better."""
+    begun = next(newest(run, Start), None)
+    if begun is None:
         raise UserError(f"{run}: no run there")
-    metric = starts[-1].task.primary
-    values = [e.metrics.get(metric.name) for e in read_records(run, Evaluation)]
+    metric = begun.task.primary
+    lines = takewhile(lambda line: not isinstance(line, StartedOver), newest(run, Evaluation, StartedOver))
+    values = [line.metrics.get(metric.name) for line in lines if isinstance(line, Evaluation)]
     known = [value for value in values if value is not None]
     if not known:
         raise UserError(f"{run} has no evaluation with {metric.name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -53,11 +54,11 @@ class Agreement:
     def objection(self) -> str:
         """Why the export is not what was trained; empty: it is."""
         own, given = self.own, self.exported
-        if not abs(given.loss - own.loss) <= MOST_OF_LOSS * max(abs(own.loss), 1e-6):
+        if not _agree(given.loss, own.loss, MOST_OF_LOSS * max(abs(own.loss), 1e-6)):
             return f"its loss is {given.loss:.6g}, the run's {own.loss:.6g}"
         if own.metric is not None and given.metric is not None:
             most = MOST_OF_METRIC if self.metric.percent else MOST_OF_METRIC * max(abs(own.metric), 1e-6)
-            if not abs(given.metric - own.metric) <= most:
+            if not _agree(given.metric, own.metric, most):
                 return f"its {self.metric.label or self.metric.name} is {given.metric:.6g}, the run's {own.metric:.6g}"
         if not self.difference <= MOST_OF_SCALE:
             return f"its outputs differ by {self.difference:.1e} of their size, more than {MOST_OF_SCALE:.0e}"
@@ -68,6 +69,13 @@ class Agreement:
         metric = "" if self.exported.metric is None else f", {name} {format_metric(self.exported.metric)}"
         equal = f"outputs differ by at most {self.difference:.0e}" if self.difference else "outputs are the model's own"
         return f"evaluated again on {self.samples:,} samples: loss {format_metric(self.exported.loss)}{metric}; {equal}"
+
+
+def _agree(value: float, other: float, most: float) -> bool:
+    """Whether two values differ by so much at most; those that are not finite agree where both are the same."""
+    if math.isfinite(value) and math.isfinite(other):
+        return abs(value - other) <= most
+    return value == other or (math.isnan(value) and math.isnan(other))
 
 
 class _Count:

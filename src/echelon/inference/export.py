@@ -129,8 +129,8 @@ def _written(target: ExportFormat, trained: TrainedModel, path: Path, file: Path
     """
     loader = _evaluation(trained)
     try:
-        batch = next(iter(loader), None)
-        if batch is None or not nest.rows(batch.inputs):
+        batch = next((batch for batch in loader if nest.rows(batch.inputs)), None)  # all of one may be skipped
+        if batch is None:
             raise UserError("the run's evaluation data has no sample")
         _library_call(lambda: target.write(trained, path, _example(batch.inputs)), "written")
         with Screen(True, to_stderr=True) as screen, screen.bar("checking the export, batch", len(loader)) as bar:

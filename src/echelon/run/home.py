@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 
 _CHECKPOINTS = "checkpoints"
 _SEGMENTS = "record-*.jsonl"
+_TRIES = 5  # of bringing a run that goes on
+
+
+class _MovedOn(Exception):
+    """A part of a version is gone, for its run went on meanwhile."""
 
 
 def local_copy(url: str) -> Path:
@@ -153,17 +159,35 @@ def bring(url: str, folder: Path | None = None, tell: Callable[[str], None] = sa
     archive = Archive(open_store(url))
     with locked(folder, shared=False):
         try:
-            _bring(archive, url, folder, tell)
+            for left in reversed(range(_TRIES)):
+                with suppress(_MovedOn):
+                    _bring(archive, url, folder, tell, is_last=not left)
+                    break
         except OSError as error:
             raise refused_in_words(url, error) from error
     return folder
 
 
-def _bring(archive: Archive, url: str, folder: Path, tell: Callable[[str], None]) -> None:
+def _bring(archive: Archive, url: str, folder: Path, tell: Callable[[str], None], is_last: bool) -> None:
+    """Make a folder the same as the newest whole version in an archive.
+
+    Args:
+        is_last: where the run goes on meanwhile, an older version is used instead.
+
+    Raises:
+        _MovedOn: it goes on, and has removed a part.
+        UserError: no version is whole.
+    """
     from echelon.run.mirror import read_state, write_state
     from echelon.storage.archive import DamagedArchive
 
-    damaged, first = False, None
+    damaged, first, begun_with = False, None, archive.numbers()[-1:]
+
+    def check_newest() -> None:
+        """Raise where there is a newer version now."""
+        if not is_last and archive.numbers()[-1:] != begun_with:
+            raise _MovedOn
+
     for version in archive.versions():
         if isinstance(version, DamagedArchive):
             tell(f"{url}: {version}; the one before it is used")
@@ -179,7 +203,7 @@ def _bring(archive: Archive, url: str, folder: Path, tell: Callable[[str], None]
         if not read_state(folder, url).url:
             write_state(folder, url, None)  # what a kill leaves here is taken up again
         try:
-            _fetch_version(archive, version, folder, lambda text: tell(f"{url}: {text}"))
+            _fetch_version(archive, version, folder, lambda text: tell(f"{url}: {text}"), check_newest)
         except DamagedArchive as damage:
             tell(f"{url}: manifest {version.number}: {damage}; the one before it is used")
             damaged = True
@@ -189,7 +213,9 @@ def _bring(archive: Archive, url: str, folder: Path, tell: Callable[[str], None]
     raise UserError(f"{url} holds no run{' that is whole: see `echelon verify`' if damaged else ''}")
 
 
-def _fetch_version(archive: Archive, version: Version, folder: Path, tell: Callable[[str], None]) -> None:
+def _fetch_version(
+    archive: Archive, version: Version, folder: Path, tell: Callable[[str], None], on_damage: Callable[[], None]
+) -> None:
     """Bring the files of a version, and remove what belongs to another history.
 
     A damaged file of a checkpoint leaves that one damaged, which the run passes over in favour of the one before.
@@ -204,6 +230,7 @@ def _fetch_version(archive: Archive, version: Version, folder: Path, tell: Calla
         try:
             fetch_part(archive, part, folder)
         except DamagedArchive as damage:
+            on_damage()
             if not part.name.startswith(f"{_CHECKPOINTS}/"):
                 raise
             tell(f"{damage}: the checkpoint before it is used")
@@ -217,12 +244,10 @@ def fetch_part(archive: Archive, part: Part, folder: Path) -> None:
     Raises:
         DamagedArchive: it is damaged or gone.
     """
-    from echelon.storage.archive import sha256_of
+    from echelon.storage.archive import is_there
 
-    path = folder / part.name
-    if path.is_file() and path.stat().st_size == part.bytes and sha256_of(path) == part.sha256:
-        return
-    archive.fetch(part, path)
+    if not is_there(part, folder / part.name):
+        archive.fetch(part, folder / part.name)
 
 
 def _order(part: Part) -> tuple[bool, bool, str]:
@@ -236,6 +261,10 @@ def _remove_others(folder: Path, wanted: Iterable[str]) -> None:
     for entry in entries(folder / _CHECKPOINTS):
         if entry.path.name not in checkpoints:
             shutil.rmtree(entry.path)
+    for checkpoint in checkpoints:  # one of the same step, of another history, may have other files
+        for path in (folder / _CHECKPOINTS / checkpoint).rglob("*"):
+            if path.is_file() and path.relative_to(folder).as_posix() not in names:
+                path.unlink()
     for path in folder.glob(_SEGMENTS):
         if path.name not in names:
             path.unlink()

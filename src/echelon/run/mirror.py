@@ -46,7 +46,11 @@ _STOPPED_S = 60.0  # for the last checkpoint, once a signal has stopped the run
 
 @dataclass(frozen=True)
 class MirrorState:
-    """What a run's folder has in common with its copy at a URL: the version that it was last the same as."""
+    """What a run's folder has in common with its copy at a URL: the version that it was last the same as.
+
+    Attributes:
+        writer: the id of this folder's own writer; empty: it has none, what is there was brought.
+    """
 
     url: str = ""
     writer: str = ""
@@ -55,7 +59,7 @@ class MirrorState:
 
     def is_at(self, newest: Version) -> bool:
         """Whether nobody else wrote there since; this writer may have, and died before it noted that."""
-        return newest.sha256 == self.sha256 or newest.writer == self.writer
+        return newest.sha256 == self.sha256 or (self.writer != "" and newest.writer == self.writer)
 
 
 def read_state(folder: Path, url: str) -> MirrorState:
@@ -63,11 +67,15 @@ def read_state(folder: Path, url: str) -> MirrorState:
     return next((state for state in _states(folder) if state.url == absolute(url)), MirrorState())
 
 
-def write_state(folder: Path, url: str, version: Version | None) -> None:
-    """Note that a folder is the same as a version at a URL; None: it is about to become so."""
+def write_state(folder: Path, url: str, version: Version | None, writer: str = "") -> None:
+    """Note that a folder is the same as a version at a URL; None: it is about to become so.
+
+    Args:
+        writer: the id of the folder's own writer; empty: it has none, and who wrote the version may go on.
+    """
     url = absolute(url)
     others = [state for state in _states(folder) if state.url != url]
-    same = MirrorState(url) if version is None else MirrorState(url, version.writer, version.number, version.sha256)
+    same = MirrorState(url) if version is None else MirrorState(url, writer, version.number, version.sha256)
     states = [*others, same]
     write_atomic(folder / MIRRORED_FILE, json.dumps([asdict(state) for state in states]))
 
@@ -98,7 +106,9 @@ def begin_writing(folder: Path, url: str, codec: str, tell: Callable[[str], None
                 f"continue that with `echelon resume {url}`, or choose another place"
             )
         writer = ArchiveWriter(archive, honours, codec)
-        write_state(folder, url, writer.claim(newest))
+        if newest is not None and newest.parts:  # noted before: the answer to the claim may be lost
+            write_state(folder, url, newest, writer.id)
+        write_state(folder, url, writer.claim(newest), writer.id)
     except OSError as error:
         raise refused_in_words(url, error) from error
     if not honours:
@@ -166,7 +176,7 @@ class Mirror:
     def _push(self, seen: list[str], last: bool = False) -> None:
         with held(self._folder, self._sent, last) as snapshot:
             version = self._writer.commit(self._hashes.of(snapshot), snapshot.label)
-        write_state(self._folder, self._url, version)
+        write_state(self._folder, self._url, version, self._writer.id)
         self._seen, self.versions = seen, self.versions + 1
         self._sent = frozenset(
             PurePosixPath(name).parts[1] for name in snapshot.files if name.startswith(CHECKPOINTS_FOLDER + "/")

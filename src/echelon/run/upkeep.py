@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from echelon.records.kinds import Checkpoint
 from echelon.run.home import bring, local_copy
 from echelon.run.mirror import begin_writing, read_state, write_state
 from echelon.run.snapshot import HOLD_FOLDER, Hashes, held
-from echelon.storage.archive import DATA, Archive, DamagedArchive, Part, Version
+from echelon.storage.archive import DATA, Archive, DamagedArchive, Part, Version, key_of
 from echelon.storage.base import refused_in_words
 from echelon.storage.url import check_url, is_url, open_store
 from echelon.trainer.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, check_is_run, locked
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from echelon.data.by_url import CachedData
 
 _PROBES = "probe/"
-_OLD_S = 3600.0  # a part that no manifest names may be of a writer that is about to write one
+_OLD_S = 3600.0  # a part that no manifest names may be of one that is just being written
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def copy_run(source: str, target: str, codec: str = "none") -> str:
                 version = writer.commit(Hashes().of(snapshot), snapshot.label)
         except OSError as error:
             raise refused_in_words(url, error) from error
-        write_state(folder, url, version)
+        write_state(folder, url, version, writer.id)
     return f"{url} has {source} ({version.label}): {len(version.parts)} files, {writer.sent_bytes} bytes sent"
 
 
@@ -196,10 +197,12 @@ def removables(place: str) -> tuple[int, list[Removable]]:
             raise UserError(f"{place}: one of the last two manifests is damaged: nothing is removed here")
         named = {key for each in versions if isinstance(each, Version) for key in each.keys}
         unused = [each for each in objects if each.key not in named] + archive.store.list(_PROBES)
+        newest_s = archive.store.stat(key_of(numbers[-1])).age_s
     except OSError as error:
         raise refused_in_words(place, error) from error
-    old = [each for each in unused if each.age_s is not None and each.age_s > _OLD_S]
-    why = "no manifest in use names it, and it is older than an hour"
+    least_s = math.inf if newest_s is None else max(newest_s, _OLD_S)  # what is newer may be of an upload that goes on
+    old = [each for each in unused if each.age_s is not None and each.age_s > least_s]
+    why = "no manifest in use names it, and it is older than the newest one and than an hour"
     return sum(each.n_bytes for each in objects), [Removable(each.key, each.n_bytes, why) for each in old]
 
 

@@ -180,6 +180,11 @@ class Archive:
             plain.unlink(missing_ok=True)
 
 
+def is_there(part: Part, path: Path) -> bool:
+    """Whether a file is what a part holds."""
+    return path.is_file() and path.stat().st_size == part.bytes and sha256_of(path) == part.sha256
+
+
 def _check(part: Part, path: Path) -> None:
     size = path.stat().st_size
     if size != part.bytes:
@@ -284,7 +289,10 @@ class ArchiveWriter:
         return part
 
     def _write(self, term: int, label: str, archived: Sequence[Part]) -> Version:
-        """Write the next manifest; where an answer of the store was lost, one of this writer's may be there already."""
+        """Write the next manifest; where an answer of the store was lost, one of this writer's may be there already.
+
+        A number whose manifest was cut short, in a store whose objects do not appear at once, is passed over.
+        """
         while True:
             host, now = socket.gethostname(), round(time.time(), 3)
             number, before = self._tip.number + 1, self._tip.sha256
@@ -292,15 +300,18 @@ class ArchiveWriter:
             data = version.encoded()
             version = replace(version, sha256=hashlib.sha256(data).hexdigest())
             own = self._create(version, data)
+            if own is None:
+                continue
             self._before, self.last, self._tip = self.last, own, Tip(own.number, own.sha256)
             if own.sha256 == version.sha256:
                 return own
 
-    def _create(self, version: Version, data: bytes) -> Version:
-        """Write a manifest; returns the one of this writer that has its number.
+    def _create(self, version: Version, data: bytes) -> Version | None:
+        """Write a manifest; returns the one of this writer that has its number; None: a damaged one has.
 
         Raises:
-            ForeignWriter: another writer's has.
+            ForeignWriter: another writer's has, or a later number.
+            DamagedArchive: a damaged one has, and cannot be passed over.
         """
         if not self._honours:
             self._look_for_others(version.number)
@@ -310,7 +321,17 @@ class ArchiveWriter:
                 return version
         except FileExistsError:
             pass
-        there = self._archive.read(version.number)
+        try:
+            there = self._archive.read(version.number)
+        except DamagedArchive:
+            tip, newest = self._archive.tip(), self._archive.newest()
+            if tip.number < version.number or not self._honours:
+                raise
+            last = self.last.number if self.last is not None else 0
+            if newest is not None and newest.number > last:  # the damaged one does not say whose it is
+                raise self._foreign(newest) from None
+            self._tip = tip
+            return None
         if there.writer != self.id:
             raise self._foreign(there)
         return there

@@ -83,5 +83,9 @@ class StoreAway(OSError):
 def refused_in_words(url: str, error: OSError) -> UserError:
     """Say why a store cannot be used, where waiting does not help."""
     reason = error.strerror or str(error) or type(error).__name__
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            f"{url}: {reason} on this machine, or in the folder that the URL names: free some, and try again"
+        )
     hint = "; is it there, and are its credentials in the environment?" if not may_pass(error) else ""
     return UserError(f"{url} cannot be used: {' '.join(reason.split())}{hint}")

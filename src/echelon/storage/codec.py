@@ -51,6 +51,7 @@ def decompressed(stored: Path, plain: Path, codec: str) -> None:
 
     Raises:
         ValueError: it is not what the codec writes.
+        OSError: this machine's disk fails.
     """
     if codec == NO_CODEC:
         stored.replace(plain)
@@ -61,4 +62,6 @@ def decompressed(stored: Path, plain: Path, codec: str) -> None:
         with stored.open("rb") as source, plain.open("wb") as target:
             shutil.copyfileobj(pyarrow.CompressedInputStream(source, codec), target, _BLOCK_BYTES)
     except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the files: the codec's own have none
+            raise
         raise ValueError(str(error)) from error

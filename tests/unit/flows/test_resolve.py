@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.cli.app import build_command
 from echelon.core.errors import UserError
 from echelon.flows.base import Call, Flow, step_folder
 from echelon.flows.kinds import KINDS
@@ -206,6 +207,14 @@ def test_settings_are_options_of_the_command(kind: str, settings: list[tuple[str
     words = KINDS[kind].command(Call(Path("there"), ["a"], settings))
     assert [word for word in words if word in options] == options
     assert not [word for word in words if word.startswith("--no-") and word not in options]
+
+
+@pytest.mark.parametrize("kind", ["evaluate", "predict", "export"])
+def test_steps_take_all_options_of_their_commands(kind: str) -> None:
+    flags = {each.opts[0].removeprefix("--") for each in build_command(kind).params if each.opts[0].startswith("--")}
+    assert "trust" in flags
+    for flag in flags - {"out", "json"}:
+        KINDS[kind].check(["a"], [(flag, "true")])
 
 
 def test_flows_of_one_name_do_not_replace_each_others_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import pytest
 
 from echelon.core.errors import UserError
-from echelon.flows.work import prepare
+from echelon.flows.work import prepare, select
+from echelon.records.events import StartedOver
+from echelon.records.file import Recorder
+from echelon.records.kinds import Evaluation, Start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,3 +46,23 @@ def test_settings_have_the_types_of_a_functions_parameters(tmp_path: Path) -> No
 def test_what_a_function_does_not_take_is_refused(tmp_path: Path, settings: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         prepare(f"{__name__}:split", tmp_path, settings)
+
+
+def test_evaluations_of_before_a_run_started_over_do_not_count(tmp_path: Path) -> None:
+    runs = [tmp_path / "over", tmp_path / "other"]
+    name = Start().task.primary.name
+    for run, lines in zip(
+        runs,
+        (
+            [Start(), Evaluation(9, metrics={name: 0.9}), StartedOver(""), Start(), Evaluation(9, metrics={name: 0.3})],
+            [Start(), Evaluation(9, metrics={name: 0.5})],
+        ),
+        strict=True,
+    ):
+        run.mkdir()
+        with closing(Recorder(run)) as record:
+            for line in lines:
+                record.write(line)
+    select(tmp_path, runs)
+    choice = json.loads((tmp_path / "choice.json").read_text())
+    assert [row["value"] for row in choice["runs"]] == [0.3, 0.5] and choice["best"] == 1

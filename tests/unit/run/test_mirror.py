@@ -22,8 +22,10 @@ from echelon.records.file import Recorder, read_records
 from echelon.records.kinds import Checkpoint
 from echelon.run.home import at_home, bring, local_copy, mend
 from echelon.run.mirror import Mirror, MirrorTerms, begin_writing, mirrored
-from echelon.storage.archive import Archive, ForeignWriter
+from echelon.run.snapshot import Hashes, held
+from echelon.storage.archive import Archive, ArchiveWriter, ForeignWriter, Part
 from echelon.storage.base import StoreAway
+from echelon.storage.remote import RemoteStore
 from echelon.storage.url import open_store
 from echelon.trainer.saving import start_over
 
@@ -69,6 +71,11 @@ def mirror_once(folder: Path, url: str, codec: str = "none", stop: StopFlag | No
     with mirrored(folder, MirrorTerms(url, codec, 5.0), record, stop or StopFlag()):
         pass
     record.close()
+
+
+def send(folder: Path, writer: ArchiveWriter) -> None:
+    with held(folder) as snapshot:
+        writer.commit(Hashes().of(snapshot), snapshot.label)
 
 
 def test_another_machine_gets_what_it_needs_and_no_secret(folder: Path, url: str) -> None:
@@ -226,6 +233,67 @@ def test_a_local_copy_that_is_newer_stays(folder: Path, url: str) -> None:
     mirror_once(there, url)
     save(there, 20)  # and its process died before that was sent
     assert newest_step(bring(url)) == 20
+
+
+def test_a_copy_of_a_run_that_goes_on_follows_it(folder: Path, url: str) -> None:
+    writer = begin_writing(folder, url, "none")
+    for step in (10, 20):
+        save(folder, step)
+        send(folder, writer)
+        assert newest_step(bring(url)) == step
+
+
+def test_a_run_that_goes_on_while_it_is_brought_is_brought_as_it_is_then(
+    folder: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = begin_writing(folder, url, "none")
+    save(folder, 10)
+    send(folder, writer)
+    fetch, notices, later = Archive.fetch, list[str](), [20, 30, 40]
+
+    def slow(self: Archive, part: Part, path: Path) -> None:
+        """Bring a part once the run has saved three times more."""
+        while later:
+            save(folder, later.pop(0))
+            send(folder, writer)
+        fetch(self, part, path)
+
+    monkeypatch.setattr(Archive, "fetch", slow)
+    assert newest_step(bring(url, tell=notices.append)) == 40
+    assert notices == []
+
+
+def test_a_checkpoint_of_the_same_step_and_another_history_leaves_no_file(folder: Path, url: str) -> None:
+    save(folder, 10)
+    mirror_once(folder, url)
+    elsewhere = bring(url)
+    save(folder, 20)  # and the store did not take it
+    (folder / "checkpoints" / "step-00000020" / "of-two-workers").write_bytes(b"1")
+    save(elsewhere, 20)
+    mirror_once(elsewhere, url)
+    bring(url, folder)
+    assert newest_step(folder) == 20
+
+
+def test_a_claim_whose_answer_is_lost_is_the_folders_own(
+    folder: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(folder, 10)
+    mirror_once(folder, url)
+    save(folder, 20)  # here alone
+    create = RemoteStore.create
+
+    def lost(self: RemoteStore, key: str, data: bytes) -> None:
+        """Write a manifest, and lose the answer."""
+        create(self, key, data)
+        if key.startswith("manifests/"):
+            raise StoreAway("no answer")
+
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="no answer"):
+        patched.setattr(RemoteStore, "create", lost)
+        begin_writing(folder, url, "none")
+    assert newest_step(bring(url, folder)) == 20
+    mirror_once(folder, url)
 
 
 def test_a_place_without_a_run_is_said(url: str) -> None:

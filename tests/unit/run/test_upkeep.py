@@ -1,6 +1,8 @@
 """Copying, verifying and cleaning runs in folders and at URLs."""
 
+import os
 import shutil
+import time
 import uuid
 from contextlib import closing
 from pathlib import Path
@@ -13,10 +15,9 @@ from echelon.config import RunConfig, to_yaml
 from echelon.core.errors import UserError
 from echelon.records.file import Recorder
 from echelon.records.kinds import Checkpoint
-from echelon.run import upkeep
 from echelon.run.home import local_copy
 from echelon.run.upkeep import copy_run, findings, removables, remove
-from echelon.storage.archive import Archive, Part
+from echelon.storage.archive import Archive, Part, key_of
 from echelon.storage.url import open_store
 from echelon.trainer.saving import start_over
 
@@ -150,14 +151,18 @@ def test_a_run_that_cannot_be_read_is_not_whole(folder: Path, url: str) -> None:
     assert damaged(folder) == []
 
 
-def test_what_a_killed_writer_left_may_go_and_nothing_else(
-    folder: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy_run(str(folder), url)
+def test_what_a_killed_writer_left_may_go_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+    url, now = f"file://{tmp_path}/store", time.time()
     store = open_store(url)
+    copy_run(str(folder), url)
+    manifest = key_of(Archive(store).numbers()[-1])
+    orphan = tmp_path / "store" / "data" / "orphan"
     store.put("data/orphan", b"123")
     assert removables(url)[1] == []  # a writer may be about to name it
-    monkeypatch.setattr(upkeep, "_OLD_S", -1.0)
+    os.utime(tmp_path / "store" / manifest, (now - 3 * 3600,) * 2)
+    os.utime(orphan, (now - 2 * 3600,) * 2)
+    assert removables(url)[1] == []  # the upload that it belongs to may take hours
+    os.utime(orphan, (now - 4 * 3600,) * 2)
     found = removables(url)[1]
     assert [(each.name, each.n_bytes) for each in found] == [("data/orphan", 3)]
     remove(url, found)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import shutil
 import uuid
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from echelon.storage.archive import (
     honours_conditions,
     key_of,
 )
-from echelon.storage.base import Store, StoreAway, StoredObject
+from echelon.storage.base import Store, StoreAway, StoredObject, refused_in_words
+from echelon.storage.codec import compressed, decompressed
 from echelon.storage.url import LocalStore, open_store
 
 
@@ -206,3 +208,28 @@ def test_a_manifest_leads_to_no_file_outside_its_folder(tmp_path: Path, name: st
     store.put(f"{MANIFESTS}00000001.json", json.dumps({"format": 1, **values, "parts": [part]}).encode())
     with pytest.raises(DamagedArchive, match="no name of a file"):
         Archive(store).read(1)
+
+
+def test_a_full_disk_of_this_machine_is_no_damage_of_the_archive(tmp_path: Path) -> None:
+    stored = tmp_path / "stored"
+    with compressed(files_in(tmp_path, zeros=bytes(1 << 20))["checkpoints/zeros"][0], "zstd") as (file, _):
+        shutil.copy(file, stored)
+    with pytest.raises(OSError) as full:
+        decompressed(stored, Path("/dev/full"), "zstd")
+    said = str(refused_in_words("s3://bucket/run", full.value))
+    assert "No space left on device on this machine" in said and "cannot be used" not in said
+    stored.write_bytes(stored.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="Truncated"):
+        decompressed(stored, tmp_path / "plain", "zstd")
+
+
+def test_a_manifest_of_its_own_that_was_cut_short_is_passed_over_unless_another_writes(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "s")
+    writer = begun(store)
+    store.put(key_of(2), b"{")
+    files = files_in(tmp_path, a=b"1")
+    assert writer.commit(files, "step 1").number == 3
+    store.put(key_of(4), b"{")
+    begun(store)
+    with pytest.raises(ForeignWriter):
+        writer.commit(files, "step 2")

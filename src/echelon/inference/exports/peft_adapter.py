@@ -16,6 +16,7 @@ from echelon.core.adapters import adapted_layer
 from echelon.core.errors import UserError
 from echelon.inference.exports.base import ExportFormat, Predictor
 from echelon.models.adapters import named_exactly
+from echelon.models.still_buffers import still_buffers
 from echelon.models.tuning.lora import Lora
 from echelon.models.tuning.plan import tuning_plan
 from echelon.run.trained import TrainedModel
@@ -58,6 +59,8 @@ class PeftAdapter(ExportFormat):
             for name, parameter in base.named_parameters():
                 if tuned.get_parameter(name).requires_grad:
                     parameter.zero_()
+            for name in _moving_statistics(tuned):
+                base.get_buffer(name).zero_()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of models that are none of transformers
             model = PeftModel.from_pretrained(base, str(path)).eval()
@@ -68,11 +71,17 @@ def _described(trained: TrainedModel, path: Path) -> Any:
     """Return peft's description of what was trained.
 
     Raises:
-        UserError: the run has no adapters, or has trained what peft cannot put beside them.
+        UserError: the run has no adapters, or has trained what peft cannot put beside them; or its model has other
+            modules than the one that it started from.
     """
     lora = next((each for each in _plan(trained).kinds if isinstance(each, Lora)), None)
     if lora is None:
         raise UserError(f"{path}: the run has no adapters, it was not trained with --tune lora: write .safetensors")
+    if _plan(trained).rebuilds:
+        raise UserError(
+            f"{path}: peft puts adapters into the model that the run started from, and --tune replace has put other "
+            "modules into it: write .safetensors, which holds the whole model"
+        )
     from peft import LoraConfig
 
     weights = best_weights(trained.folder)
@@ -105,14 +114,14 @@ def _beside(model: nn.Module, layers: list[str], path: Path) -> tuple[list[str],
     """Return the modules that were trained as they are, and whether biases of adapted layers were.
 
     Raises:
-        UserError: a parameter belongs to no module that peft could replace.
+        UserError: a parameter, or a statistic, belongs to no module that peft could replace.
     """
     modules: dict[str, None] = {}
     has_biases = False
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    named = model.named_parameters(remove_duplicate=False)
+    trained = [name for name, parameter in named if parameter.requires_grad and not adapted_layer(name)]
+    for name in (*trained, *_moving_statistics(model)):
         owner, _, leaf = name.rpartition(".")
-        if not parameter.requires_grad or adapted_layer(name):
-            continue
         if owner in layers and leaf == "bias":
             has_biases = True
         elif not owner or owner in layers or next(model.get_submodule(owner).children(), None) is not None:
@@ -123,6 +132,17 @@ def _beside(model: nn.Module, layers: list[str], path: Path) -> tuple[list[str],
         else:
             modules[owner] = None
     return list(modules), has_biases
+
+
+def _moving_statistics(model: nn.Module) -> list[str]:
+    """Return the names of the statistics of normalisation that training has moved."""
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules(remove_duplicate=False)
+        if getattr(module, "running_mean", None) is not None
+        for name, _ in module.named_buffers(recurse=False)
+        if name not in still_buffers(module)
+    ]
 
 
 def _plan(trained: TrainedModel) -> Any:

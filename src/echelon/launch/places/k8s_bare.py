@@ -18,7 +18,7 @@ from echelon.core.files import write_atomic
 from echelon.core.stop import stopped_exit_code
 from echelon.launch.places.cluster import ANSWER_S, PLACE_FOLDER, PlaceFiles, PlaceSilent
 from echelon.launch.places.k8s_client import log_of
-from echelon.storage.archive import Archive, DamagedArchive, Part, sha256_of
+from echelon.storage.archive import Archive, DamagedArchive, is_there
 from echelon.storage.url import open_store
 
 CONTAINER = "echelon"
@@ -93,14 +93,10 @@ def bring_told(url: str, folder: Path) -> None:
         for part in version.parts if version is not None else ():
             path = folder / part.name
             stays = part.name in _IN_RUN or part.name.startswith(_CHECKPOINTS)
-            if not stays and not _is_there(path, part):
+            if not stays and not is_there(part, path):
                 archive.fetch(part, path)
     except (OSError, DamagedArchive) as error:
         raise PlaceSilent(f"{url}: {error}") from error
-
-
-def _is_there(path: Path, part: Part) -> bool:
-    return path.is_file() and path.stat().st_size == part.bytes and sha256_of(path) == part.sha256
 
 
 def note_end(files: PlaceFiles, is_complete: bool, was_stopped: bool, ends: Mapping[int, PodEnd]) -> None:
