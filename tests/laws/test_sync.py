@@ -593,7 +593,7 @@ def test_a_dead_peer_never_hangs_an_average(spec: str) -> None:
         ("locl(4)", "none", "did you mean local"),
         ("local(4)", "sign(vote=true)", "directions of a fixed size"),
         ("easgd(4)", "topk(0.1, momentum=0.9)", "leave momentum out"),
-        ("diloco(4, overlap=1)", "sign", "outer_momentum=0, leave out overlap"),
+        ("diloco(4)", "sign", "outer_momentum=0"),
     ],
 )
 def test_what_cannot_work_is_refused_in_words(spec: str, compression: str, words: str) -> None:

@@ -44,7 +44,7 @@ from echelon.trainer.resolved import ResolvedRun
 CODECS = ("none", "bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)")
 PERIODS = {
     "local(period=4)": (4, 0), "local(period=8)": (8, 0), "local(period=8, overlap=2)": (8, 2),
-    "diloco(period=20)": (20, 0),
+    "diloco(period=8)": (8, 0), "diloco(period=20)": (20, 0),
 }  # fmt: skip
 """Strategies that send the model once in so many steps, outside of backward; and behind how many steps."""
 

@@ -121,10 +121,10 @@ class DilocoSettings(AveragingSettings):
     def check(self, compression: Compression) -> None:
         """Refuse a codec that deltas, or the momentum after them, cannot go with (UserError)."""
         super().check(compression)
-        if self.outer_momentum != 0 and compression.codec.momentum_inside and not self.leaves_unsent(compression.codec):
+        if self.outer_momentum != 0 and compression.codec.momentum_inside:
             raise UserError(
                 f"--compression {compression}: momentum after decoding, together with error feedback, spoils training; "
-                "write outer_momentum=0, leave out overlap and alpha, or use int8"
+                "write diloco(outer_momentum=0), or use int8"
             )
 
     def state_bytes(self, compression: Compression, piece: Piece) -> StateBytes:

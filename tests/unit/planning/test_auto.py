@@ -9,7 +9,7 @@ import pytest
 from echelon.config import RunConfig, build
 from echelon.core.errors import UserError
 from echelon.planning import layout_memory
-from echelon.planning.auto import choose, settled
+from echelon.planning.auto import choose, points_of, settled
 from echelon.run.resolve import left_open, resolve
 
 
@@ -24,6 +24,14 @@ def test_a_description_keeps_what_is_not_left_open() -> None:
     assert settled(config).strategy.compression == "none" and settled(config).strategy.sync == "local(period=8)"
     assert settled(config, {"strategy.compression": "sign"}).strategy.compression == "sign"
     assert not left_open(described(collective="auto"))
+
+
+def test_averages_cost_more_with_an_optimizer_that_normalises() -> None:
+    sgd, adam = (build(None, {"data.source": "digits", "optimizer.name": name}).config for name in ("sgd", "adamw"))
+    assert points_of(sgd, 200)["local(period=4), sign"] <= 0.3 < points_of(sgd, 200)["local(period=8), sign"]
+    assert points_of(sgd, 1000)["local(period=8), sign"] <= 0.3
+    assert "diloco(period=8), int8" in points_of(adam, 1000)
+    assert not [label for label in points_of(adam, 1000) if label.startswith("local")]
 
 
 def test_codecs_are_not_compared_between_pieces_of_replicas() -> None:
