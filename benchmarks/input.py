@@ -11,6 +11,7 @@ torch.profiler.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks._common import command_line, environment_line, markdown_table, median, paired_ratio, update_section
 from benchmarks.fetch_data import fetch
@@ -101,6 +103,63 @@ def torchvision_tensor(settings: Settings) -> Contender:
     return _torchvision(settings, transform, lambda path: decode_image(path, mode=ImageReadMode.RGB))
 
 
+def _crop(path: str) -> Any:
+    """Decode with simplejpeg (libjpeg-turbo, its fast transform), draw a crop, and resize it: uint8 [224, 224, 3].
+
+    Pillow resizes without a copy of the crop. It is the least that has to be done for an image.
+    """
+    import numpy as np
+    import simplejpeg  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from PIL import Image
+    from torchvision.transforms import v2
+
+    image = Image.fromarray(simplejpeg.decode_jpeg(Path(path).read_bytes(), fastdct=True, fastupsample=True))
+    crop = v2.RandomResizedCrop(224).make_params([torch.empty(3, image.height, image.width)])
+    box = (crop["left"], crop["top"], crop["left"] + crop["width"], crop["top"] + crop["height"])
+    return np.array(image.resize((224, 224), Image.Resampling.BILINEAR, box))
+
+
+def _count(paths: list[str]) -> int:
+    """Make crops of files, and forget them; returns how many."""
+    torch.set_num_threads(1)
+    return sum(_crop(path).shape[0] == 224 for path in paths)
+
+
+def simplejpeg_loop(settings: Settings) -> Contender:
+    """Build a loop in as many processes: no image leaves them, and none is flipped, normalised or put in a batch."""
+    pool = multiprocessing.get_context("spawn").Pool(settings.loaders)
+    files = [str(path) for path in sorted((settings.folder / "train").rglob("*.JPEG"))]
+    pieces = [files[i : i + settings.batch_size] for i in range(0, len(files), settings.batch_size)]
+
+    def epoch(number: int) -> Iterator[Any]:
+        """Give what stands for batches: of each piece, as many labels as it has images."""
+        return ((None, range(count)) for count in pool.imap_unordered(_count, pieces))
+
+    return Contender(epoch, pool.terminate)
+
+
+def simplejpeg_loader(settings: Settings) -> Contender:
+    """Build torch's DataLoader around simplejpeg: flipped, and normalised as a batch."""
+    from torch.utils.data import DataLoader
+    from torchvision.datasets import ImageFolder
+
+    mean, std = (255 * torch.tensor(numbers).view(1, 3, 1, 1) for numbers in (MEAN, STD))
+
+    def together(samples: list[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
+        """Return a normalised batch [N, 3, 224, 224], and its labels [N]."""
+        images = torch.stack([torch.from_numpy(image) for image, _ in samples]).permute(0, 3, 1, 2)
+        flips = torch.rand(len(samples), 1, 1, 1) < 0.5
+        images = torch.where(flips, images.flip(3), images).float()
+        return images.sub_(mean).div_(std), torch.tensor([label for _, label in samples])
+
+    workers = settings.loaders
+    loader = DataLoader(
+        ImageFolder(str(settings.folder / "train"), loader=_crop), settings.batch_size, True, num_workers=workers,
+        persistent_workers=workers > 0, collate_fn=together,
+    )  # fmt: skip
+    return Contender(lambda epoch: iter(loader), lambda: None)
+
+
 def _normalise() -> Any:
     from torchvision.transforms import v2
 
@@ -111,6 +170,8 @@ CONTENDERS = {
     "Echelon": ours,
     "torchvision (Pillow)": torchvision_pillow,
     "torchvision (tensor)": torchvision_tensor,
+    "simplejpeg in a DataLoader": simplejpeg_loader,
+    "simplejpeg in a loop": simplejpeg_loop,
 }
 
 

@@ -49,17 +49,18 @@ class MirrorState:
     """What a run's folder has in common with its copy at a URL: the version that it was last the same as.
 
     Attributes:
-        writer: the id of this folder's own writer; empty: it has none, what is there was brought.
+        writes_as: the id of this folder's own writer; empty: it has none, what is there was brought. Files of earlier
+            versions have a `writer`, who may be another folder's: it is not read.
     """
 
     url: str = ""
-    writer: str = ""
+    writes_as: str = ""
     number: int = 0
     sha256: str = ""
 
     def is_at(self, newest: Version) -> bool:
         """Whether nobody else wrote there since; this writer may have, and died before it noted that."""
-        return newest.sha256 == self.sha256 or (self.writer != "" and newest.writer == self.writer)
+        return newest.sha256 == self.sha256 or (self.writes_as != "" and newest.writer == self.writes_as)
 
 
 def read_state(folder: Path, url: str) -> MirrorState:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _PROBES = "probe/"
 _OLD_S = 3600.0  # a part that no manifest names may be of one that is just being written
+_LONGEST_S = 7 * 86400.0  # no upload takes longer
 
 
 @dataclass(frozen=True)
@@ -200,9 +201,9 @@ def removables(place: str) -> tuple[int, list[Removable]]:
         newest_s = archive.store.stat(key_of(numbers[-1])).age_s
     except OSError as error:
         raise refused_in_words(place, error) from error
-    least_s = math.inf if newest_s is None else max(newest_s, _OLD_S)  # what is newer may be of an upload that goes on
+    least_s = math.inf if newest_s is None else max(_OLD_S, min(newest_s, _LONGEST_S))  # newer: an upload may go on
     old = [each for each in unused if each.age_s is not None and each.age_s > least_s]
-    why = "no manifest in use names it, and it is older than the newest one and than an hour"
+    why = "no manifest in use names it, and it is older than an hour and than the newest one, or than a week"
     return sum(each.n_bytes for each in objects), [Removable(each.key, each.n_bytes, why) for each in old]
 
 

@@ -48,21 +48,21 @@ class LocalSettings(AveragingSettings):
         start: how many synchronous steps come before the first local one.
         optimizer_state: what an average does to the optimizer's moments: keep each replica's own, average or reset
             them.
-        outer_lr: how many times as far as their mean change replicas go; the root of their number makes up for noisy
-            gradients that the optimizer (Adam and others) divides by their size.
         overlap: how many steps are computed while an average travels; less than the period.
         warmup: share of the run, at its start, in which replicas average up to four times as often, and without
             overlap, because they drift apart fastest there; 0: none. Left out: a tenth, or 50 steps if that is more,
             but at most a quarter.
+        outer_lr: how many times as far as their mean change replicas go; the root of their number makes up for noisy
+            gradients that the optimizer (Adam and others) divides by their size.
     """
 
     name: ClassVar[str] = "local"
     period: Annotated[int, Bounds(least=1)]
     start: Annotated[int, Bounds(least=0)] = 0
     optimizer_state: Annotated[str, OneOf(("keep", "average", "reset"))] = "keep"
-    outer_lr: Annotated[float, Bounds(above=0)] = 1.0
     overlap: Annotated[int, Bounds(least=0)] = 0
     warmup: Annotated[float | None, Bounds(least=0, most=1)] = None
+    outer_lr: Annotated[float, Bounds(above=0)] = 1.0
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -91,14 +91,14 @@ class LocalSettings(AveragingSettings):
         """Steps before the first local one."""
         return self.start
 
-    def optimizer_notes(self, optimizer: str, workers: int) -> list[str]:
+    def optimizer_notes(self, optimizer: str, replicas: int) -> list[str]:
         """Say what replicas may lose with an optimizer that normalises, and what does not."""
         if self.outer_lr != 1 or not normalises(optimizer):
             return []
         return [
             f"--sync {self}: {optimizer} divides gradients by their size, and a part of the batch has noisier ones: "
-            f"where most is noise, as with embeddings, replicas learn as if --lr were up to {workers**0.5:.3g} times "
-            f"smaller; diloco({self.period}) does not (or outer_lr={workers**0.5:.3g})"
+            f"where most is noise, as with embeddings, replicas learn as if --lr were up to {replicas**0.5:.3g} times "
+            f"smaller; diloco({self.period}) does not (or outer_lr={replicas**0.5:.3g})"
         ]
 
     def steady(self) -> LocalSettings:

@@ -82,8 +82,8 @@ class SyncSettings(ABC):
         """Say what becomes of the optimizer's momentum (0: it has none) with so many workers, where that changes it."""
         return []
 
-    def optimizer_notes(self, optimizer: str, workers: int) -> list[str]:
-        """Say what the strategy does about an optimizer, by its name, with so many workers."""
+    def optimizer_notes(self, optimizer: str, replicas: int) -> list[str]:
+        """Say what the strategy does about an optimizer, by its name, with so many replicas."""
         return []
 
     def check_run(self, workers: int, clips: bool, has_momentum: bool) -> None:  # noqa: B027 (most have no servers)

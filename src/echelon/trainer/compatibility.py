@@ -283,7 +283,7 @@ def interplay_notes(run: ResolvedRun, ranks: int, on_gpu: bool = False) -> list[
     if ranks == 1:
         return notes
     notes += [*([] if on_gpu else _device_notes(run, ranks)), *_momentum_notes(run), *_path_notes(run, ranks)]
-    notes += run.sync.optimizer_notes(run.optimizer.name, ranks)
+    notes += run.sync.optimizer_notes(run.optimizer.name, run.layout_for(ranks).dp)
     return [*notes, *run.sync.momentum_notes(_momentum(run), ranks)]
 
 
@@ -342,6 +342,9 @@ def length_notes(run: ResolvedRun, steps: int, ranks: int, encodes: bool = True)
     given = run.described.strategy
     notes = [f"--sync {given.sync}: {note}" for note in run.sync.length_notes(steps)]
     of_codec = run.sync.settled(run.compression, steps).length_notes() if encodes else []
+    if encodes and (together := run.sync.synchronous_steps) and steps:
+        first = min(together, run.compression.for_run(steps).codec.whole_steps(steps).first)
+        of_codec += [f"the first {first} of {together} synchronous steps' messages are whole"] if first else []
     return [*notes, *(f"--compression {given.compression}: {note}" for note in of_codec)]
 
 

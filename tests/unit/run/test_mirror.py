@@ -5,6 +5,7 @@ import math
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,14 @@ from echelon.config.schema import CheckpointConfig
 from echelon.core.errors import UserError
 from echelon.core.patience import DiskNotice, Patience
 from echelon.core.stop import StopFlag
+from echelon.records.decode import decode
 from echelon.records.events import Event
 from echelon.records.file import Recorder, read_records
 from echelon.records.kinds import Checkpoint
 from echelon.run.home import at_home, bring, local_copy, mend
-from echelon.run.mirror import Mirror, MirrorTerms, begin_writing, mirrored
+from echelon.run.mirror import Mirror, MirrorState, MirrorTerms, begin_writing, mirrored
 from echelon.run.snapshot import Hashes, held
-from echelon.storage.archive import Archive, ArchiveWriter, ForeignWriter, Part
+from echelon.storage.archive import Archive, ArchiveWriter, ForeignWriter, Part, Version
 from echelon.storage.base import StoreAway
 from echelon.storage.remote import RemoteStore
 from echelon.storage.url import open_store
@@ -302,8 +304,6 @@ def test_a_place_without_a_run_is_said(url: str) -> None:
 
 
 def test_a_run_at_a_url_has_a_local_copy_that_is_mirrored_there(url: str) -> None:
-    from dataclasses import replace
-
     config = at_home(replace(RunConfig(), run=url))
     assert config.run == str(local_copy(url)) and config.checkpoint.mirror == url
     with pytest.raises(UserError, match="leave --mirror out"):
@@ -338,3 +338,10 @@ def test_the_last_copy_has_the_time_that_the_place_leaves() -> None:
     assert MirrorTerms("file:///x", "none", 600.0).last_s(stop) == 60.0
     stop.since_s -= 100.0
     assert terms.last_s(stop) == 0.0
+
+
+def test_an_earlier_files_writer_is_not_taken_for_the_folders_own() -> None:
+    """Of a folder that was brought it is somebody else's, who may have gone on."""
+    earlier = {"url": "file:///x", "writer": "theirs", "number": 3, "sha256": "a"}
+    state, newest = decode(MirrorState, earlier), Version(3, "", 1, "theirs", "host", 0.0, "", (), sha256="a")
+    assert state.is_at(newest) and not state.is_at(replace(newest, number=4, sha256="b"))

@@ -165,6 +165,9 @@ def test_what_a_killed_writer_left_may_go_and_nothing_else(folder: Path, tmp_pat
     os.utime(orphan, (now - 4 * 3600,) * 2)
     found = removables(url)[1]
     assert [(each.name, each.n_bytes) for each in found] == [("data/orphan", 3)]
+    os.utime(tmp_path / "store" / manifest, (now - 30 * 86400,) * 2)
+    os.utime(orphan, (now - 8 * 86400,) * 2)
+    assert removables(url)[1] == found, "no upload takes a week"
     remove(url, found)
     assert damaged(url) == [] and removables(url)[1] == []
 

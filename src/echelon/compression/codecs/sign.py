@@ -72,7 +72,7 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
             (Zheng et al. 2019, arXiv:1905.10936). Left out: as the optimizer has it.
         magnitude: size of every element of a vote's result, in gradient units (times the learning rate: the step).
         warmup_steps: how many first steps send int8 instead (a vote has none); 0: none; left out: 5% of the run's
-            steps.
+            steps, and none of averages.
         finish_steps: how many last steps send int8 instead; 0: none; left out: 2% of the run's steps.
 
     Papers: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv:1901.09847 (EF-signSGD); Bernstein et al.

@@ -45,7 +45,8 @@ class Threshold(CorrectsMomentum, Eased, Sparse):
         momentum: applied in the worker, before encoding; left out: the optimizer's momentum.
         nesterov: Nesterov momentum in the worker (see topk); left out: as the optimizer has it.
         values: how values are sent: bf16, fp32, or sign (one magnitude for all).
-        warmup_steps: how many first steps send int8 instead; 0: none; left out: 5% of the run's steps.
+        warmup_steps: how many first steps send int8 instead; 0: none; left out: 5% of the run's steps, and
+            none of averages.
         finish_steps: how many last steps send int8 instead; 0: none; left out: 2% of the run's steps.
 
     Papers: Strom 2015 (fixed threshold); Aji and Heafield 2017, arXiv:1704.05021.
