@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
+import msgpack
 import zmq
 
 from echelon.core.address import Address
@@ -46,8 +48,9 @@ from echelon.launch.rounds import (
 from echelon.launch.supervisor import FirstMachineGone
 from echelon.launch.term_marks import MarkCopy, MarkLog, MarkNews, Marks
 from echelon.messages.endpoint import Channel, Sender
-from echelon.messages.framing import Content, Message, content, vocabulary
+from echelon.messages.framing import MAX_HEADER_BYTES, Content, Message, content, vocabulary
 from echelon.messages.identity import derive_keys
+from echelon.messages.plain import to_plain
 from echelon.messages.sockets import new_context
 
 BEAT_S = 0.5
@@ -59,6 +62,8 @@ _TOLD_S = 30.0
 _MOST_LOSSES = 100
 _SOON_S = 0.02  # between questions while a member waits for what others say
 _SILENT_S = 2 * LOST_S
+_CALLS = 12  # of a stack in a report
+_OBSERVED_BYTES = MAX_HEADER_BYTES // 2
 
 
 @content(64)
@@ -349,6 +354,14 @@ def waits_for_return(first: str, most_s: float) -> str:
     return f"{first} gives no answer: waiting up to {format_seconds(most_s)} for its return (--machine-patience)"
 
 
+def _fitting(observed: Sequence[Observed]) -> tuple[Observed, ...]:
+    """Return what fits a report: with short stacks, and where there are very many without those least to blame."""
+    short = [o.shortened(_CALLS) for o in observed]
+    short.sort(key=lambda o: (o.waits, not o.is_stopped, -o.still_s))
+    bytes_until = accumulate(len(msgpack.packb(to_plain(o))) for o in short)
+    return tuple(o for o, size in zip(short, bytes_until, strict=True) if size <= _OBSERVED_BYTES)
+
+
 class OtherMachine:
     """Asks the first machine, by messages that a thread sends again and again: they are its signs of life as well.
 
@@ -446,8 +459,9 @@ class OtherMachine:
 
     def share(self, observed: Sequence[Observed]) -> None:
         """Tell the first machine, with the next report, what this one's processes are at."""
+        fitting = _fitting(observed)
         with self._changed:
-            self._observed = tuple(observed)
+            self._observed = fitting
 
     def elsewhere(self) -> Elsewhere:
         """Return nothing: the first machine judges."""
