@@ -48,6 +48,7 @@ LOOK_S = 1.0  # between looks for new checkpoints
 GRACE_S = 10.0
 LEAVE_S = 60.0  # at least, in which a round that others join saves; longer where a stop may take longer
 ASK_AGAIN_S = 1.0
+KILL_S = 30.0  # in which a process that was killed is gone, unless the kernel holds it
 RESCUE_S = 30.0  # in which survivors save what they have trained
 TERM_S = 1.5  # in which they hear who is left, on whichever machine
 JOINT_S = 2.0  # in which the first machine says that the whole run is being stopped
@@ -695,14 +696,31 @@ class _Supervisor:
         """End what is left of a group, such as a rank that waits in a collective for a dead one.
 
         Nothing is lost by it: checkpoints are whole or absent.
+
+        Raises:
+            JobFailed: the kernel does not let go of one.
         """
         self._place.signal(sorted(group.alive), signal.SIGKILL)
+        since_s, told = time.monotonic(), False
         while group.alive:
             for event in self._place.events(TICK_S):
                 if isinstance(event, Exited) and event.name in group.alive:
                     group.alive.discard(event.name)
                 else:
                     self._take([event])
+            if group.alive and time.monotonic() - since_s > KILL_S:
+                self._wait_for_kernel(group, since_s, told)
+                told = True
+
+    def _wait_for_kernel(self, group: _Group, since_s: float, told: bool) -> None:
+        """Tell of processes that do not end though they were killed, until that is over or has lasted for too long."""
+        who = " and ".join(f"{process} (pid {process.pid})" for process in group.living())
+        words = f"{who} cannot be ended: the kernel holds it in a call, as to a disk or a GPU that does not answer"
+        patience_s = self._place.patience_s
+        if self._stop or time.monotonic() - since_s > patience_s:
+            raise JobFailed("" if self._tell_death(group, Over("failed", no_restart=words)) else words)
+        if not told:
+            self._watch.on_wait(f"{words}; waiting up to {format_seconds(patience_s)} for it (--io-patience)")
 
     def _heed_stop(self) -> None:
         if not self._stop:
