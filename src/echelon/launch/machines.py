@@ -174,14 +174,17 @@ class FirstMachine:
         with self._lock:
             return self._rendezvous.state(), self._checkpoints
 
-    def publish(self, term: Term, number: int) -> None:
-        """Let members know a term of the round of a number, unless a newer one has begun."""
+    def publish(self, term: Term, number: int) -> bool:
+        """Let members know a term of the round of a number, unless a newer one has begun; whether they can."""
         with self._lock:
             if self._log is None or self._log.round != number:
-                return
+                return True
             newest = self._log.folder.newest()
             if newest is None or newest.number < term.number:
-                self._log.folder.publish(term)
+                with self._log.folder.patiently():
+                    self._log.folder.publish(term)
+            newest = self._log.folder.newest()
+            return newest is not None and newest.number >= term.number
 
     def forgive(self) -> None:
         """Begin anew to count for how long machines are silent: this one could not listen."""

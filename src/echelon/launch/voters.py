@@ -533,8 +533,7 @@ class VoterMachine:
         """Let the newest term begin, once it outlives this machine."""
         term, counts = reign.term, voting.is_settled and voting.has_lease(time.monotonic())
         if reign.pending and term is not None and counts and voting.kept.journal.term == term:
-            reign.pending = False
-            reign.first.publish(term, reign.term_round)
+            reign.pending = not reign.first.publish(term, reign.term_round)
 
     def _keep(self) -> bool:
         """Have on the disk what may be told to others from then on; returns whether it is there.

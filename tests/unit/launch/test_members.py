@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from echelon.core import terms
 from echelon.core.errors import LEFT_EXIT_CODE
 from echelon.core.stop import StopFlag
 from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder
@@ -13,6 +17,7 @@ from echelon.launch.members import GroupMembers, TermKeeper
 from echelon.launch.places.base import Group, Job, Process, Restart
 from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, Round, Running, State, TermLead
 from echelon.launch.supervisor import Aftermath, Death, Watch, supervise
+from tests.unit.launch.no_files import no_file_left
 from tests.unit.launch.test_supervisor import Script
 
 
@@ -39,6 +44,26 @@ def test_survivors_keep_their_order_and_newcomers_come_last(tmp_path: Path) -> N
     assert members.booting() == []
     assert folder.newest() == Term(2, ("b.0", "c.0", "a.1"), lost_by=1)
     assert [members.rank_of(name, at_start) for at_start, name in enumerate("abc")] == [2, 0, 1]
+
+
+def test_a_full_temporary_disk_keeps_the_others_waiting_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    members, folder = _members(tmp_path)
+    with no_file_left():
+        assert members.lose(["a"]) is None
+
+    def write(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(terms, "write_atomic", write)
+        assert members.lose(["a"]) is None  # what is empty may still have room
+        members.look()
+        assert folder.newest() is None
+    assert members.lose(["a"]) is True and folder.newest() == Term(1, ("b.0", "c.0"), lost_by=1)
+    [told] = caplog.messages
+    assert "Too many open files" in told and "TMPDIR" in told
 
 
 def test_newcomers_alone_have_nothing_to_go_on_from(tmp_path: Path) -> None:
