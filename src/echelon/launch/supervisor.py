@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NoReturn
 
 from echelon.core.errors import (
@@ -22,6 +23,7 @@ from echelon.core.errors import (
     UserError,
 )
 from echelon.core.stop import StopFlag, signal_name
+from echelon.core.terms import machine_prefix
 from echelon.core.units import format_seconds
 from echelon.launch.changes import Change
 from echelon.launch.culprit import Living
@@ -257,7 +259,7 @@ class _Group:
         if self.members is not None:
             folder = self.rounds.open_terms(round_)
             self.members.begin(round_, folder, self.rounds.lead(round_))
-        return [replace(p, environment=self._environment(p, i)) for i, p in enumerate(self.processes)]
+        return [self._as_started(p, i) for i, p in enumerate(self.processes)]
 
     @property
     def has_left(self) -> bool:
@@ -297,12 +299,20 @@ class _Group:
         self.members.start_again(name)
         self.alive.add(name)
         local = [process.name for process in self.processes].index(name)
-        return replace(self.processes[local], environment=self._environment(self.processes[local], local))
+        return self._as_started(self.processes[local], local)
 
     def death_of(self, name: str, exit_code: int) -> Death:
         """Return the death of a process whose group goes on."""
         started = self.started[name]
         return Death(name, started.host, started.pid, exit_code, self._rank(name), log=self._log(name))
+
+    def _as_started(self, process: Process, local: int) -> Process:
+        """Return a process as it is to be started in the round, with a log of its own where machines share a disk."""
+        assert self.round is not None
+        log, prefix = process.log, machine_prefix(self.round.machine, 0)
+        if log and prefix:
+            log = str(Path(log).with_name(f"{prefix}{Path(log).name}"))
+        return replace(process, environment=self._environment(process, local), log=log)
 
     def _environment(self, process: Process, local: int) -> dict[str, str]:
         assert self.round is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,14 +110,14 @@ class _OneRound:
 
     restarts_left = None
 
-    def __init__(self, store: Path, begin: bool) -> None:
-        self._store, self._number, self._begin = store, 0, begin
+    def __init__(self, store: Path, begin: bool, machine: int = 0) -> None:
+        self._store, self._number, self._begin, self._machine = store, 0, begin, machine
 
     def order(self, state: State) -> Order:
         match state:
             case Ready():
                 self._number += 1
-                return Go(Round(self._number, {}, 0))
+                return Go(Round(self._number, {}, 0, self._machine))
             case Running():
                 return Continue()
         return Over("stopped" if isinstance(state, Finished) and state.stopped else "completed")
@@ -169,6 +170,27 @@ def test_a_death_is_of_the_rank_that_the_process_had_last_and_its_log_is_what_it
     place = Script([("b", -9)], [("c", -9)], [("a", 0)])
     deaths = [death for death, _ in _supervised(place, tmp_path / "store")]
     assert [(death.name, death.rank, death.log) for death in deaths] == [("b", 1, "rank1"), ("c", 1, "rank2")]
+
+
+@pytest.mark.parametrize(("machine", "log"), [(0, "b.out"), (2, "machine2-b.out")])
+def test_machines_that_share_a_disk_write_to_logs_of_their_own(tmp_path: Path, machine: int, log: str) -> None:
+    class Logging(Script):
+        """A place that notes where output goes."""
+
+        def start(self, processes: Sequence[Process]) -> None:
+            logs.extend(process.log for process in processes)
+            super().start(processes)
+
+    logs, prefix = list[str](), "machine2-" if machine else ""
+    group = Group(tuple(Process(n, "m:f", log=f"/logs/{n}.out" if n != "a" else "") for n in "abc"), Restart.BESIDE)
+    place = Logging([("b", -9)], [("a", 0), ("c", 0)])
+    rounds = _OneRound(tmp_path / "store", begin=False, machine=machine)
+    terms = tmp_path / "store1.terms"
+    watch = Watch(
+        lambda death, then: None, on_start=lambda _: [TermFolder(terms).begin(f"{prefix}{n}.0") for n in "abc"]
+    )
+    assert not supervise(Job((group,), 3), place, watch, StopFlag(), rounds)
+    assert logs[:2] == ["", f"/logs/{log}"] and logs[3:] == [f"/logs/{log}"]
 
 
 def test_without_restarts_left_the_others_go_on_alone(tmp_path: Path) -> None:
