@@ -446,6 +446,11 @@ class OtherMachine:
         with self._changed:
             self._is_paused = True
 
+    def arrive_as(self, arrival: Arrival) -> None:
+        """Say this of the machine from now on: it has changed while it led."""
+        with self._changed:
+            self._arrival = arrival
+
     @property
     def copy(self) -> MarkCopy | None:
         """What this machine has of what members said in the present round."""

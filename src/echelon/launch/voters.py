@@ -275,8 +275,11 @@ class VoterMachine:
         return self._now.drain(ranks)
 
     def resize(self, workers: int) -> None:
-        """Begin later rounds with so many workers of this machine."""
+        """Begin later rounds with so many workers of this machine, whoever leads them."""
         self._now.resize(workers)
+        if self._reign is not None:
+            self._arrival = replace(self._arrival, workers=workers)
+            self._other.arrive_as(self._arrival)
 
     @property
     def has_left(self) -> bool:
