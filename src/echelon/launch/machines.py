@@ -624,7 +624,8 @@ class OtherMachine:
             self._thread.join()
         if self._channel is not None:
             if self._known and not isinstance(self._order, Over):
-                self._send(Left(reason), time.monotonic())
+                left = self._state if isinstance(self._state, Left) else Left(reason)
+                self._send(left, time.monotonic())
             self._channel.socket.close(linger=int(1000 * AGAIN_S))
         self._context.destroy()
 

@@ -34,6 +34,7 @@ from echelon.launch.rounds import (
     Finished,
     Go,
     Leave,
+    Left,
     Order,
     Over,
     OwnRounds,
@@ -506,6 +507,8 @@ class _Supervisor:
         if group.over is not None:
             return
         if self._stop_by and isinstance(group.state, Ready) and group.heeds_signals:
+            if self._stop.signum != signal.SIGTERM or not group.goes_on:  # else the others may go on
+                group.rounds.order(Left(stops=True))
             group.over = Over("stopped")
             return
         order = group.rounds.order(group.state)

@@ -18,7 +18,7 @@ from echelon.core.errors import UserError
 from echelon.launch.culprit import Living, Observed
 from echelon.launch.machines import FirstMachine, OtherMachine, StateReport
 from echelon.launch.meeting import Arrival, AskLater, Meeting, SecretSource, join_meeting, why_silent
-from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, RoundSettings, Running
+from echelon.launch.rounds import Continue, Finished, Go, Left, Order, Over, Ready, RoundSettings, Running
 from echelon.messages.identity import PUBLIC_SECRET, make_secret, read_secret, write_secret
 from echelon.observe.notes import Note
 from echelon.observe.stacks import Stack, StackFrame
@@ -69,6 +69,16 @@ def test_machines_meet_run_a_round_and_end_together(tmp_path: Path, rendezvous: 
     assert _wait(lambda: other.order(Finished(1, stopped=True)), Over) == Over("stopped")
     assert first.order(Finished(1, stopped=True)) == Over("stopped")
     other.close()
+
+
+def test_a_machine_that_is_asked_to_stop_before_it_begins_stops_the_run(
+    tmp_path: Path, rendezvous: Address, first: FirstMachine
+) -> None:
+    other = OtherMachine(rendezvous, SecretSource(tmp_path), replace(ARRIVAL, machine="other"), TERMS, tmp_path)
+    _wait(lambda: other.order(Ready()), Go)
+    other.order(Left(stops=True))
+    other.close()
+    assert _wait(lambda: first.order(Ready()), Over) == Over("stopped")
 
 
 def test_another_setting_is_refused_and_another_secret_is_not_answered(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder
 from echelon.launch.changes import Change
 from echelon.launch.members import GroupMembers, TermKeeper
 from echelon.launch.places.base import Group, Job, Process, Restart
-from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, Round, Running, State, TermLead
+from echelon.launch.rounds import Continue, Finished, Go, Left, Order, Over, Ready, Round, Running, State, TermLead
 from echelon.launch.supervisor import Aftermath, Death, Watch, supervise
 from tests.unit.launch.no_files import no_file_left
 from tests.unit.launch.test_supervisor import Script
@@ -228,6 +229,31 @@ def test_a_run_that_stops_does_not_wait_for_who_has_yet_to_come(tmp_path: Path) 
     rounds = _OneRound(tmp_path / "store", begin=True)
     assert supervise(Job((group,), 3), place, Watch(died), stop, rounds)
     assert ("b", 9) in place.signals
+
+
+@pytest.mark.parametrize(
+    ("signum", "restart", "tells"),
+    [
+        (signal.SIGINT, Restart.BESIDE, True),
+        (signal.SIGTERM, Restart.TOGETHER, True),
+        (signal.SIGTERM, Restart.BESIDE, False),  # where a machine is taken away, the others go on
+    ],
+)
+def test_a_stop_while_a_machine_waits_for_a_round_is_told_to_the_others(
+    tmp_path: Path, signum: int, restart: Restart, tells: bool
+) -> None:
+    class Waits(_OneRound):
+        """Rounds of which none begins."""
+
+        def order(self, state: State) -> Order:
+            asked.append(state)
+            return Continue()
+
+    asked, stop = list[State](), StopFlag()
+    stop.signum = signum
+    group = Group((Process("a", "module:function"),), restart)
+    assert supervise(Job((group,)), Script(), Watch(lambda *_: None), stop, Waits(tmp_path, begin=False))
+    assert (Left(stops=True) in asked) == tells
 
 
 def test_who_was_asked_to_leave_is_not_started_again_and_the_others_go_on(tmp_path: Path) -> None:
