@@ -91,10 +91,12 @@ class Evaluations:
 
     Args:
         first_tag: a number that no coordinator of this run has used.
+        home_patience_s: for how long the first machine's workers are waited for: its disk surely holds checkpoints.
     """
 
-    def __init__(self, plan: TrainingPlan, first_tag: int, now_s: float) -> None:
+    def __init__(self, plan: TrainingPlan, first_tag: int, now_s: float, home_patience_s: float) -> None:
         self._plan, self._tag = plan, first_tag
+        self._home_patience_s, self._home_s = home_patience_s, now_s  # when one of them was last there
         self.present: EvaluationJob | None = None
         self._waiting: deque[EvaluationJob] = deque()
         self._last_asked = self._is_closing = False
@@ -216,7 +218,7 @@ class Evaluations:
     def task_for(self, member: RunMember, workers: Sequence[RunMember], now_s: float) -> EvaluateTask | None:
         """Return the present one as a task, when it waits for this worker."""
         job = self.present
-        if job is None or not job.waits_for_worker or member.name != self._leader(workers):
+        if job is None or not job.waits_for_worker or member.name != self._leader(workers, now_s):
             return None
         takes_over = self._lead not in ("", member.name)
         job.worker = self._lead = member.name
@@ -227,24 +229,43 @@ class Evaluations:
             self.stagnation, job.counts, takes_over,
         )  # fmt: skip
 
-    def _leader(self, workers: Sequence[RunMember]) -> str:
-        """Return the worker that evaluates: the one that did so last, else the first of the first machine."""
+    def _leader(self, workers: Sequence[RunMember], now_s: float) -> str:
+        """Return the worker that evaluates: the one that did so last, else the first of the first machine.
+
+        Empty while the first machine has none: they are being started again.
+        """
         able = [m for m in workers if m.name not in self._late] or workers
+        if self._waits_for_home(able, now_s):
+            return ""
         names = [m.name for m in able if m.is_home] or [m.name for m in able]
         return self._lead if self._lead in names else names[0]
+
+    def _waits_for_home(self, able: Sequence[RunMember], now_s: float) -> bool:
+        return now_s - self._home_s <= self._home_patience_s and not any(m.is_home for m in able)
 
     def take_from_late(self, workers: Sequence[RunMember], now_s: float) -> LateAnswer | None:
         """Let another worker do what one has not answered within its deadline, where there is another.
 
-        After ten times as long as such a task has lasted, and each time that it is taken four times that.
+        After ten times as long as such a task has lasted, and each time that it is taken four times that; at least
+        after the patience with the first machine's workers, where it goes from there to another machine.
         """
+        if any(m.is_home and m.name not in self._late for m in workers):
+            self._home_s = now_s
         job = self.present
-        if job is None or not job.worker or all(m.name in self._late | {job.worker} for m in workers):
+        if job is None or not job.worker:
+            return None
+        others = [m for m in workers if m.name not in self._late | {job.worker}]
+        if not others:
             return None
         lasted = self._lasted[job.evaluate]
         allowed_s = max(_LEAST_S, 10 * max(lasted)) if lasted else self.first_guess_s
+        leaves_home = self._waits_for_home(others, now_s)
+        if leaves_home:
+            allowed_s = max(allowed_s, self._home_patience_s)
         if now_s - job.began_s <= allowed_s * 4**job.taken:
             return None
+        if leaves_home:
+            self._home_s = -math.inf
         late = LateAnswer(job.worker, now_s - job.began_s, job)
         self._late.add(job.worker)
         job.worker, job.taken = "", job.taken + 1
@@ -259,10 +280,12 @@ class Evaluations:
         """Whether a worker has the present task."""
         return self.present is not None and self.present.worker == name
 
-    def worker_gone(self, name: str) -> None:
-        """Let another worker take the task that one had."""
-        self._late.discard(name)
-        if self.present is not None and self.present.worker == name:
+    def worker_gone(self, member: RunMember, was_asked: bool) -> None:
+        """Let another worker take the task that one had; who was asked to leave is not waited for."""
+        self._late.discard(member.name)
+        if member.is_home and was_asked:
+            self._home_s = -math.inf
+        if self.has_task(member.name) and self.present is not None:
             self.present.worker = ""
 
     def is_present(self, task: int) -> bool:

@@ -112,7 +112,7 @@ class Coordinator:
         self._config = config
         self._pairs = [ServingPair(now_s) for _ in range(config.policy.servers)]
         self._leases: LeaseLedger | None = None
-        self._evaluations = Evaluations(config.plan, first_tag, now_s)
+        self._evaluations = Evaluations(config.plan, first_tag, now_s, config.timeout_s)
         self._window = WindowAccumulator(now_s)
         self._setup_worker = ""
         self._asking: dict[str, None] = {}
@@ -423,12 +423,13 @@ class Coordinator:
         """Let a member go that left, died or is silent; its work goes to others."""
         member = self.members.remove(name)
         self._asking.pop(name, None)
-        how = "left" if self._leaving.pop(name, False) else how
+        was_asked = self._leaving.pop(name, False)
         if member is None:
             return
         if member.is_worker:
             self._window.resume(name, now_s)
-            self._worker_gone(name, how)
+            self._evaluations.worker_gone(member, was_asked)
+            self._worker_gone(name, "left" if was_asked else how)
         else:
             self._server_gone(name, how)
         self._tell_members()
@@ -474,7 +475,6 @@ class Coordinator:
         if self._setup_worker == name and self.setup is None:
             self._setup_worker = ""
         back = len(self._leases.leave(name)) if self._leases is not None else 0
-        self._evaluations.worker_gone(name)
         if how != "left":
             self._tell(WorkerGone(f"{name} {how}; {back} of its leases go to others", name, back))
 

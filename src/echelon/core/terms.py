@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import time
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from echelon.core.files import write_atomic
+from echelon.core.patience import may_pass
 
 TERMS_VARIABLE = "ECHELON_TERMS"
 """In the environment of a process whose group outlives deaths: the folder of its terms."""
@@ -106,12 +108,26 @@ class TermFolder:
         self._file = path / "term.json"
         self._seen: tuple[int, int] | None = None
         self._last: Term | None = None
+        self._has_failed = False
 
     def make(self, shared: bool = False) -> None:
         """Make the folder; `shared`: those of other machines are kept alike."""
         self.path.mkdir()
         if shared:
             (self.path / _SHARED).touch()
+
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        """Let what cannot be written for now be: who calls tries it again. That it fails is told once."""
+        try:
+            yield
+        except OSError as error:
+            if not may_pass(error):
+                raise
+            if not self._has_failed:
+                words = "%s cannot be written: %s; the members hear who takes part once it can be (TMPDIR says where)"
+                logging.getLogger(__name__).warning(words, self.path, error.strerror or error)
+            self._has_failed = True
 
     @property
     def is_shared(self) -> bool:

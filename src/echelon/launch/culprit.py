@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from echelon.core.units import format_seconds
 from echelon.observe.notes import SERVING, START, Note
@@ -77,6 +77,13 @@ class Observed:
     loader: StuckLoader | None = None
     tcp: TcpState | None = None
     usual_s: float = 0.0
+
+    def shortened(self, calls: int) -> Observed:
+        """Return the same with so many calls of each stack, and those that it is judged by."""
+        stack, loader = self.stack and self.stack.shortened(calls), self.loader
+        if loader is not None:
+            loader = replace(loader, stack=loader.stack and loader.stack.shortened(calls))
+        return replace(self, stack=stack, loader=loader)
 
     @property
     def waits(self) -> bool:

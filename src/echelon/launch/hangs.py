@@ -150,6 +150,8 @@ class HangWatch:
         if self._verdict is None and self._is_suspicious(living, now):
             self._next_s = now + self._deadline_s / 10  # stacks are not asked for at every look
             self._look_closely(self._observe(living))
+        elif self._verdict is None and living:  # else those that others failed for may have just been ended
+            self._others.share(())  # what was told before is over
 
     def _end_silent(self, living: Sequence[Living], now: float) -> None:
         """End who is stopped for too long, where the others go on without it."""

@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
+import msgpack
 import zmq
 
 from echelon.core.address import Address
@@ -46,8 +48,9 @@ from echelon.launch.rounds import (
 from echelon.launch.supervisor import FirstMachineGone
 from echelon.launch.term_marks import MarkCopy, MarkLog, MarkNews, Marks
 from echelon.messages.endpoint import Channel, Sender
-from echelon.messages.framing import Content, Message, content, vocabulary
+from echelon.messages.framing import MAX_HEADER_BYTES, Content, Message, content, vocabulary
 from echelon.messages.identity import derive_keys
+from echelon.messages.plain import to_plain
 from echelon.messages.sockets import new_context
 
 BEAT_S = 0.5
@@ -59,6 +62,8 @@ _TOLD_S = 30.0
 _MOST_LOSSES = 100
 _SOON_S = 0.02  # between questions while a member waits for what others say
 _SILENT_S = 2 * LOST_S
+_CALLS = 12  # of a stack in a report
+_OBSERVED_BYTES = MAX_HEADER_BYTES // 2
 
 
 @content(64)
@@ -169,14 +174,17 @@ class FirstMachine:
         with self._lock:
             return self._rendezvous.state(), self._checkpoints
 
-    def publish(self, term: Term, number: int) -> None:
-        """Let members know a term of the round of a number, unless a newer one has begun."""
+    def publish(self, term: Term, number: int) -> bool:
+        """Let members know a term of the round of a number, unless a newer one has begun; whether they can."""
         with self._lock:
             if self._log is None or self._log.round != number:
-                return
+                return True
             newest = self._log.folder.newest()
             if newest is None or newest.number < term.number:
-                self._log.folder.publish(term)
+                with self._log.folder.patiently():
+                    self._log.folder.publish(term)
+            newest = self._log.folder.newest()
+            return newest is not None and newest.number >= term.number
 
     def forgive(self) -> None:
         """Begin anew to count for how long machines are silent: this one could not listen."""
@@ -349,6 +357,14 @@ def waits_for_return(first: str, most_s: float) -> str:
     return f"{first} gives no answer: waiting up to {format_seconds(most_s)} for its return (--machine-patience)"
 
 
+def _fitting(observed: Sequence[Observed]) -> tuple[Observed, ...]:
+    """Return what fits a report: with short stacks, and where there are very many without those least to blame."""
+    short = [o.shortened(_CALLS) for o in observed]
+    short.sort(key=lambda o: (o.waits, not o.is_stopped, -o.still_s))
+    bytes_until = accumulate(len(msgpack.packb(to_plain(o))) for o in short)
+    return tuple(o for o, size in zip(short, bytes_until, strict=True) if size <= _OBSERVED_BYTES)
+
+
 class OtherMachine:
     """Asks the first machine, by messages that a thread sends again and again: they are its signs of life as well.
 
@@ -430,6 +446,11 @@ class OtherMachine:
         with self._changed:
             self._is_paused = True
 
+    def arrive_as(self, arrival: Arrival) -> None:
+        """Say this of the machine from now on: it has changed while it led."""
+        with self._changed:
+            self._arrival = arrival
+
     @property
     def copy(self) -> MarkCopy | None:
         """What this machine has of what members said in the present round."""
@@ -446,8 +467,9 @@ class OtherMachine:
 
     def share(self, observed: Sequence[Observed]) -> None:
         """Tell the first machine, with the next report, what this one's processes are at."""
+        fitting = _fitting(observed)
         with self._changed:
-            self._observed = tuple(observed)
+            self._observed = fitting
 
     def elsewhere(self) -> Elsewhere:
         """Return nothing: the first machine judges."""
@@ -602,7 +624,8 @@ class OtherMachine:
             self._thread.join()
         if self._channel is not None:
             if self._known and not isinstance(self._order, Over):
-                self._send(Left(reason), time.monotonic())
+                left = self._state if isinstance(self._state, Left) else Left(reason)
+                self._send(left, time.monotonic())
             self._channel.socket.close(linger=int(1000 * AGAIN_S))
         self._context.destroy()
 

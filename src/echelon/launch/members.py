@@ -4,7 +4,8 @@ makes its terms, and each knows its processes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from echelon.core.terms import (
     MEMBER_VARIABLE,
@@ -51,6 +52,7 @@ class TermKeeper:
         self.members = sorted(members, key=self.is_elsewhere)
         self._term, self._lost_by, self._stamp, self._stuck = self.lead.after, 0, 0, False
         self._held = False
+        self._unwritten: Callable[[], None] | None = None
 
     def is_elsewhere(self, member: str) -> bool:
         """Whether a member is on another machine than this one."""
@@ -74,15 +76,27 @@ class TermKeeper:
     def look(self, admits: bool) -> bool:
         """Make the terms that follow from what was said; returns whether a machine is lost that the others need.
 
+        What cannot be written for now follows at the next look.
+
         Args:
             admits: newcomers are taken in.
         """
+        with self._folder.patiently():
+            self._write()
+            self._look(admits)
+        return self._stuck
+
+    @property
+    def owes_term(self) -> bool:
+        """Whether the members have yet to hear of the newest term, which could not be written."""
+        return self._unwritten is not None
+
+    def _look(self, admits: bool) -> None:
         folder, stamp = self._folder, self._folder.stamp()
         if self.lead.holds != self._held:
             self._hold(self.lead.holds)
         if self._held or (stamp and stamp == self._stamp):
-            return self._stuck
-        self._stamp = stamp
+            return
         lost = [member for member in self.members if folder.is_lost(member)]
         if lost and not all(map(folder.is_missed, lost)):
             if left := self.survivors(lost):
@@ -97,7 +111,7 @@ class TermKeeper:
         if admits and not folder.is_closed:
             self._admit()
         self._stuck = any(folder.is_missed(member) and folder.is_gone(member) for member in self.members)
-        return self._stuck
+        self._stamp = stamp
 
     def _admit(self) -> None:
         """Take in the newcomers that are ready."""
@@ -115,14 +129,21 @@ class TermKeeper:
         self._held, self._lost_by = holds, self._term + 1
         if holds:
             self._term += 1
-            self._folder.publish(Term(self._term, (), self._lost_by))
+            self._write(partial(self._folder.publish, Term(self._term, (), self._lost_by)))
         elif not self.wait_for_first:
             self._publish()
 
     def _publish(self) -> None:
         self._term += 1
-        publish = self.lead.publish or self._folder.publish
-        publish(Term(self._term, tuple(self.members), self._lost_by, self.lead.store))
+        term = Term(self._term, tuple(self.members), self._lost_by, self.lead.store)
+        self._write(partial(self.lead.publish or self._folder.publish, term))
+
+    def _write(self, write: Callable[[], None] | None = None) -> None:
+        """Write a term, or the one that could not be."""
+        self._unwritten = write or self._unwritten
+        if self._unwritten is not None:
+            self._unwritten()
+            self._unwritten = None
 
 
 class GroupMembers:
@@ -200,20 +221,23 @@ class GroupMembers:
         """Let the survivors go on without some of this machine's members.
 
         Returns:
-            Whether they do; None: the first machine has not said so yet.
+            Whether they do; None: the first machine has not said so yet, or it cannot be written for now.
         """
         folder, members = self._folder, [self._member(name) for name in dead]
         if folder is None:
             return False
         self._note_ranks()
-        for member in members:
-            folder.lose(member)
+        with folder.patiently():
+            for member in members:
+                folder.lose(member)
+        if not all(map(folder.is_lost, members)):
+            return None
         if self._keeper is not None:
             self._keeper.look(admits=False)
         if any(map(folder.is_missed, members)):
             return False
         if self._keeper is not None:
-            return True
+            return None if self._keeper.owes_term else True
         term = folder.newest()
         return True if term is not None and not set(members) & set(term.members) else None
 

@@ -40,6 +40,8 @@ _COUNTED_AGAIN_S = 60.0  # while the least are waited for
 _NEWCOMERS_S = 5.0  # between looks for machines that have come
 _LAST_WORDS_S = 15.0  # for nodes that lost another one: they have nothing to save
 _FINAL = {0, 1, USER_ERROR_EXIT_CODE}
+_NOTED_NOTHING, _LOST = -1, -2  # how a start ended of which no machine noted that; a machine was lost in it
+_MOST_IN_VAIN = 10
 
 
 class NodeActor:
@@ -150,6 +152,26 @@ def _exit_code(end: Any) -> int | None:
     return code
 
 
+class StartsInVain:
+    """Counts starts in a row in which no node command began, as where it cannot be imported on its machine."""
+
+    def __init__(self, files: PlaceFiles) -> None:
+        """Begin with what earlier jobs of the run have noted."""
+        self._files, self._count = files, 0
+        self._begun = self._noted()
+
+    def _noted(self) -> int:
+        return self._files.starts.stat().st_size if self._files.starts.exists() else 0
+
+    def add(self, code: int) -> str:
+        """Count a start that ended so; returns why no other one follows, or nothing."""
+        before, self._begun = self._begun, self._noted()
+        self._count = self._count + 1 if code == _NOTED_NOTHING and self._begun == before else 0
+        if self._count < _MOST_IN_VAIN:
+            return ""
+        return f"{_MOST_IN_VAIN} starts in a row ended before the run began: logs/node0.out in its folder says why"
+
+
 def main(run: Path, folder: Path) -> int:
     """Run the node commands until the run is over; returns the exit code that a command by hand would have."""
     cluster = PlaceChoice(load_run_config(run / _CONFIG_FILE).launch.on).cluster()
@@ -158,6 +180,7 @@ def main(run: Path, folder: Path) -> int:
     ray.init(logging_level="warning", log_to_driver=False)
     stop, submission = _Stop(), Submission(run, folder)  # Ray has its own handler until then
     job, files, start = ray.get_runtime_context().get_job_id(), PlaceFiles(run), 0
+    vain = StartsInVain(files)
     while not stop.signum:
         files.exit.unlink(missing_ok=True)
         newcomers = _Newcomers(cluster)
@@ -168,6 +191,9 @@ def main(run: Path, folder: Path) -> int:
             code = _run_once(nodes, submission, f"{job}-{start}", stop, newcomers)
         if code in _FINAL:
             return code
+        if reason := vain.add(code):
+            files.end(USER_ERROR_EXIT_CODE, reason)
+            return USER_ERROR_EXIT_CODE
         start += 1
     return 128 + stop.signum
 
@@ -217,14 +243,14 @@ class _Newcomers:
 
 
 def _run_once(nodes: _Nodes, submission: Submission, start: str, stop: _Stop, newcomers: _Newcomers) -> int:
-    """Run the node commands once; returns how the run ended by what its machines noted, or -1: they noted nothing."""
+    """Run the node commands once; returns how the run ended by what its machines noted, or that they did not."""
     files = PlaceFiles(submission.run)
     try:
         nodes.start(submission, start)
         codes = _until_one_ends(nodes, stop, newcomers)
     except RayActorError as lost:
         print(f"a machine is lost: {lost}", flush=True)
-        return -1
+        return _LOST
     except RayTaskError as error:  # there is no such command on a node
         files.end(USER_ERROR_EXIT_CODE, str(error.cause))
         return USER_ERROR_EXIT_CODE
@@ -233,7 +259,9 @@ def _run_once(nodes: _Nodes, submission: Submission, start: str, stop: _Stop, ne
     nodes.end(STOP_S if all(code == 0 for code in codes) else _LAST_WORDS_S)
     ended = files.ended()
     print(f"start {start} on {nodes.count}: exit codes {codes}, noted: {ended}", flush=True)
-    return -1 if ended is None else ended[0]
+    if ended is not None:
+        return ended[0]
+    return _LOST if None in codes else _NOTED_NOTHING
 
 
 def _until_one_ends(nodes: _Nodes, stop: _Stop, newcomers: _Newcomers) -> Sequence[int | None]:

@@ -97,9 +97,14 @@ class Finished:
 
 @dataclass(frozen=True)
 class Left:
-    """A machine goes and does not come back."""
+    """A machine goes and does not come back.
 
-    reason: str
+    Attributes:
+        stops: its command was asked to stop the whole run.
+    """
+
+    reason: str = ""
+    stops: bool = False
 
 
 State = Ready | Running | Finished | Left
@@ -508,12 +513,19 @@ class Rendezvous:
                 return Leave(self._gracefully and not self._rounds)
             case Finished():
                 return self._finished(machine, state)
-            case Left(reason=reason):
+            case Left():
                 self._go(machine, now)
-                present = sum(m.present for m in self._machines.values())
-                if self.over is None and not self._rounds and present < self._terms.least:  # else the others go on
-                    self.over = Over("failed", f"{name} left the run{': ' if reason else ''}{reason}")
+                if self.over is None and not self._rounds:  # else the others go on
+                    self.over = self._without(machine, state)
                 return Over("stopped")
+
+    def _without(self, machine: _Machine, left: Left) -> Over | None:
+        """Return how the run ends where a machine leaves between two rounds; None: it goes on."""
+        if left.stops:
+            return Over("stopped")
+        enough = sum(m.present for m in self._machines.values()) >= self._terms.least
+        reason = f": {left.reason}" if left.reason else ""
+        return None if enough else Over("failed", f"{machine.name} left the run{reason}")
 
     def saved(self, checkpoints: int) -> None:
         """Note that checkpoints of new steps were saved."""
@@ -555,7 +567,9 @@ class Rendezvous:
             if not (began_anew and self._does.lose(machine.name, current)):
                 self._break_round(now, gracefully=False)
             else:
-                return self._come_beside(machine)
+                del self._rounds[machine.name]
+                if self._rounds:
+                    return self._come_beside(machine)
         elif current is not None:  # the order to go has been lost, or not been heeded yet
             return Go(current)
         elif self._rounds and self._does.takes_in(self._number) is not None:  # it comes while the others run

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NoReturn
 
 from echelon.core.errors import (
@@ -22,6 +23,7 @@ from echelon.core.errors import (
     UserError,
 )
 from echelon.core.stop import StopFlag, signal_name
+from echelon.core.terms import machine_prefix
 from echelon.core.units import format_seconds
 from echelon.launch.changes import Change
 from echelon.launch.culprit import Living
@@ -32,6 +34,7 @@ from echelon.launch.rounds import (
     Finished,
     Go,
     Leave,
+    Left,
     Order,
     Over,
     OwnRounds,
@@ -48,6 +51,7 @@ LOOK_S = 1.0  # between looks for new checkpoints
 GRACE_S = 10.0
 LEAVE_S = 60.0  # at least, in which a round that others join saves; longer where a stop may take longer
 ASK_AGAIN_S = 1.0
+KILL_S = 30.0  # in which a process that was killed is gone, unless the kernel holds it
 RESCUE_S = 30.0  # in which survivors save what they have trained
 TERM_S = 1.5  # in which they hear who is left, on whichever machine
 JOINT_S = 2.0  # in which the first machine says that the whole run is being stopped
@@ -256,7 +260,7 @@ class _Group:
         if self.members is not None:
             folder = self.rounds.open_terms(round_)
             self.members.begin(round_, folder, self.rounds.lead(round_))
-        return [replace(p, environment=self._environment(p, i)) for i, p in enumerate(self.processes)]
+        return [self._as_started(p, i) for i, p in enumerate(self.processes)]
 
     @property
     def has_left(self) -> bool:
@@ -296,12 +300,20 @@ class _Group:
         self.members.start_again(name)
         self.alive.add(name)
         local = [process.name for process in self.processes].index(name)
-        return replace(self.processes[local], environment=self._environment(self.processes[local], local))
+        return self._as_started(self.processes[local], local)
 
     def death_of(self, name: str, exit_code: int) -> Death:
         """Return the death of a process whose group goes on."""
         started = self.started[name]
         return Death(name, started.host, started.pid, exit_code, self._rank(name), log=self._log(name))
+
+    def _as_started(self, process: Process, local: int) -> Process:
+        """Return a process as it is to be started in the round, with a log of its own where machines share a disk."""
+        assert self.round is not None
+        log, prefix = process.log, machine_prefix(self.round.machine, 0)
+        if log and prefix:
+            log = str(Path(log).with_name(f"{prefix}{Path(log).name}"))
+        return replace(process, environment=self._environment(process, local), log=log)
 
     def _environment(self, process: Process, local: int) -> dict[str, str]:
         assert self.round is not None
@@ -495,6 +507,8 @@ class _Supervisor:
         if group.over is not None:
             return
         if self._stop_by and isinstance(group.state, Ready) and group.heeds_signals:
+            if self._stop.signum != signal.SIGTERM or not group.goes_on:  # else the others may go on
+                group.rounds.order(Left(stops=True))
             group.over = Over("stopped")
             return
         order = group.rounds.order(group.state)
@@ -695,14 +709,31 @@ class _Supervisor:
         """End what is left of a group, such as a rank that waits in a collective for a dead one.
 
         Nothing is lost by it: checkpoints are whole or absent.
+
+        Raises:
+            JobFailed: the kernel does not let go of one.
         """
         self._place.signal(sorted(group.alive), signal.SIGKILL)
+        since_s, told = time.monotonic(), False
         while group.alive:
             for event in self._place.events(TICK_S):
                 if isinstance(event, Exited) and event.name in group.alive:
                     group.alive.discard(event.name)
                 else:
                     self._take([event])
+            if group.alive and time.monotonic() - since_s > KILL_S:
+                self._wait_for_kernel(group, since_s, told)
+                told = True
+
+    def _wait_for_kernel(self, group: _Group, since_s: float, told: bool) -> None:
+        """Tell of processes that do not end though they were killed, until that is over or has lasted for too long."""
+        who = " and ".join(f"{process} (pid {process.pid})" for process in group.living())
+        words = f"{who} cannot be ended: the kernel holds it in a call, as to a disk or a GPU that does not answer"
+        patience_s = self._place.patience_s
+        if self._stop or time.monotonic() - since_s > patience_s:
+            raise JobFailed("" if self._tell_death(group, Over("failed", no_restart=words)) else words)
+        if not told:
+            self._watch.on_wait(f"{words}; waiting up to {format_seconds(patience_s)} for it (--io-patience)")
 
     def _heed_stop(self) -> None:
         if not self._stop:

@@ -47,11 +47,12 @@ class MarkLog:
         self._log: list[str] = []
 
     def answer(self, marks: Marks) -> MarkNews:
-        """Take the marks of another machine; returns what it has not been told yet."""
+        """Take the marks of another machine, which tells again what cannot be written for now; returns what is news."""
         if marks.round != self.round:
             return MarkNews()
-        self.folder.take(marks.names)
-        self._log += sorted(self.folder.marks() - set(self._log))
+        with self.folder.patiently():
+            self.folder.take(marks.names)
+            self._log += sorted(self.folder.marks() - set(self._log))
         return MarkNews(
             self.round, marks.heard, tuple(self._log[marks.heard : marks.heard + _MOST]), self.folder.newest()
         )
@@ -71,9 +72,12 @@ class MarkCopy:
         return Marks(self.round, tuple(sorted(self.folder.marks() - self._told))[:_MOST], self._heard)
 
     def take(self, news: MarkNews) -> None:
-        """Let this machine's members know what the first one tells."""
-        if news.round != self.round or news.since != self._heard:
-            return
+        """Let this machine's members know what the first one tells; it tells again what cannot be written for now."""
+        if news.round == self.round and news.since == self._heard:
+            with self.folder.patiently():
+                self._take(news)
+
+    def _take(self, news: MarkNews) -> None:
         self.folder.take(news.names)
         self._told |= set(news.names)
         self._heard += len(news.names)

@@ -275,8 +275,11 @@ class VoterMachine:
         return self._now.drain(ranks)
 
     def resize(self, workers: int) -> None:
-        """Begin later rounds with so many workers of this machine."""
+        """Begin later rounds with so many workers of this machine, whoever leads them."""
         self._now.resize(workers)
+        if self._reign is not None:
+            self._arrival = replace(self._arrival, workers=workers)
+            self._other.arrive_as(self._arrival)
 
     @property
     def has_left(self) -> bool:
@@ -533,8 +536,7 @@ class VoterMachine:
         """Let the newest term begin, once it outlives this machine."""
         term, counts = reign.term, voting.is_settled and voting.has_lease(time.monotonic())
         if reign.pending and term is not None and counts and voting.kept.journal.term == term:
-            reign.pending = False
-            reign.first.publish(term, reign.term_round)
+            reign.pending = not reign.first.publish(term, reign.term_round)
 
     def _keep(self) -> bool:
         """Have on the disk what may be told to others from then on; returns whether it is there.

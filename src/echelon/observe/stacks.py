@@ -23,6 +23,7 @@ _WAITING = (
     f"{_PACKAGE}/sync/averaging/exchange.py", f"{_PACKAGE}/trainer/window.py",
     f"{_PACKAGE}/parallel/pipeline/torch_stage.py", f"{_PACKAGE}/parallel/tensor/comm.py",
 )  # fmt: skip
+_COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _COMMAND = "/bin/echelon"  # from which processes were forked
 _NOT_OF_USERS = (_LIBRARY, _PACKAGE, "/site-packages/", "/dist-packages/", "<frozen", "<string>")
 
@@ -48,6 +49,13 @@ class Stack:
     def __str__(self) -> str:
         return "\n".join(f'  File "{f.file}", line {f.line} in {f.function}' for f in self.frames)
 
+    def shortened(self, innermost: int) -> Stack:
+        """Return the innermost calls, and of the outer ones those that say whether it waits, and for what."""
+        inner, outer = self.frames[:innermost], self.frames[innermost:]
+        tells = (self.telling, self.of_user)
+        told = (f for f in outer if any(f is frame for frame in tells) or f.file.endswith(_COLLECTIVES))
+        return Stack((*inner, *told))
+
     @property
     def telling(self) -> StackFrame | None:
         """The innermost call that is not of the machinery that everything waits or computes in."""
@@ -72,7 +80,7 @@ class Stack:
     @property
     def collective(self) -> str:
         """The name of the collective that it is in, such as `all_reduce`; empty: none by name."""
-        names = [f.function for f in self.frames if f.file.endswith("/torch/distributed/distributed_c10d.py")]
+        names = [f.function for f in self.frames if f.file.endswith(_COLLECTIVES)]
         return next((name for name in reversed(names) if name not in ("wrapper", "_wrapper")), "")
 
 

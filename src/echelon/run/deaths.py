@@ -224,9 +224,9 @@ class _Chronicle:
         run, config = self._run, self._run.config
         divides = not run.sync.uses_servers or server_settings(run.sync).aggregates
         gpus = visible_gpus() if config.training.device != "cpu" else 0
-        process = another_worker(
-            self._job, number, config.data.batch_size if divides else 0, gpus if gpus >= self._workers else 0
-        )
+        batch_size = config.data.batch_size if divides else 0
+        gpus = gpus if gpus >= self._workers else 0
+        process = another_worker(self._job, self._path / "logs", number, batch_size, gpus)
         return process if self.board is None else self.board.add(process)
 
     def on_asked(self, pids: Mapping[str, int]) -> None:

@@ -152,10 +152,11 @@ def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
     return Job((Group(tuple(alone), Restart.ALONE), *map(Group, split)), plan.max_restarts)
 
 
-def another_worker(job: Job, number: int, batch_size: int, gpus: int) -> Process:
+def another_worker(job: Job, logs: Path, number: int, batch_size: int, gpus: int) -> Process:
     """Return a worker beyond those that a job of this machine begins with, by its number from 0.
 
     Args:
+        logs: folder that its output goes to; the job's only worker may have none of its own.
         batch_size: samples that the workers divide among them; 0: they do not.
         gpus: that the workers compute on; 0: on none.
 
@@ -179,7 +180,7 @@ def another_worker(job: Job, number: int, batch_size: int, gpus: int) -> Process
             raise UserError("only the first machine can have more workers")
         place = replace(place, number=place.workers + number, local=local)
         name, args = place.name, (path, place, *parcel)
-    return replace(process, name=name, args=args, log=str(Path(process.log).with_name(f"{name}.out")))
+    return replace(process, name=name, args=args, log=str(logs.absolute() / f"{name}.out"))
 
 
 def _of_split(process: Process, environment: Mapping[str, str], local: int) -> Process:

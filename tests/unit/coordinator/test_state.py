@@ -700,10 +700,17 @@ def _evaluation(run: Run, worker: str) -> EvaluateTask:
     return task
 
 
-def test_a_worker_that_is_stuck_in_an_evaluation_holds_up_no_other_s_checkpoints() -> None:
-    """It lives and beats: another worker evaluates and saves after the learned deadline, and it is named."""
+@pytest.mark.parametrize(("machine", "deadline_s"), [(0, 10.0), (1, 60.0)])
+def test_a_worker_that_is_stuck_in_an_evaluation_holds_up_no_other_s_checkpoints(
+    machine: int, deadline_s: float
+) -> None:
+    """It lives and beats: another worker evaluates and saves after the learned deadline, and it is named.
+
+    A worker of another machine, whose disk may be another one, does after --timeout.
+    """
     run = Run(plan=TrainingPlan(20, 0, 0, 1, None))
-    run.begin("a", "b")
+    run.begin("a")
+    run.say("b", JoinWorker("model", machine=machine))
 
     def wait(seconds: float) -> None:
         """Let time pass in which all live."""
@@ -721,7 +728,7 @@ def test_a_worker_that_is_stuck_in_an_evaluation_holds_up_no_other_s_checkpoints
     run.done("b", run.ask("b").task)
     stuck = _evaluation(run, "a")
     run.done("b", run.ask("b").task)
-    wait(9.0)
+    wait(deadline_s - 1.0)
     run.done("b", run.ask("b").task)
     assert not run.told(EvaluationLate)
     wait(2.0)
@@ -733,6 +740,37 @@ def test_a_worker_that_is_stuck_in_an_evaluation_holds_up_no_other_s_checkpoints
     assert not [entry for entry in run.journal if isinstance(entry, Best)]
     run.say("b", EvaluationDone(taken.task, best=5.0))
     assert [entry.best for entry in run.journal if isinstance(entry, Best)] == [5.0]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_is_due_while_the_first_machine_s_worker_starts_again_waits_for_it(asked: bool) -> None:
+    """Only its disk surely holds the run's checkpoints. A worker that was asked to leave is not waited for."""
+    run = Run(plan=TrainingPlan(20, 0, 0, 1, None))
+    run.begin("a")
+    run.say("b", JoinWorker("model", machine=1))
+    run.tick()
+    run.done("b", run.ask("b").task)
+    if asked:
+        run.say("launcher", Drain(["a"]))
+    run.say("launcher", Died("a"))
+    (copy,) = run.sent("server0", KeepCopy)
+    run.say("server0", CopyKept(copy.tag, 0))  # type: ignore[attr-defined]
+    run.say("b", AskTask())
+    assert bool(run.sent("b", EvaluateTask)) == asked
+    if asked:
+        return
+    run.sessions["a"] += 1
+    run.say("a", JoinWorker("model"))
+    assert _evaluation(run, "a").reason == "interval"
+    run.say("launcher", Died("a"))
+    run.say("b", AskTask())
+    assert not run.sent("b", EvaluateTask)
+    for _ in range(122):  # longer than --timeout, while the others live
+        run.say("b", WorkerBeat({}, 0, 0))
+        run.say("b", AskTask())
+        run.say("server0", READY)
+        run.tick(0.5)
+    assert run.sent("b", EvaluateTask)
 
 
 def test_the_best_result_and_its_loss_outlive_the_coordinator() -> None:

@@ -81,3 +81,13 @@ def test_where_all_wait_it_is_what_is_between_them() -> None:
     standstill = find_standstill(differing, 60.0, 5.0)
     assert standstill is not None and "rank 0 in all_reduce, rank 1 in barrier" in standstill.sentence(60.0)
     assert find_standstill([WAITING, at(1, "forward", USER)], 60.0, 5.0) is None
+
+
+def test_a_shortened_stack_is_judged_as_the_long_one() -> None:
+    carriers = tuple(StackFrame("/v/site-packages/torch/_ops.py", i, "call") for i in range(20))
+    recursion = (StackFrame("/v/site-packages/pytree.py", 4, "walk"),) * 900
+    long = Stack((*carriers, *in_collective("all_gather").frames, *recursion, *USER.frames))
+    short = long.shortened(12)
+    assert len(short.frames) < 20
+    for stack in (long, short):
+        assert stack.waits and stack.collective == "all_gather" and stack.of_user == USER.frames[0]

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from echelon.launch import hangs
-from echelon.launch.culprit import Hang, Living
+from echelon.launch.culprit import Elsewhere, Hang, Living
 from echelon.launch.places.base import Restart
 from echelon.observe.notes import Note
 from echelon.observe.phases import Phase
@@ -37,3 +37,24 @@ def test_who_hangs_right_after_a_slow_start_is_named_within_the_deadline(monkeyp
     (verdict,) = [call.args[0] for call in listener.on_hang.call_args_list]
     assert isinstance(verdict, Hang)
     assert verdict.process == WORKERS[1] and verdict.activity == Phase.DATA and verdict.since_s == pytest.approx(1000.3)
+
+
+def test_what_was_told_to_the_machine_that_judges_is_taken_back_when_the_suspicion_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An hour later it would blame who started slowly."""
+    clock = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    monkeypatch.setattr(hangs, "STACKS_S", 0.0)
+    notes = {process.pid: Note("start", 0, clock - 20.0, 1, process.pid, 0, False, False) for process in WORKERS}
+    board, place, others = Mock(), Mock(), Mock()
+    board.note.side_effect = lambda name, pid: notes[pid]
+    place.is_silent.return_value = False
+    others.elsewhere.return_value = Elsewhere(is_complete=False)
+    watch = hangs.HangWatch(board, place, others, DEADLINE_S, Mock(), Restart.TOGETHER)
+    watch.look(WORKERS)
+    assert [o.process for o in others.share.call_args.args[0]] == list(WORKERS)
+    clock += DEADLINE_S / 10
+    notes |= {pid: Note(Phase.FORWARD, 1, clock, 2, pid, 0, False, False) for pid in notes}
+    watch.look(WORKERS)
+    assert not others.share.call_args.args[0]

@@ -101,6 +101,31 @@ def test_who_stops_does_not_wait_for_imports(tmp_path: Path, stops: bool, import
     assert done.returncode == 0, done.stderr
 
 
+HELD = """
+from echelon.launch.fork_server import start_import_server
+from echelon.launch.places import local
+from echelon.launch.places.base import Process
+
+class Held(local.Local):
+    def signal(self, names, signum):
+        pass  # as if the kernel held it
+
+local._END_S = 0.1
+start_import_server(())
+place = Held()
+place.start([Process("rank0", "signal:pause", folder="/")])
+while not (events := place.events(60)):
+    pass
+place.close()
+print(events, flush=True)
+"""
+
+
+def test_a_process_that_the_kernel_holds_does_not_keep_the_command_from_ending() -> None:
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "Started" in done.stdout, done.stderr
+
+
 SPINS = """
 import multiprocessing, os, sys
 from echelon.launch.fork_server import start_import_server

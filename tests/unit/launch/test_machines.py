@@ -15,10 +15,13 @@ import pytest
 
 from echelon.core.address import Address
 from echelon.core.errors import UserError
+from echelon.launch.culprit import Living, Observed
 from echelon.launch.machines import FirstMachine, OtherMachine, StateReport
 from echelon.launch.meeting import Arrival, AskLater, Meeting, SecretSource, join_meeting, why_silent
-from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, RoundSettings, Running
+from echelon.launch.rounds import Continue, Finished, Go, Left, Order, Over, Ready, RoundSettings, Running
 from echelon.messages.identity import PUBLIC_SECRET, make_secret, read_secret, write_secret
+from echelon.observe.notes import Note
+from echelon.observe.stacks import Stack, StackFrame
 
 TERMS = RoundSettings(2, 2, 1, arrival_s=30.0, return_s=5.0)
 ARRIVAL = Arrival("first", 1, {"--lr": "0.1"})
@@ -66,6 +69,16 @@ def test_machines_meet_run_a_round_and_end_together(tmp_path: Path, rendezvous: 
     assert _wait(lambda: other.order(Finished(1, stopped=True)), Over) == Over("stopped")
     assert first.order(Finished(1, stopped=True)) == Over("stopped")
     other.close()
+
+
+def test_a_machine_that_is_asked_to_stop_before_it_begins_stops_the_run(
+    tmp_path: Path, rendezvous: Address, first: FirstMachine
+) -> None:
+    other = OtherMachine(rendezvous, SecretSource(tmp_path), replace(ARRIVAL, machine="other"), TERMS, tmp_path)
+    _wait(lambda: other.order(Ready()), Go)
+    other.order(Left(stops=True))
+    other.close()
+    assert _wait(lambda: first.order(Ready()), Over) == Over("stopped")
 
 
 def test_another_setting_is_refused_and_another_secret_is_not_answered(
@@ -159,6 +172,21 @@ def test_where_nothing_listens_that_is_told(tmp_path: Path, rendezvous: Address)
     ):
         join_meeting(rendezvous, SecretSource(tmp_path, True), ARRIVAL, 5.0, said.append)
     assert len(said) == 1 and "waiting for the first machine" in said[0]
+
+
+def test_what_very_many_processes_are_at_fits_a_report(
+    tmp_path: Path, rendezvous: Address, first: FirstMachine
+) -> None:
+    """A report that is too long is dropped, and its machine would count as silent."""
+    other = OtherMachine(rendezvous, SecretSource(tmp_path), replace(ARRIVAL, machine="other"), TERMS, tmp_path)
+    stack = Stack(tuple(StackFrame(f"/v/site-packages/{'model/' * 12}{i}.py", i, "forward") for i in range(100)))
+    note = Note("forward", 1, 0.0, 7, 100, 1, True, False)
+    other.share([Observed(Living(f"rank{i}", "h", i, i), note, 60.0, stack, is_stopped=i == 999) for i in range(1000)])
+    assert isinstance(first.order(Ready()), Continue)
+    _wait(lambda: other.order(Ready()), Go)
+    told = first.elsewhere().observed
+    assert len(told) > 50 and any(o.is_stopped for o in told)
+    other.close()
 
 
 def test_on_a_trusted_network_machines_meet_without_a_secret(tmp_path: Path, rendezvous: Address) -> None:

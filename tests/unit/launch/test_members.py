@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from echelon.core import terms
 from echelon.core.errors import LEFT_EXIT_CODE
 from echelon.core.stop import StopFlag
 from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder
 from echelon.launch.changes import Change
 from echelon.launch.members import GroupMembers, TermKeeper
 from echelon.launch.places.base import Group, Job, Process, Restart
-from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, Round, Running, State, TermLead
+from echelon.launch.rounds import Continue, Finished, Go, Left, Order, Over, Ready, Round, Running, State, TermLead
 from echelon.launch.supervisor import Aftermath, Death, Watch, supervise
+from tests.unit.launch.no_files import no_file_left
 from tests.unit.launch.test_supervisor import Script
 
 
@@ -39,6 +46,26 @@ def test_survivors_keep_their_order_and_newcomers_come_last(tmp_path: Path) -> N
     assert members.booting() == []
     assert folder.newest() == Term(2, ("b.0", "c.0", "a.1"), lost_by=1)
     assert [members.rank_of(name, at_start) for at_start, name in enumerate("abc")] == [2, 0, 1]
+
+
+def test_a_full_temporary_disk_keeps_the_others_waiting_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    members, folder = _members(tmp_path)
+    with no_file_left():
+        assert members.lose(["a"]) is None
+
+    def write(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(terms, "write_atomic", write)
+        assert members.lose(["a"]) is None  # what is empty may still have room
+        members.look()
+        assert folder.newest() is None
+    assert members.lose(["a"]) is True and folder.newest() == Term(1, ("b.0", "c.0"), lost_by=1)
+    [told] = caplog.messages
+    assert "Too many open files" in told and "TMPDIR" in told
 
 
 def test_newcomers_alone_have_nothing_to_go_on_from(tmp_path: Path) -> None:
@@ -84,14 +111,14 @@ class _OneRound:
 
     restarts_left = None
 
-    def __init__(self, store: Path, begin: bool) -> None:
-        self._store, self._number, self._begin = store, 0, begin
+    def __init__(self, store: Path, begin: bool, machine: int = 0) -> None:
+        self._store, self._number, self._begin, self._machine = store, 0, begin, machine
 
     def order(self, state: State) -> Order:
         match state:
             case Ready():
                 self._number += 1
-                return Go(Round(self._number, {}, 0))
+                return Go(Round(self._number, {}, 0, self._machine))
             case Running():
                 return Continue()
         return Over("stopped" if isinstance(state, Finished) and state.stopped else "completed")
@@ -146,6 +173,27 @@ def test_a_death_is_of_the_rank_that_the_process_had_last_and_its_log_is_what_it
     assert [(death.name, death.rank, death.log) for death in deaths] == [("b", 1, "rank1"), ("c", 1, "rank2")]
 
 
+@pytest.mark.parametrize(("machine", "log"), [(0, "b.out"), (2, "machine2-b.out")])
+def test_machines_that_share_a_disk_write_to_logs_of_their_own(tmp_path: Path, machine: int, log: str) -> None:
+    class Logging(Script):
+        """A place that notes where output goes."""
+
+        def start(self, processes: Sequence[Process]) -> None:
+            logs.extend(process.log for process in processes)
+            super().start(processes)
+
+    logs, prefix = list[str](), "machine2-" if machine else ""
+    group = Group(tuple(Process(n, "m:f", log=f"/logs/{n}.out" if n != "a" else "") for n in "abc"), Restart.BESIDE)
+    place = Logging([("b", -9)], [("a", 0), ("c", 0)])
+    rounds = _OneRound(tmp_path / "store", begin=False, machine=machine)
+    terms = tmp_path / "store1.terms"
+    watch = Watch(
+        lambda death, then: None, on_start=lambda _: [TermFolder(terms).begin(f"{prefix}{n}.0") for n in "abc"]
+    )
+    assert not supervise(Job((group,), 3), place, watch, StopFlag(), rounds)
+    assert logs[:2] == ["", f"/logs/{log}"] and logs[3:] == [f"/logs/{log}"]
+
+
 def test_without_restarts_left_the_others_go_on_alone(tmp_path: Path) -> None:
     place = Script([("b", -9)], [("a", 0), ("c", 0)])
     [(_, then)] = _supervised(place, tmp_path / "store", restarts=0)
@@ -181,6 +229,31 @@ def test_a_run_that_stops_does_not_wait_for_who_has_yet_to_come(tmp_path: Path) 
     rounds = _OneRound(tmp_path / "store", begin=True)
     assert supervise(Job((group,), 3), place, Watch(died), stop, rounds)
     assert ("b", 9) in place.signals
+
+
+@pytest.mark.parametrize(
+    ("signum", "restart", "tells"),
+    [
+        (signal.SIGINT, Restart.BESIDE, True),
+        (signal.SIGTERM, Restart.TOGETHER, True),
+        (signal.SIGTERM, Restart.BESIDE, False),  # where a machine is taken away, the others go on
+    ],
+)
+def test_a_stop_while_a_machine_waits_for_a_round_is_told_to_the_others(
+    tmp_path: Path, signum: int, restart: Restart, tells: bool
+) -> None:
+    class Waits(_OneRound):
+        """Rounds of which none begins."""
+
+        def order(self, state: State) -> Order:
+            asked.append(state)
+            return Continue()
+
+    asked, stop = list[State](), StopFlag()
+    stop.signum = signum
+    group = Group((Process("a", "module:function"),), restart)
+    assert supervise(Job((group,)), Script(), Watch(lambda *_: None), stop, Waits(tmp_path, begin=False))
+    assert (Left(stops=True) in asked) == tells
 
 
 def test_who_was_asked_to_leave_is_not_started_again_and_the_others_go_on(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from echelon.config import build
 from echelon.core.errors import UserError
 from echelon.launch.places import PLACES, PlaceChoice
-from echelon.launch.places.cluster import ChainedJob, NodeRank, PlaceSilent, Submission
+from echelon.launch.places.cluster import ChainedJob, NodeRank, PlaceFiles, PlaceSilent, Submission
 from echelon.launch.places.ray import RayCluster, rank_variables, read_rank
 from echelon.run.elsewhere import check_described
 
@@ -101,3 +101,17 @@ def test_the_rank_that_the_job_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError, match="Ray gives 0 GPUs on this node, --on asks for 2"):
         _build("ray(gpus=2)").node_rank(rank_variables(node_rank))
+
+
+def test_a_node_command_that_never_begins_is_not_started_for_ever(tmp_path: Path) -> None:
+    from echelon.launch.ray_job import StartsInVain
+
+    (files := PlaceFiles(tmp_path)).prepare()
+    vain = StartsInVain(files)
+    noted_nothing, lost = -1, -2
+    assert not any(vain.add(noted_nothing) for _ in range(9)) and not vain.add(lost)
+    assert not any(vain.add(noted_nothing) for _ in range(9))
+    files.starts.write_text("0\n")
+    assert not vain.add(noted_nothing), "a node command has begun"
+    assert not any(vain.add(noted_nothing) for _ in range(9))
+    assert "10 starts in a row ended before the run began: logs/node0.out" in vain.add(noted_nothing)

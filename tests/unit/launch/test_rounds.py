@@ -38,7 +38,8 @@ class Machines:
     def __init__(self, least: int, most: int, max_restarts: int = 3, elastic: bool = False) -> None:
         self.now = 0.0
         self.stores: Iterator[int] = count(1)
-        self.elastic, self.lost, self.asked, self.complains = elastic, list[Round](), False, False
+        self.elastic, self.lost = elastic, list[Round]()
+        self.asked = self.complains = self.is_closed = False
         terms = RoundSettings(least, most, max_restarts, arrival_s=100.0, return_s=20.0, elastic=elastic)
         self.rendezvous = Rendezvous(terms, 0.0, self)
 
@@ -56,7 +57,7 @@ class Machines:
         return self.complains
 
     def takes_in(self, number: int) -> bool | None:
-        return True if self.elastic else None
+        return not self.is_closed if self.elastic else None
 
     def ask(self, name: str, state: State) -> Order:
         self.rendezvous.admit(name, 2, self.now)
@@ -196,6 +197,16 @@ def test_a_machine_that_leaves_ends_no_run_that_others_work_on() -> None:
     assert not isinstance(machines.ask("a", Running(number)), Over)
 
 
+@pytest.mark.parametrize("who", ["a", "b"])
+def test_a_machine_that_is_asked_to_stop_between_two_rounds_stops_the_run(who: str) -> None:
+    machines, other = Machines(1, 2), {"a": "b", "b": "a"}[who]
+    number = machines.begin("a", "b")
+    machines.ask("a", Ready(number, "rank 0 died"))
+    assert machines.ask("b", Running(number)) == Leave(gracefully=False)
+    assert machines.ask(who, Left(stops=True)) == Over("stopped")
+    assert machines.ask(other, Ready(number)) == Over("stopped")
+
+
 def test_a_leader_that_was_stopped_takes_nobody_for_lost_whom_it_has_not_heard() -> None:
     machines = Machines(1, 2)
     number = machines.begin("a", "b")
@@ -315,6 +326,16 @@ def test_where_survivors_go_on_a_command_that_is_given_again_at_once_joins_as_an
     again = machines.ask("b", Ready())
     assert isinstance(again, Go) and again.round.beside == 1 and len(machines.lost) == 1
     assert machines.ask("a", Running(number)) == Continue()
+
+
+def test_where_survivors_go_on_a_command_that_is_given_again_while_the_others_end_waits() -> None:
+    machines = Machines(1, 2, elastic=True)
+    number = machines.begin("a", "b")
+    machines.is_closed = True
+    for _ in range(2):
+        waits = machines.ask("b", Ready())
+        assert isinstance(waits, Continue) and "about to end" in waits.reason
+    assert machines.ask("a", Finished(number, stopped=False)) == machines.ask("b", Ready()) == Over("completed")
 
 
 def test_where_survivors_go_on_a_machine_whose_members_left_is_told_so() -> None:

@@ -156,7 +156,7 @@ def test_what_a_shell_prints_when_it_starts_is_no_answer(
     begun: tuple[Ssh, Submission, str], programs: Path, tmp_path: Path
 ) -> None:
     place, submission, job = begun
-    (programs / "greets").write_text("welcome to a host\nold 1.0\nno end of line: ")
+    (programs / "greets").write_bytes(b"welcome to a host\nZ\xfcrich 1.0\nno end of line: ")  # Latin-1
     place.check(submission, VERSIONS)
     assert place.state(job).text == "running on a, b"
     process = _process(programs, job, 1)
@@ -167,13 +167,14 @@ def test_what_a_shell_prints_when_it_starts_is_no_answer(
     ssh = [str(programs / "ssh"), "a"]
     (tmp_path / "sent").mkdir()
     (tmp_path / "sent" / "file").write_text("x")
-    carried.send(ssh, tmp_path / "sent", ["file"], PurePosixPath(tmp_path / "there"))
+    (tmp_path / "sent" / (latin := os.fsdecode(b"Z\xfcrich"))).write_text("y")
+    carried.send(ssh, tmp_path / "sent", ["file", latin], PurePosixPath(tmp_path / "there"))
     run = tmp_path / "brought"
     run.mkdir()
     carried.bring_run(ssh, str(tmp_path / "there"), run)
-    assert (run / "file").read_text() == "x"
+    assert (run / "file").read_text() == "x" and (run / latin).read_text() == "y"
     (programs / "no-shell").touch()
-    with pytest.raises(UserError, match="a: it runs no commands given over ssh: welcome to a host"):
+    with pytest.raises(UserError, match="a: it runs no commands given over ssh: welcome to a host Z\ufffdrich"):
         place.check(submission, VERSIONS)
     with pytest.raises(UserError, match="it runs no commands given over ssh"):
         carried.send(ssh, tmp_path / "sent", ["file"], PurePosixPath(tmp_path / "there"))

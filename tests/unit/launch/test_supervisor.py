@@ -11,6 +11,7 @@ import pytest
 
 from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, JobFailed, UserError
 from echelon.core.stop import StopFlag
+from echelon.launch import supervisor
 from echelon.launch.link import Host
 from echelon.launch.places import PlaceChoice
 from echelon.launch.places.base import Event, Exited, Group, Job, Place, Process, Restart, Started
@@ -215,6 +216,32 @@ def test_what_does_not_end_in_the_time_of_its_place_is_ended(heeds: bool) -> Non
     with pytest.raises(StopCut):
         supervise(Job((_group("a", "b", stops_on_signal=heeds),)), place, Watch(lambda *_: None), stop)
     assert place.saving_s <= time.monotonic() - began and not place.alive
+
+
+@pytest.mark.parametrize("asked_to_stop", [False, True])
+def test_what_the_kernel_does_not_let_end_is_told_and_waited_for_no_longer_than_io_patience(
+    asked_to_stop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Held(Script):
+        """A place with a process in uninterruptible sleep."""
+
+        def signal(self, names: Sequence[str], signum: int) -> None:
+            pass
+
+    def waits(words: str) -> None:
+        said.append(words)
+        stop.signum = signal.SIGINT * asked_to_stop
+
+    stop, said, ends = StopFlag(), list[str](), list[str]()
+    place = Held([("b", -9)])
+    place.patience_s = 60.0 if asked_to_stop else 0.1
+    monkeypatch.setattr(supervisor, "KILL_S", 0.05)
+    watch = Watch(lambda death, then: ends.append(f"{death}: {then.no_restart}"), on_wait=waits)
+    with pytest.raises(JobFailed):
+        supervise(Job((_group("a", "b"),), 1), place, watch, stop)
+    held = "a (pid 101) cannot be ended: the kernel holds it in a call, as to a disk or a GPU that does not answer"
+    assert ends == [f"b (pid 102 on here) died: SIGKILL: {held}"]
+    assert said == [f"{held}; waiting up to {'1m 0s' if asked_to_stop else '100 ms'} for it (--io-patience)"]
 
 
 def test_a_process_is_the_same_as_text() -> None:

@@ -11,6 +11,7 @@ from echelon.core.terms import Term, TermFolder
 from echelon.launch.members import TermKeeper
 from echelon.launch.term_marks import MarkCopy, MarkLog, MarkNews, Marks
 from echelon.messages.plain import from_plain, to_plain
+from tests.unit.launch.no_files import no_file_left
 
 MEMBERS = ("rank0.0", "machine1-rank0.0", "machine2-rank0.0")
 
@@ -51,6 +52,23 @@ def test_folders_become_alike_whatever_messages_are_lost_or_come_twice(tmp_path:
     for copy in copies:
         assert copy.folder.marks() == first.marks() and copy.folder.newest() == first.newest()
         assert copy.tell().names == ()
+
+
+def test_what_cannot_be_written_for_now_is_told_again(tmp_path: Path) -> None:
+    folder, keeper = _begun(tmp_path)
+    log, copy = MarkLog(folder, 1), MarkCopy(_folder(tmp_path / "other"), 1)
+    copy.folder.lose(MEMBERS[2])
+    said = copy.tell()
+    with no_file_left():
+        assert log.answer(said).names == ()
+    log.answer(copy.tell())
+    keeper.look(admits=True)
+    news = log.answer(copy.tell())
+    with no_file_left():
+        copy.take(news)
+    assert copy.folder.newest() is None
+    copy.take(log.answer(copy.tell()))
+    assert copy.folder.newest() == folder.newest() == Term(1, MEMBERS[:2], lost_by=1)
 
 
 def test_marks_of_another_start_and_names_that_are_no_marks_are_not_taken(tmp_path: Path) -> None:

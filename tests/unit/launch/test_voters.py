@@ -147,6 +147,13 @@ def test_a_vote_is_given_once_it_is_on_the_disk(tmp_path: Path, monkeypatch: pyt
     assert isinstance(answers[-1], Vote) and answers[-1].is_granted and '"voted_for": 1' in saved.read_text()
 
 
+def test_who_led_and_changed_its_workers_says_so_to_who_leads_next(tmp_path: Path) -> None:
+    with machines(tmp_path, voters=2) as (a, b):
+        until(lambda: a.rounds.leads, a, b)
+        a.rounds.resize(3)
+    assert a.rounds._arrival.workers == a.rounds._other._arrival.workers == 3
+
+
 @pytest.mark.long
 def test_a_leader_whose_disk_is_full_for_a_while_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FullDisk(monkeypatch, tmp_path / "m0")

@@ -35,10 +35,12 @@ def test_processes_of_a_split_worker_have_their_own_local_rank(tmp_path: Path) -
 
 
 def test_more_workers_than_a_job_begins_with(tmp_path: Path) -> None:
-    rank = another_worker(ranks_job(plan(tmp_path, 2)), 1, batch_size=8, gpus=0)
-    assert (rank.name, Path(rank.log).name) == ("rank3", "rank3.out")
+    rank = another_worker(ranks_job(plan(tmp_path, 2)), tmp_path, 1, batch_size=8, gpus=0)
+    assert (rank.name, Path(rank.log)) == ("rank3", tmp_path / "rank3.out")
+    beside_one = another_worker(ranks_job(plan(tmp_path, 1)), tmp_path, 0, batch_size=8, gpus=0)
+    assert Path(beside_one.log) == tmp_path / "rank1.out"  # whose own output is the run's
     served = server_job(plan(tmp_path, 2), ServerPart(ranks=1, workers=4, servers=(0,)))  # of two machines
-    worker = another_worker(served, 0, batch_size=0, gpus=0)
+    worker = another_worker(served, tmp_path, 0, batch_size=0, gpus=0)
     assert worker.name == "worker4" and worker.args[1] == WorkerRank(4, 2, workers=4) and not worker.stops_on_signal
 
 
@@ -53,7 +55,7 @@ def test_more_workers_than_a_job_begins_with(tmp_path: Path) -> None:
 )
 def test_workers_that_cannot_come(part: ServerPart, batch_size: int, gpus: int, reason: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=reason):
-        another_worker(server_job(plan(tmp_path, 2), part), 0, batch_size, gpus)
+        another_worker(server_job(plan(tmp_path, 2), part), tmp_path, 0, batch_size, gpus)
 
 
 def test_who_comes_has_a_place_for_its_notes(tmp_path: Path) -> None:
@@ -61,7 +63,7 @@ def test_who_comes_has_a_place_for_its_notes(tmp_path: Path) -> None:
     board = NoticeBoard(["rank0", "rank1"])
     try:
         known = [p.environment[VARIABLE] for group in board.noted(job).groups for p in group.processes]
-        more = board.add(another_worker(job, 0, batch_size=0, gpus=0))
+        more = board.add(another_worker(job, tmp_path, 0, batch_size=0, gpus=0))
         assert more.environment[VARIABLE] not in known and board.note("rank2", 1) is None
     finally:
         board.close()

@@ -261,7 +261,7 @@ def _listed(text: str) -> Iterator[tuple[str, str, str]]:
 def _write_names(pipe: IO[bytes], names: Sequence[str]) -> None:
     try:
         with pipe:
-            pipe.write(b"".join(name.encode() + b"\0" for name in names))
+            pipe.write(b"".join(os.fsencode(name) + b"\0" for name in names))
     except BrokenPipeError:  # said by who reads
         return
 
@@ -320,7 +320,7 @@ def _ask(ssh: Sequence[str], script: str) -> str:
     with _connection(ssh, script) as child:
         assert child.stdin is not None and child.stdout is not None
         child.stdin.close()
-        return child.stdout.read().decode()
+        return os.fsdecode(child.stdout.read())  # names of files, which may be of any bytes
 
 
 @contextmanager

@@ -395,7 +395,10 @@ def ask(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
         PlaceSilent: it does not end in time.
     """
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, encoding="utf-8", errors="replace", timeout=ANSWER_S,
+            check=False,
+        )  # fmt: skip
     except FileNotFoundError:
         raise UserError(f"{command[0]} is not there: start this on a machine from which the cluster is used") from None
     except subprocess.TimeoutExpired:

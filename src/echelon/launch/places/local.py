@@ -29,6 +29,7 @@ from echelon.launch.places.base import Event, Exited, Place, PlaceFailed, Proces
 from echelon.launch.process import is_stopped, run_process
 
 _FILES_FOR_A_START = 8
+_END_S = 10.0  # in which a process that was killed is gone
 
 
 @dataclass(eq=False)
@@ -130,15 +131,26 @@ class Local(Place):
         return child is not None and is_stopped(child.pid)
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill what still runs, and wait until it is gone, unless the kernel holds it."""
         self._waiting.clear()
         self.signal(list(self._running), signal.SIGKILL)
+        ends = time.monotonic() + _END_S
         for child in self._running.values():
-            child.join()
+            child.join(max(0.0, ends - time.monotonic()))
+            if child.exitcode is None:
+                _forget(child)
         self._running.clear()
 
 
 PLACE = Local
+
+
+def _forget(child: BaseProcess) -> None:
+    """Let a process count as ended, which this one would else wait for when it ends itself."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, child.sentinel)
+    os.close(nothing)
+    child.join()
 
 
 def _lack_of_files() -> str:

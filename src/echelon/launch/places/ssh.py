@@ -433,7 +433,7 @@ class Ssh(Cluster):
         try:
             done = subprocess.run(
                 [*self._ssh(host, more), "sh", "-s"],
-                input=f"{carried.SAY_BEGUN}\n{script}", env=environment, capture_output=True, text=True,
+                input=f"{carried.SAY_BEGUN}\n{script}".encode(), env=environment, capture_output=True,
                 timeout=most_s, check=False,
                 start_new_session=True,  # Ctrl-C is for who follows the run
             )  # fmt: skip
@@ -442,11 +442,12 @@ class Ssh(Cluster):
         except subprocess.TimeoutExpired:
             raise PlaceSilent(f"{host} gives no answer within {most_s:.0f}s") from None
         if done.returncode:
-            words = " ".join(done.stderr.split()).removeprefix("echelon: ") or f"exit code {done.returncode}"
+            said = " ".join(done.stderr.decode(errors="replace").split())
+            words = said.removeprefix("echelon: ") or f"exit code {done.returncode}"
             if done.returncode == _NO_CONNECTION:
                 raise PlaceSilent(f"{host} does not answer: {words}")
             raise UserError(f"{host}: {words}")
-        return carried.answer_of(done.stdout, host)
+        return carried.answer_of(done.stdout.decode(errors="replace"), host)  # a banner may be of any bytes
 
     def _on_all(self, act: Callable[[str], T]) -> list[T | Exception]:
         """Return what `act` gives for each host, or why it does not, all at the same time."""
