@@ -8,6 +8,8 @@ in the same plain DDP loop. Needs root (network namespaces). Raw results go to b
     python -m benchmarks.slow_link --mode accuracy   # seconds to the accuracy on the links, if under 10 minutes
     python -m benchmarks.slow_link --mode aborts --candidates 'echelon:powersgd(2)' --runs 50
     python -m benchmarks.slow_link --mode render     # tables into benchmarks/RESULTS.md (--print: to the terminal)
+
+Whole runs of `echelon train` over such links are measured by `benchmarks.slow_runs`.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ NAME, TITLE, LOOPBACK = "slow_runs", "Slow links: whole runs", "loopback"
 ARCHIVES = REPOSITORY.parent / "shared" / "data"
 BASE = "allreduce;none"
 WAYS = ("local(4);sign", "local(8, overlap=2);sign")
+WAYS_OF_ADAM = ("diloco(8);int8", "local(8, overlap=2, outer_lr=1.41);sign")
 DEADLINE_S = 1800.0
 
 
@@ -51,12 +52,14 @@ class Work:
     Attributes:
         archive: file in the folder of archives; empty: images are made.
         epochs: of batches of 128; twice as many of 256, so that the steps are as many.
+        ways: that are recommended for its optimizer.
     """
 
     archive: str
     folder: str
     epochs: int
     options: tuple[str, ...]
+    ways: tuple[str, ...] = WAYS
 
 
 WORKS = {
@@ -64,7 +67,9 @@ WORKS = {
         "", "images", 4, ("--model", "benchmarks.accuracy:se_resnet", "--trust", "--augment", "none"),
     ),
     "cifar10": Work("cifar10-imagefolder.tar.gz", "cifar10", 1, ("--model", "small_cnn")),
-    "banking77": Work("banking77.tar.gz", "banking77", 4, ("--input", "text", "--target", "category")),
+    "banking77": Work(
+        "banking77.tar.gz", "banking77", 4, ("--input", "text", "--target", "category"), WAYS_OF_ADAM
+    ),
     "speech-digits": Work("speech-digits.tar.gz", "speech-digits", 12, ()),
 }  # fmt: skip
 
@@ -110,7 +115,8 @@ def measure(options: argparse.Namespace, name: str, batch: int, folder: Path) ->
     """Do the runs of one data set and batch, and append their results."""
     data = prepare(name, folder)
     for seed in options.seeds:
-        turns = [(BASE, LOOPBACK), *((way, link) for way in options.ways for link in (LOOPBACK, *options.links))]
+        ways = options.ways or WORKS[name].ways
+        turns = [(BASE, LOOPBACK), *((way, link) for way in ways for link in (LOOPBACK, *options.links))]
         for way, link in turns if seed % 2 == 0 else reversed(turns):
             run = folder / "run"
             found = train(data, name, batch, way, link, seed, run)
@@ -174,7 +180,9 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", choices=list(WORKS), default=list(WORKS))
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--links", nargs="*", default=["100mbit", "10mbit"])
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), metavar="SYNC;COMPRESSION")
+    parser.add_argument(
+        "--ways", nargs="+", metavar="SYNC;COMPRESSION", help="left out: those recommended for the data"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--render", action="store_true")
     options = parser.parse_args()
