@@ -97,6 +97,7 @@ class Evaluations:
     def __init__(self, plan: TrainingPlan, first_tag: int, now_s: float, home_patience_s: float) -> None:
         self._plan, self._tag = plan, first_tag
         self._home_patience_s, self._home_s = home_patience_s, now_s  # when one of them was last there
+        self._starting_again: set[str] = set()  # those of them that went without having been asked to
         self.present: EvaluationJob | None = None
         self._waiting: deque[EvaluationJob] = deque()
         self._last_asked = self._is_closing = False
@@ -251,6 +252,7 @@ class Evaluations:
         """
         if any(m.is_home and m.name not in self._late for m in workers):
             self._home_s = now_s
+            self._starting_again -= {m.name for m in workers}
         job = self.present
         if job is None or not job.worker:
             return None
@@ -283,7 +285,9 @@ class Evaluations:
     def worker_gone(self, member: RunMember, was_asked: bool) -> None:
         """Let another worker take the task that one had; who was asked to leave is not waited for."""
         self._late.discard(member.name)
-        if member.is_home and was_asked:
+        if member.is_home and not was_asked:
+            self._starting_again.add(member.name)
+        elif member.is_home and not self._starting_again:
             self._home_s = -math.inf
         if self.has_task(member.name) and self.present is not None:
             self.present.worker = ""

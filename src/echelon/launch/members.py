@@ -51,7 +51,7 @@ class TermKeeper:
         self.lead = lead or TermLead()
         self.members = sorted(members, key=self.is_elsewhere)
         self._term, self._lost_by, self._stamp, self._stuck = self.lead.after, 0, 0, False
-        self._held = False
+        self._held = self._was_cut_short = False
         self._unwritten: Callable[[], None] | None = None
 
     def is_elsewhere(self, member: str) -> bool:
@@ -81,15 +81,17 @@ class TermKeeper:
         Args:
             admits: newcomers are taken in.
         """
+        self._was_cut_short = True
         with self._folder.patiently():
             self._write()
             self._look(admits)
+            self._was_cut_short = False
         return self._stuck
 
     @property
     def owes_term(self) -> bool:
-        """Whether the members have yet to hear of the newest term, which could not be written."""
-        return self._unwritten is not None
+        """Whether the members have yet to hear of what the last look found, which could not be written."""
+        return self._was_cut_short or self._unwritten is not None
 
     def _look(self, admits: bool) -> None:
         folder, stamp = self._folder, self._folder.stamp()

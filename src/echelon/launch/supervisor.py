@@ -241,6 +241,7 @@ class _Group:
         self.leave_by = 0.0
         self.left: list[Process] = []
         self.undecided = False  # the first machine has yet to say whether the others go on
+        self.empty_since: float | None = None  # while that is so and nobody lives here
 
     @property
     def leads(self) -> bool:
@@ -639,6 +640,8 @@ class _Supervisor:
             return bool(group.alive)
         can = all((_is_kill(code) and not stopping) or code == LEFT_EXIT_CODE for code in dead.values())
         went_on = members.lose(dead) if can else False
+        if went_on is None and self._has_waited_empty(group):
+            went_on = False
         group.undecided = went_on is None
         if went_on is False:
             for name in [name for name, code in dead.items() if code == LEFT_EXIT_CODE and not stopping]:
@@ -652,6 +655,12 @@ class _Supervisor:
                 self._come_back_or_go(group, members, name, code)
             return bool(group.alive)
         return went_on is None
+
+    def _has_waited_empty(self, group: _Group) -> bool:
+        """Whether nobody of a group has lived here for longer than a disk or another machine is waited for."""
+        now = time.monotonic()
+        group.empty_since = None if group.alive else group.empty_since or now
+        return group.empty_since is not None and now - group.empty_since > self._place.patience_s
 
     def _come_back_or_go(self, group: _Group, members: GroupMembers, name: str, exit_code: int) -> None:
         """Start a process again beside its group, unless it was asked to leave."""
@@ -714,7 +723,7 @@ class _Supervisor:
             JobFailed: the kernel does not let go of one.
         """
         self._place.signal(sorted(group.alive), signal.SIGKILL)
-        since_s, told = time.monotonic(), False
+        since_s, told_s = time.monotonic(), None
         while group.alive:
             for event in self._place.events(TICK_S):
                 if isinstance(event, Exited) and event.name in group.alive:
@@ -722,18 +731,23 @@ class _Supervisor:
                 else:
                     self._take([event])
             if group.alive and time.monotonic() - since_s > KILL_S:
-                self._wait_for_kernel(group, since_s, told)
-                told = True
+                told_s = self._wait_for_kernel(group, told_s)
 
-    def _wait_for_kernel(self, group: _Group, since_s: float, told: bool) -> None:
-        """Tell of processes that do not end though they were killed, until that is over or has lasted for too long."""
+    def _wait_for_kernel(self, group: _Group, told_s: float | None) -> float:
+        """Tell of processes that do not end though they were killed, and give up once that has lasted for too long.
+
+        Returns:
+            when it was told.
+        """
         who = " and ".join(f"{process} (pid {process.pid})" for process in group.living())
         words = f"{who} cannot be ended: the kernel holds it in a call, as to a disk or a GPU that does not answer"
         patience_s = self._place.patience_s
-        if self._stop or time.monotonic() - since_s > patience_s:
-            raise JobFailed("" if self._tell_death(group, Over("failed", no_restart=words)) else words)
-        if not told:
+        if told_s is None:
             self._watch.on_wait(f"{words}; waiting up to {format_seconds(patience_s)} for it (--io-patience)")
+            told_s = time.monotonic()
+        if self._stop or time.monotonic() - told_s > patience_s:
+            raise JobFailed("" if self._tell_death(group, Over("failed", no_restart=words)) else words)
+        return told_s
 
     def _heed_stop(self) -> None:
         if not self._stop:

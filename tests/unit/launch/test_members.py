@@ -16,7 +16,7 @@ from echelon.core.stop import StopFlag
 from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder
 from echelon.launch.changes import Change
 from echelon.launch.members import GroupMembers, TermKeeper
-from echelon.launch.places.base import Group, Job, Process, Restart
+from echelon.launch.places.base import Exited, Group, Job, Process, Restart
 from echelon.launch.rounds import Continue, Finished, Go, Left, Order, Over, Ready, Round, Running, State, TermLead
 from echelon.launch.supervisor import Aftermath, Death, Watch, supervise
 from tests.unit.launch.no_files import no_file_left
@@ -66,6 +66,50 @@ def test_a_full_temporary_disk_keeps_the_others_waiting_and_ends_nothing(
     assert members.lose(["a"]) is True and folder.newest() == Term(1, ("b.0", "c.0"), lost_by=1)
     [told] = caplog.messages
     assert "Too many open files" in told and "TMPDIR" in told
+
+
+def test_nobody_goes_on_while_it_cannot_be_written_that_nobody_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members, _ = _members(tmp_path)
+    say = TermFolder._say
+
+    def refuse(folder: TermFolder, mark: str) -> None:
+        if mark.endswith(".missed"):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        say(folder, mark)
+
+    with monkeypatch.context() as full:
+        full.setattr(TermFolder, "_say", refuse)
+        assert members.lose(["a", "b", "c"]) is None
+    assert members.lose(["a", "b", "c"]) is False
+
+
+def test_a_group_of_which_nobody_lives_waits_for_a_disk_no_longer_than_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say = TermFolder._say
+
+    def refuse(folder: TermFolder, mark: str) -> None:
+        if mark.endswith(".dead"):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        say(folder, mark)
+
+    class KilledOnce(Script):
+        """A place whose processes are killed the first time."""
+
+        def start(self, processes: Sequence[Process]) -> None:
+            super().start(processes)
+            exit_code = -9 if len(self.starts) <= 2 else 0
+            self.queue += [Exited(process.name, exit_code) for process in processes]
+
+    monkeypatch.setattr(TermFolder, "_say", refuse)
+    place, dead = KilledOnce(), list[str]()
+    place.patience_s = 0.2
+    job = Job((Group((Process("a", "m:f"), Process("b", "m:f")), Restart.BESIDE),), 0)
+    watch = Watch(lambda death, _: dead.append(death.name))
+    assert not supervise(job, place, watch, StopFlag(), _OneRound(tmp_path / "store", begin=False)), "it completed"
+    assert dead == ["a"] and place.starts == ["a", "b", "a", "b"], "all of them start again"
 
 
 def test_newcomers_alone_have_nothing_to_go_on_from(tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def test_the_rank_that_the_job_gives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_node_command_that_never_begins_is_not_started_for_ever(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
     from echelon.launch.ray_job import StartsInVain
 
     (files := PlaceFiles(tmp_path)).prepare()

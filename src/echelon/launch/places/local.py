@@ -29,7 +29,7 @@ from echelon.launch.places.base import Event, Exited, Place, PlaceFailed, Proces
 from echelon.launch.process import is_stopped, run_process
 
 _FILES_FOR_A_START = 8
-_END_S = 10.0  # in which a process that was killed is gone
+_END_S = 30.0  # in which a process that was killed is gone
 
 
 @dataclass(eq=False)
