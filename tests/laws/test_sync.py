@@ -321,7 +321,10 @@ def _tell(rank: Rank, trials: list[Trial]) -> None:
 def test_what_is_told_from_saved_states_is_what_replicas_agree_on(world: int) -> None:
     """So a checkpoint needs no exchange; also of moving averages, and of fragments."""
     trials = [Trial(spec, momentum=0.9) for spec in ALL]
-    run_ranks(_tell, world, [*trials, Trial("local(4, overlap=3)", ema=True), Trial("allreduce", ema=True)])
+    coded = [Trial(spec, "topk(0.1)") for spec in ("local(4)", "local(4, overlap=3)")]
+    ends = Trial("diloco(4, fragments=2)", "topk(0.1)", ema=True, steps=STEPS)  # all fragments agree there
+    trials += [*coded, ends, Trial("local(4, overlap=3)", ema=True), Trial("allreduce", ema=True)]
+    run_ranks(_tell, world, trials)
 
 
 ENDS = [
