@@ -65,10 +65,22 @@ CODECS = {"none": 0.9, "topk(0.1)": 0.0, "int8": 0.9, "powersgd(rank=1)": 0.0}
 """With a momentum of the optimizer; the ones with 0 would move it into the worker for `allreduce`."""
 
 
+class Narrow(nn.Module):
+    """Of bf16 parameters, whose moving averages are more exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 32, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x.bfloat16()).double().square().sum()
+
+
 def _trials() -> list[Trial]:
     coded = [Trial(spec, codec, momentum=m) for codec, m in CODECS.items() for spec in ALL]
     averaged = [Trial(spec, optimizer=torch.optim.AdamW, ema=True) for spec in ("local(4)", "local(4, overlap=3)")]
-    return [*coded, *averaged, Trial("allreduce", ema=True, lr=0.02)]
+    narrow = [Trial(spec, model=Narrow, ema=True) for spec in ("allreduce", "local(4)")]
+    return [*coded, *averaged, *narrow, Trial("allreduce", ema=True, lr=0.02)]
 
 
 def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -321,7 +333,10 @@ def _tell(rank: Rank, trials: list[Trial]) -> None:
 def test_what_is_told_from_saved_states_is_what_replicas_agree_on(world: int) -> None:
     """So a checkpoint needs no exchange; also of moving averages, and of fragments."""
     trials = [Trial(spec, momentum=0.9) for spec in ALL]
-    run_ranks(_tell, world, [*trials, Trial("local(4, overlap=3)", ema=True), Trial("allreduce", ema=True)])
+    coded = [Trial(spec, "topk(0.1)") for spec in ("local(4)", "local(4, overlap=3)")]
+    ends = Trial("diloco(4, fragments=2)", "topk(0.1)", ema=True, steps=STEPS)  # all fragments agree there
+    trials += [*coded, ends, Trial("local(4, overlap=3)", ema=True), Trial("allreduce", ema=True)]
+    run_ranks(_tell, world, trials)
 
 
 ENDS = [

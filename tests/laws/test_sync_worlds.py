@@ -12,10 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from echelon.checkpoint import gather_rank_state
 from echelon.collectives import registry as paths
 from echelon.core.errors import UserError
 from echelon.optim.named_state import trained_names
-from echelon.trainer.state import load_rank_state, load_shared_state, rank_state
+from echelon.trainer.state import (
+    Cursor,
+    load_rank_state,
+    load_shared_state,
+    rank_state,
+    shared_state,
+    with_agreed,
+)
 from tests.laws.test_sync import save_in_middle
 from tests.ranks.replicas import (
     FEATURES,
@@ -31,6 +39,7 @@ from tests.ranks.replicas import (
 )
 from tests.ranks.spawn import Rank, run_ranks
 
+WAY = ("sent.error", "relay.error")
 ALL = "topk(1.0, momentum=0.9, values=fp32)"
 
 
@@ -57,7 +66,8 @@ def _sums(own: dict[int, dict[str, dict[str, object]]], *kinds: str) -> dict[str
     found = torch.zeros(32 * FEATURES, dtype=torch.float64)
     for rank in own.values():
         sync = rank["sync"]
-        for key, tensor in (sync | dict(*(f["codec"] for f in sync.get("fragments", ())))).items():
+        codecs = [fragment["codec"] for fragment in sync.get("fragments", ())]
+        for key, tensor in (item for memories in (sync, *codecs) for item in memories.items()):
             kind, _, rest = key.partition("/")
             name, _, start = rest.rpartition("/")
             if kind in kinds and name == "first.weight":
@@ -167,6 +177,126 @@ def test_two_workers_one_and_two_again(sync: str, compression: str) -> None:
     after = _sums({r: again[r][1] for r in range(2)}, "sent.error", "relay.error")
     assert torch.allclose(before, after, rtol=0, atol=1e-6)
     assert bool(before.any()) == (compression != "int8")
+
+
+def _saved_after(rank: Rank, trials: list[Trial], steps: int) -> list[tuple[object, object]]:
+    """Return what is saved after so many steps, of each trial."""
+    saved = []
+    for trial in trials:
+        parts = make_parts(trial)
+        train(parts, rank, 0, steps)
+        saved.append(save(parts, rank, steps))
+        parts.sync.close()
+    return saved
+
+
+def _learning_nothing(
+    rank: Rank, trials: list[Trial], steps: int, shared: list[object], owns: list[dict[int, dict[str, object]]]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Go on at rate 0: the first weight, its mean over the replicas after five steps, and what codecs wait to add."""
+    seen = []
+    for trial, state, own in zip(trials, shared, owns, strict=True):
+        parts = make_parts(trial)
+        load_shared_state(parts, state)
+        load_rank_state(parts, world_of(rank), {"dp": len(own)}, own)
+        parts.optimizer.param_groups[0]["lr"] = 0.0
+        begun = parts.model.state_dict()["first.weight"].clone()
+        train(parts, rank, steps, steps + 5)
+        state, waits = parts.sync.state_dict(), _sums({0: rank_state(parts, world_of(rank))}, *WAY)
+        if any(fragment["with_unsent"] for fragment in state["fragments"]):
+            waits.zero_()
+        both = torch.stack([parts.model.state_dict()["first.weight"], waits])
+        dist.all_reduce(both)
+        seen.append((begun, both[0] / rank.world_size, both[1]))
+        parts.sync.close()
+    return seen
+
+
+@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("steps", [6, 10])
+def test_another_world_learns_nothing_twice_of_what_stayed_in_replicas(steps: int, after: int) -> None:
+    """Saved where no mean was just applied, the model has it; with overlap a mean is on its way."""
+    syncs = ["local(4)", "local(4, overlap=3)", "diloco(4, fragments=2, outer_lr=1, outer_momentum=0)"]
+    codecs = ["sign(warmup_steps=0)", "topk(0.1, warmup_steps=0)", "powersgd(rank=1)"]
+    trials = [Trial(sync, codec, lr=0.02) for codec in codecs for sync in syncs]
+    first_on_its_way = Trial(syncs[1], codecs[-1], lr=0.02)  # later the codec had something left before it, too
+    trials = [trial for trial in trials if trial != first_on_its_way or steps == 6]
+    ranks = run_ranks(_saved_after, 2, trials, steps)
+    owns = [{r: ranks[r][i][1] for r in range(2)} for i in range(len(trials))]
+    found = run_ranks(_learning_nothing, after, trials, steps, [state for state, _ in ranks[0]], owns)[0]
+    for trial, own, (begun, ended, waits) in zip(trials, owns, found, strict=True):
+        waited = _sums(own, *WAY)
+        assert bool(waited.any()), trial
+        lacked = waited if trial.compression == codecs[-1] and trial != first_on_its_way else torch.zeros_like(waited)
+        assert torch.allclose(ended + waits, begun + lacked, rtol=0, atol=1e-6), trial
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_another_world_takes_an_outer_step_once(after: int) -> None:
+    """Where a mean has just left, the model that is saved has gone all the way already."""
+    trials = [Trial("local(4, overlap=3, outer_lr=2)", lr=0.02)]
+    ranks = run_ranks(_saved_after, 2, trials, 8)
+    own = {r: ranks[r][0][1] for r in range(2)}
+    ((begun, ended, _),) = run_ranks(_learning_nothing, after, trials, 8, [ranks[0][0][0]], [own])[0]
+    assert torch.allclose(ended, begun, rtol=0, atol=1e-12)
+
+
+def _regrouped_at_once(
+    rank: Rank, trial: Trial, steps: int, shared: object, own: dict[int, object]
+) -> list[dict[str, Tensor]]:
+    """Go on from another number of ranks: the model, also in a group that is built then, and of who joins that."""
+    parts, joins = make_parts(trial), make_parts(trial)
+    load_shared_state(parts, shared)
+    load_rank_state(parts, world_of(rank), {"dp": len(own)}, own)
+    seen = [copy(parts.model.state_dict())]
+    build = parts.sync.leave()
+    made = build(dist.group.WORLD, paths.build("backend"))
+    seen.append(copy(parts.model.state_dict()))
+    joins.model.load_state_dict(parts.model.state_dict())
+    joins.sync.take_shared_memory(made.shared_memory())
+    seen.append(copy(joins.model.state_dict()))
+    dist.barrier()
+    made.close()
+    joins.sync.close()
+    return seen
+
+
+def test_what_another_world_begins_with_survives_another_group() -> None:
+    trial, steps = Trial("local(4)", "topk(0.1, warmup_steps=0)"), 6
+    ranks = run_ranks(_saved_after, 2, [trial], steps)
+    own = {r: ranks[r][0][1] for r in range(2)}
+    for begun, *others in run_ranks(_regrouped_at_once, 3, trial, steps, ranks[0][0][0], own):
+        assert all(torch.equal(other[name], begun[name]) for other in others for name in begun)
+
+
+def _uneven(rank: Rank, sizes: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Agree once, of parts of such sizes, and learn nothing after it: the mean of the replicas, what is shown of them,
+    and what is told from what they save.
+    """
+    parts = make_parts(Trial("local(4)", "topk(0.1, warmup_steps=0)", model=Quadratic))
+    for step in range(5):
+        parts.optimizer.param_groups[0]["lr"] = 0.05 * (step < 4)
+        x = torch.randn(sizes[rank.index], FEATURES, dtype=torch.float64)
+        divisor = parts.sync.begin_step(len(x), sum(sizes))
+        with parts.sync.micro_batch(last=True):
+            (parts.sync.module(x) / divisor).backward()
+        parts.sync.step()
+    saved = gather_rank_state(rank_state(parts, world_of(rank)))
+    told = with_agreed(parts, shared_state(parts, Cursor()), list(saved.values()))["model"] if saved else {}
+    mean = parts.model.state_dict()["a"].clone()
+    dist.all_reduce(mean)
+    with parts.sync.agreed():
+        shown = parts.model.state_dict()["a"].clone()
+    parts.sync.close()
+    return mean / rank.world_size, shown, told.get("a", shown)
+
+
+@pytest.mark.parametrize("sizes", [(6, 2), (8, 0)], ids=str)
+def test_what_stays_in_replicas_weighs_the_same_of_all(sizes: tuple[int, int]) -> None:
+    """As it does in the next agreement, whatever the replicas' shares of a batch."""
+    for mean, *agreed in run_ranks(_uneven, 2, sizes):
+        for each in agreed:
+            assert torch.allclose(each, mean, rtol=0, atol=1e-12)
 
 
 def _states(rank: Rank, trial: Trial, last: int) -> list[dict[str, Tensor]]:

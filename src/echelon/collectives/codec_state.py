@@ -161,23 +161,27 @@ def load_common(shards: Iterable[CodecShard], saved: StateView) -> None:
 def carried(saved: StateView, numels: Mapping[str, int], ranks: int) -> StateTree:
     """Return what a rank can load that leaves its group for another one of `ranks`, and keeps its own memories.
 
-    What it was to send back as an owner joins what it is to send itself: elements have other owners from now on, and
-    over all ranks the sum of what waits stays what it was.
+    Elements have other owners from now on, and over all ranks the sum of what waits stays what it was.
 
     Args:
         saved: its own `state_dict`.
         numels: elements of each parameter.
     """
-    merged = merge([saved], numels)
+    merged = without_owners(merge([saved], numels))
+    for key in [key for key in merged if key.startswith("total.sent.")]:
+        # As an owner among others it may have elements of parameters that it owned nothing of.
+        merged.setdefault(key.replace("total.sent.", "total.relay.", 1), torch.zeros_like(merged[key]))
+        merged[key] = merged[key] * ranks  # a rank loads its part of the sum over all
+    return merged
+
+
+def without_owners(merged: StateTree) -> StateTree:
+    """Let what owners were to send back join what ranks are to send themselves, in what `merge` returned."""
     for key in [key for key in merged if key.startswith("total.relay.")]:
         own = key.replace("total.relay.", "total.sent.", 1)
         if own in merged:
             merged[own] += merged[key]
         merged[key] = torch.zeros_like(merged[key])
-    for key in [key for key in merged if key.startswith("total.sent.")]:
-        # As an owner among others it may have elements of parameters that it owned nothing of.
-        merged.setdefault(key.replace("total.sent.", "total.relay.", 1), torch.zeros_like(merged[key]))
-        merged[key] = merged[key] * ranks  # a rank loads its part of the sum over all
     return merged
 
 

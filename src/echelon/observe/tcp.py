@@ -61,17 +61,24 @@ class _Connection:
 def _connections(pid: int) -> list[_Connection]:
     try:
         inodes = _sockets(pid)
-        tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
     except OSError:
         return []
     connections = []
-    for line in (line for table in tables for line in table.splitlines()[1:]):
+    for line in (*_table(pid, "tcp"), *_table(pid, "tcp6")):
         _, here, there, state, queues, timer, tries, _, _, inode, *_ = line.split()
         if inode in inodes and state == _ESTABLISHED:
             queued = int(queues.partition(":")[0], 16)
             is_waiting = queued > 0 and timer[:2] in _TIMERS
             connections.append(_Connection(inode, _address(here), _address(there), queued, is_waiting, int(tries, 16)))
     return connections
+
+
+def _table(pid: int, name: str) -> list[str]:
+    """Return the lines of a process's table; none where it is gone, or the kernel has none (`tcp6` without IPv6)."""
+    try:
+        return Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    except OSError:
+        return []
 
 
 def _sockets(pid: int) -> set[str]:

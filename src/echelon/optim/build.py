@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon.compression.base import working_dtype
 from echelon.config.schema import OptimizerConfig
 from echelon.core.errors import UserError
 from echelon.core.rate_search import rate_of
@@ -302,8 +303,8 @@ class EMA:
 
     a <- d a + (1 - d) w after each step, with d = min(decay, (1 + n) / (10 + n)) at update n = 0, 1, ...: a short run
     is not an average of its random start (the warm-up of TensorFlow's ExponentialMovingAverage). Integer buffers are
-    copied. torch's AveragedModel and timm's ModelEmaV3 deep-copy the module, which `fully_shard` forbids; this keeps
-    tensors alone.
+    copied. Averages are in float32 at least: in bf16 so small a part of the way is lost in rounding. torch's
+    AveragedModel and timm's ModelEmaV3 deep-copy the module, which `fully_shard` forbids; this keeps tensors alone.
     """
 
     def __init__(self, model: nn.Module, decay: float, frozen: Set[str] = frozenset()) -> None:
@@ -311,7 +312,9 @@ class EMA:
         self.decay = decay
         self.updates = 0
         self._average = {
-            name: tensor.detach().clone() for name, tensor in model.state_dict().items() if name not in frozen
+            name: tensor.detach().to(_dtype_of_average(tensor), copy=True)
+            for name, tensor in model.state_dict().items()
+            if name not in frozen
         }
 
     @torch.no_grad()
@@ -324,7 +327,9 @@ class EMA:
         held = model.state_dict()
         for name, average in self._average.items():
             tensor = held[name]
-            if average.is_floating_point() or average.is_complex():
+            if average.is_floating_point() and average.dtype != tensor.dtype:
+                average.lerp_(tensor.to(average.dtype), 1 - decay)
+            elif average.is_floating_point() or average.is_complex():
                 real = torch.view_as_real if average.is_complex() else Tensor.detach
                 averages.append(real(average))
                 weights.append(real(tensor.detach()))
@@ -360,6 +365,10 @@ class EMA:
         self.updates = int(state["updates"])
         for name, tensor in self._average.items():
             tensor.copy_(average[name])
+
+
+def _dtype_of_average(tensor: Tensor) -> torch.dtype:
+    return working_dtype(tensor.dtype) if tensor.is_floating_point() else tensor.dtype
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from echelon.compression.base import working_dtype
 from echelon.coordinator.runs import from_runs, to_runs
 from echelon.coordinator.shares import MAX_SHARES
 from echelon.core.state_tree import StateTree, StateView
@@ -143,7 +144,7 @@ class KeyStore:
         self.memory: Any = None
         self.version = 0
         self.applied = Applied()
-        self.average = value.clone() if settings.ema else None
+        self.average = value.to(working_dtype(value.dtype), copy=True) if settings.ema else None
         self.averaged = 0
         self.before: Tensor | None = None
         self._rows_before: tuple[Tensor, Tensor] | None = None
@@ -284,7 +285,7 @@ class KeyStore:
             batches = self.averaged * share
             decay = min(self.settings.ema, (1 + batches) / (10 + batches))
             self.averaged += 1
-            self.average.lerp_(self.value, 1 - decay**share)
+            self.average.lerp_(self.value.to(self.average.dtype), 1 - decay**share)
 
     def _descend(self, gradient: Tensor, lr: float, memory: Any) -> None:
         """SGD in one pass: the new value is written over the gradient, and that memory can travel without a copy."""

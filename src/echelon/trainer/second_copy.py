@@ -218,7 +218,9 @@ def make_copy(
 def _why_none(run_parts: RunParts, local_ranks: int) -> str:
     if not any(parameter.requires_grad for parameter in run_parts.local_model.parameters()):
         return "a worker has nothing that is trained"
-    n_bytes = sum(p.nbytes for p in run_parts.local_model.parameters()) * (1 + _MOMENTS + (run_parts.ema is not None))
+    averages = run_parts.ema.state_dict()["average"].values() if run_parts.ema else ()
+    n_bytes = sum(p.nbytes for p in run_parts.local_model.parameters()) * (1 + _MOMENTS)
+    n_bytes += sum(average.nbytes for average in averages)
     free = psutil.virtual_memory().available / max(1, local_ranks)
     if n_bytes <= _MOST_OF_FREE * free:
         return ""

@@ -189,15 +189,30 @@ def agreed_state(run_parts: RunParts, cursor: Cursor) -> Iterator[StateView]:
 
     All ranks enter it together; the tensors hold these values inside the block only.
     """
-    average: dict[str, Tensor] = {}
-    if run_parts.ema:
-        with run_parts.ema.swapped(run_parts.local_model), run_parts.sync.agreed(averages=True):
-            average = {name: tensor.clone() for name, tensor in moving(run_parts).items()}
+    average = _agreed_averages(run_parts, run_parts.ema) if run_parts.ema else {}
     with run_parts.sync.agreed():
         state = shared_state(run_parts, cursor)
         if run_parts.ema:
             state = {**state, "ema": {**state["ema"], "average": average}}
         yield state
+
+
+def _agreed_averages(run_parts: RunParts, ema: EMA) -> dict[str, Tensor]:
+    """Return the moving averages that replicas agree on: buffers', and of replicas that differ all; others as they are,
+    which may be more exact than what the model can hold.
+    """
+    with ema.swapped(run_parts.local_model), run_parts.sync.agreed(averages=True):
+        agreed = {name: tensor.clone() for name, tensor in _differing(run_parts).items()}
+    return {**ema.state_dict()["average"], **agreed}
+
+
+def _differing(run_parts: RunParts) -> dict[str, Tensor]:
+    """Return what moves and may differ between replicas: all where each trains by itself, else buffers."""
+    tensors = moving(run_parts)
+    if run_parts.sync.has_replica_state:
+        return tensors
+    buffers = {name for name, _ in run_parts.local_model.named_buffers(remove_duplicate=False)}
+    return {name: tensor for name, tensor in tensors.items() if name in buffers}
 
 
 def moving(run_parts: RunParts) -> dict[str, Tensor]:
@@ -317,7 +332,7 @@ def load_shared_state(run_parts: RunParts, state: StateView) -> Cursor:
     if state["scaler"]:
         run_parts.scaler.load_state_dict(dict(state["scaler"]))
     if run_parts.ema and state["ema"]:
-        run_parts.ema.load_state_dict({**state["ema"], "average": averaged(state)})
+        run_parts.ema.load_state_dict({**state["ema"], "average": {**state["model"], **state["ema"]["average"]}})
     return Cursor(**state["cursor"])
 
 
@@ -383,8 +398,12 @@ def _own_groups(run_parts: RunParts, groups: Sequence[StateView]) -> Sequence[St
 
 
 def averaged(state: StateView) -> StateView:
-    """Return the weights that a checkpoint's state is judged by: their moving average, where there is one."""
-    return {**state["model"], **state["ema"]["average"]} if state["ema"] else state["model"]
+    """Return the weights that a checkpoint's state is judged by: their moving average, where there is one, in the types
+    that the model has.
+    """
+    weights = state["model"]
+    average = state["ema"]["average"] if state["ema"] else {}
+    return {**weights, **{name: tensor.to(weights[name].dtype) for name, tensor in average.items()}}
 
 
 def layout_of(world: World) -> dict[str, int]:

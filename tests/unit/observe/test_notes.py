@@ -120,6 +120,24 @@ def test_a_connection_of_this_process_is_seen() -> None:
     assert tcp_state(2**22 + 1).own == ()
 
 
+def test_a_connection_is_seen_where_the_kernel_has_no_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Path.read_text
+
+    def without_ipv6(path: Path) -> str:
+        if path.name == "tcp6":
+            raise FileNotFoundError(path)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_text", without_ipv6)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        client.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while True:  # nobody reads it
+                client.send(bytes(1 << 16))
+        looks = (tcp_state(os.getpid()).silent for _ in range(20))  # buffers grow for a while
+        assert ("127.0.0.1",) in looks
+
+
 def test_only_the_stack_that_is_asked_for_is_read(tmp_path: Path) -> None:
     text = (
         'Thread 0x0000000000000002 (most recent call first):\n  File "b.py", line 1 in b\n\n'

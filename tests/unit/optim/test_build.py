@@ -184,6 +184,22 @@ def test_average_of_the_weights() -> None:
     torch.testing.assert_close(dict(model.state_dict()), now, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_average_of_narrow_weights_moves(dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 4).to(dtype)
+    average = EMA(model, decay=0.999)
+    ones = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
+    average.load_state_dict({"updates": 100_000, "average": ones})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.5)
+    for _ in range(1000):
+        average.update(model)
+    with average.swapped(model):
+        assert model.weight.dtype == dtype
+        torch.testing.assert_close(model.weight.float(), torch.full((4, 4), 1.5 - 0.5 * 0.999**1000), rtol=0, atol=0.01)
+
+
 def test_average_gives_the_weights_back_after_a_failure_and_survives_a_resume() -> None:
     model = network()
     average = EMA(model, decay=0.9)

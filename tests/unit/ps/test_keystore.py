@@ -71,6 +71,16 @@ def test_average_is_that_of_the_training_loop(mode: str) -> None:
     assert again.averaged == 20
 
 
+def test_average_of_narrow_values_moves() -> None:
+    cut = cut_table([ParameterInfo("w", (6,), True)], Cut(1, 4096, dtype="bfloat16"))
+    make = lambda tensors, decay: torch.optim.SGD(tensors, lr=0.1)  # noqa: E731
+    key = KeyStore(cut.keys[0], torch.ones(6, dtype=torch.bfloat16), ServerSettings(ema=0.999), make)
+    key.averaged, key.value = 100_000, torch.full((6,), 1.5, dtype=torch.bfloat16)
+    for task in range(100):
+        key.take(push(task)._replace(gradient=torch.zeros(6, dtype=torch.bfloat16)))
+    assert bool((key.state(full=False)["average"] > 1.04).all())
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
 def test_any_optimizer_takes_its_usual_steps(optimizer: Any) -> None:
     key = store(ServerSettings(), optimizer)

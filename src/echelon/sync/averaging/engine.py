@@ -285,10 +285,10 @@ class Averaging:
             return mean_of_replicas(saved_buffers(replicas, averages))
         agreed: StateTree = {}
         for i, fragment in enumerate(self._fragments):
-            saved = [SavedReplica.of(replica, i, averages) for replica in replicas]
+            saved = [SavedReplica.of(r["sync"], i, r["ema" if averages else "model"]) for r in replicas]
             if averages or not saved[0].fragment["equal"] or self._rule.centred:
                 known = {} if averages else fragment.known_of(saved[0], self._plan, self._rule.centred)
-                agreed |= fragment.mean_of(saved, known) | known
+                agreed |= fragment.mean_of(saved, known, averages) | known
         return {name.removeprefix(COMPILED): tensor for name, tensor in agreed.items()}
 
     def _show(self, fragment: Fragment, centre: bool, averages: bool) -> None:
@@ -311,10 +311,26 @@ class Averaging:
             return
         tensors: dict[str, Tensor] = {value.name: value.read() for value in averaged}
         weight = fragment.samples if fragment.expected else 1
-        total, sums, sent = weighted_sum(self._route, averaged, tensors, weight)
+        unsent = {} if averages else self._take_out_unsent(fragment, tensors, weight)
+        total, sums, sent = weighted_sum(self._route, averaged, tensors, weight, unsent)
         self._wire.add(SHOWN, sent)
         for value in averaged if total else ():
             value.write(sums[value.name] / total)
+
+    def _take_out_unsent(self, fragment: Fragment, tensors: dict[str, Tensor], weight: float) -> dict[str, Tensor]:
+        """Subtract from tensors what this replica's codec has not sent, which weighs the same of all replicas; returns
+        what is to be added for it to their weighted sum.
+        """
+        assert self._route is not None
+        unsent = {name: tensor for name, tensor in fragment.unsent().items() if name in tensors}
+        if not unsent:
+            return {}
+        total = torch.full((1,), float(weight), device=next(iter(unsent.values())).device)
+        self._wire.add(SHOWN, self._route.sum_(total))
+        for name, tensor in unsent.items():
+            tensors[name] -= tensor
+            tensor *= float(total) / self._route.group.size()
+        return unsent
 
     def bytes_sent(self) -> Mapping[str, int]:
         """Return the bytes sent by this rank, by group of values; `evaluation`: to show the mean."""
@@ -385,7 +401,7 @@ class Averaging:
             if same_ranks:
                 fragment.load_state_dict(states[0]["fragments"][i])
             else:
-                fragment.load_resharded([state["fragments"][i] for state in states])
+                fragment.load_resharded([SavedReplica.of(state, i, {}) for state in states], self._plan)
 
     @property
     def agreement(self) -> Agreement:

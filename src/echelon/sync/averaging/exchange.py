@@ -23,6 +23,8 @@ from echelon.core.shards import overlaps
 from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.values import Value
 
+NO_TENSORS: Mapping[str, Tensor] = {}
+
 
 @dataclass(frozen=True)
 class DeltaTransport:
@@ -184,9 +186,16 @@ class Exchange:
 
 
 def weighted_sum(
-    route: Route, values: Sequence[Value], tensors: Mapping[str, Tensor], weight: float
+    route: Route,
+    values: Sequence[Value],
+    tensors: Mapping[str, Tensor],
+    weight: float,
+    unweighted: Mapping[str, Tensor] = NO_TENSORS,
 ) -> tuple[float, dict[str, Tensor], int]:
     """Sum weights, and tensors of any shape times weights, over the ranks in one message, in float64 if any is.
+
+    Args:
+        unweighted: by name, what is added to a tensor's sum as it is.
 
     Returns:
         the sum of the weights, the sums by name, and the bytes that this rank sent.
@@ -198,8 +207,11 @@ def weighted_sum(
     parts += [tensors[v.name].reshape(-1).to(dtype) for v in values]
     flat = torch.cat(parts)
     flat = flat.mul_(weight) if weight else flat.zero_()  # a mask's -inf times nothing is nothing
-    sent = route.sum_(flat)
     pieces = flat.split([p.numel() for p in parts])
+    for value, piece in zip(values, pieces[1:], strict=True):
+        if value.name in unweighted:
+            piece += unweighted[value.name].reshape(-1)
+    sent = route.sum_(flat)
     sums = {v.name: p.view(v.tensor.shape) for v, p in zip(values, pieces[1:], strict=True)}
     return float(pieces[0]), sums, sent
 

@@ -28,27 +28,34 @@ class PendingAverage:
         means: of the replicas' deltas.
         deltas: this replica's own.
         outer_lr: how many times as far as the mean change of parameters replicas go.
+        samples: that this replica's deltas weigh; 0: not known.
     """
 
     due: int
     means: PendingMean
     deltas: dict[str, Tensor]
     outer_lr: float = 1.0
+    samples: int = 0
 
 
 @dataclass(frozen=True)
 class SavedReplica:
-    """What a replica saved of itself: its tensors by name, or their moving averages, and a fragment's state."""
+    """What a replica saved of itself: its tensors by name, or their moving averages, and a fragment's state.
+
+    Attributes:
+        fresh: no step was made since what was agreed on last, of all fragments, was applied.
+    """
 
     tensors: StateView
     fragment: StateView
     step: int
+    fresh: bool
 
     @classmethod
-    def of(cls, replica: StateView, fragment: int, averages: bool) -> SavedReplica:
-        """Take a fragment out of a rank's own state."""
-        sync = replica["sync"]
-        return cls(replica["ema" if averages else "model"], sync["fragments"][fragment], int(sync["step"]))
+    def of(cls, sync: StateView, fragment: int, tensors: StateView) -> SavedReplica:
+        """Take a fragment out of a strategy's state."""
+        fragments = sync["fragments"]
+        return cls(tensors, fragments[fragment], int(sync["step"]), all(f.get("fresh") for f in fragments))
 
     @property
     def weight(self) -> int:
@@ -118,7 +125,7 @@ class Fragment:
             means = background.submit(lambda: self._mean(values, deltas, samples, expected, plan))
         travels = plan.overlap_at(step)
         progress = deltas if plan.keep_progress and travels else {}
-        self.flight = PendingAverage(step + travels, means, progress, plan.outer_lr)
+        self.flight = PendingAverage(step + travels, means, progress, plan.outer_lr, samples)
 
     def _mean(
         self, values: Sequence[Value], deltas: dict[str, Tensor], samples: int, expected: int, plan: AveragingPlan
@@ -197,7 +204,7 @@ class Fragment:
         the centre's parameters.
         """
         anchor, flight = replica.fragment["anchor"], replica.fragment["flight"]
-        if replica.fragment["fresh"] and not plan.alpha and plan.fragments == 1:
+        if replica.fresh and not plan.alpha:
             return {v.name: self._as_held(v, anchor[v.name]) for v in self.values}
         if plan.keep_progress and flight and flight["due"] == replica.step + plan.overlap:
             means, outer_lr = flight["means"] or {}, float(flight.get("outer_lr", 1.0))
@@ -206,16 +213,42 @@ class Fragment:
         at_centre = [v for v in self.values if centred and v.kind == "parameter"]
         return {v.name: self._as_held(v, anchor[v.name]) for v in at_centre}
 
-    def mean_of(self, replicas: Sequence[SavedReplica], known: StateView) -> StateTree:
-        """Return the weighted mean of what replicas saved, by name, of all values but those that are known."""
+    def unsent(self) -> dict[str, Tensor]:
+        """Return, by name, what is in values since this replica's codec has not sent it; nothing while a mean is on its
+        way, for what the codec has not sent of that one is not in them yet.
+        """
+        if not self.with_unsent or self.flight is not None:
+            return {}
+        unsent = {value.name: self._unsent(value) for value in self.values}
+        return {name: tensor for name, tensor in unsent.items() if tensor is not None}
+
+    def mean_of(self, replicas: Sequence[SavedReplica], known: StateView, averages: bool) -> StateTree:
+        """Return the weighted mean of what replicas saved, by name, of all values but those that are known.
+
+        What their codecs had not sent (see `unsent`) weighs the same of all; in moving averages nobody can tell it.
+        """
         total = sum(replica.weight for replica in replicas)
         held = [v for v in self.values if v.name not in known and plain_name(v) in replicas[0].tensors]
         dtype = torch.float64 if any(v.tensor.dtype == torch.float64 for v in held) else torch.float32
+        amends = self._amends(replicas, total) if total and not averages else {}
         means: StateTree = {}
         for value in held if total else ():
             copies = [(replica.tensors[plain_name(value)], replica.weight) for replica in replicas if replica.weight]
-            means[value.name] = self._as_held(value, _weighted_mean(copies, total, dtype))
+            mean = _weighted_mean(copies, total, dtype)
+            if value.name in amends:
+                mean += amends[value.name].view_as(mean)
+            means[value.name] = self._as_held(value, mean)
         return means
+
+    def _amends(self, replicas: Sequence[SavedReplica], total: int) -> dict[str, Tensor]:
+        """Return, by name, what a weighted mean lacks of what codecs had not sent: all of it, in equal shares."""
+        amends: dict[str, Tensor] = {}
+        for replica in replicas:
+            lacks = 1 - len(replicas) * replica.weight / total
+            if lacks and replica.fragment.get("with_unsent") and not replica.fragment["flight"]:
+                for name, error in codec_state.left_out(self._merged([replica.fragment["codec"]])).items():
+                    amends[name] = amends.get(name, torch.zeros_like(error)).add_(error, alpha=lacks)
+        return amends
 
     def _as_held(self, value: Value, values: Tensor) -> Tensor:
         return (values if value.tensor.is_floating_point() else values.round()).to(value.tensor.dtype)
@@ -236,7 +269,7 @@ class Fragment:
         if self.flight is not None:
             flight = {
                 "due": self.flight.due, "means": self.flight.means.result(), "deltas": self.flight.deltas,
-                "outer_lr": self.flight.outer_lr,
+                "outer_lr": self.flight.outer_lr, "samples": self.flight.samples,
             }  # fmt: skip
         return {
             "anchor": dict(self._anchor),
@@ -263,7 +296,7 @@ class Fragment:
         if self._exchange:
             self._exchange.load_state_dict(state["codec"])
         else:
-            self._left_out = codec_state.left_out(self._merged([state]))
+            self._left_out = codec_state.left_out(self._merged([state["codec"]]))
 
     def shared(self) -> StateTree:
         """Return, at an agreement, what is alike on all ranks."""
@@ -276,7 +309,7 @@ class Fragment:
         """
         self._load_common_part(state)
         self._common = state["codec"]
-        if self.with_unsent:  # of the other rank's own
+        if self.with_unsent and not self.equal:  # of the other rank's own
             self._write_anchors()
             self.with_unsent = False
 
@@ -285,33 +318,62 @@ class Fragment:
         state = previous.state_dict()
         self._load_common_part(state)
         if self._exchange is None:
-            self._left_out = {} if self.with_unsent else codec_state.left_out(self._merged([state]))
+            self._left_out = {} if self.with_unsent else codec_state.left_out(self._merged([state["codec"]]))
             self.with_unsent = False
             return
         numels = {v.name: v.tensor.numel() for v in self.values}
         self._exchange.load_state_dict(codec_state.carried(state["codec"], numels, ranks))
         if previous._common:
             self._exchange.load_common(codec_state.merge([previous._common], {}))
-        if self.with_unsent:  # it weighs otherwise among so many
+        if self.with_unsent and not self.equal:  # it weighs otherwise among so many
             self._write_anchors(with_unsent=True)
 
-    def load_resharded(self, states: Sequence[StateView]) -> None:
+    def load_resharded(self, replicas: Sequence[SavedReplica], plan: AveragingPlan) -> None:
         """Take over what is the same on all former ranks; what codecs left out is divided, its sum kept.
 
-        Each rank goes on from the mean over the former ones, which a mean on its way does not move.
+        Each rank goes on from what those agreed on, which a mean on its way does not move. Between agreements that has
+        what codecs left out in it: it is not to be learnt again.
         """
-        self._load_shared(states[0])
-        if self.flight and self.flight.deltas:
-            self.flight.deltas = dict(self.flight.means.result() or {})
-        merged = self._merged(states)
-        if self._exchange and merged:
-            self._exchange.load_state_dict(merged)
-        elif not self._exchange:
-            self._left_out = codec_state.left_out(merged)
+        state, is_known = replicas[0].fragment, bool(self.known_of(replicas[0], plan, centred=False))
+        self._load_shared(state)
+        with_unsent = bool(state.get("with_unsent")) and not is_known
+        merged = self._merged([replica.fragment["codec"] for replica in replicas])
+        if self._exchange:
+            self.with_unsent = with_unsent
+            if merged:  # all ranks have the same of what is in their values, whatever their shares of a batch
+                self._exchange.load_state_dict(codec_state.without_owners(merged) if with_unsent else merged)
+        else:
+            replaced = self.flight is not None and not self.flight.deltas  # values will be, by what lands
+            self._left_out = {} if with_unsent and not replaced else codec_state.left_out(merged)
+        if self.flight and self.flight.deltas and (means := self.flight.means.result()):
+            self.flight.deltas = self._taken_over(self.flight, means, replicas, is_known)
+            self.flight.samples = 1  # all ranks have the same
 
-    def _merged(self, states: Sequence[StateView]) -> StateTree:
-        numels = {v.name: v.tensor.numel() for v in self.values}
-        return codec_state.merge([state["codec"] for state in states], numels)
+    def _taken_over(
+        self, flight: PendingAverage, means: dict[str, Tensor], replicas: Sequence[SavedReplica], is_known: bool
+    ) -> dict[str, Tensor]:
+        """Return what the values that all former ranks agreed on have of a mean on its way.
+
+        Args:
+            is_known: they are what the mean makes of the anchor, the outer step included.
+        """
+        flights = [replica.fragment["flight"] for replica in replicas]
+        weights = [int(each.get("samples", 0)) for each in flights]
+        taken = dict(means)
+        for value in self.values:
+            mean = means[value.name]
+            if is_known:
+                taken[value.name] = _outer_step(value, mean, flight.outer_lr)
+            elif replicas[0].fragment.get("with_unsent"):
+                unsent = self._unsent(value)
+                taken[value.name] = mean if unsent is None else mean + unsent
+            elif sum(weights):  # what the codec made of them brings what it had left out before
+                deltas = [(each["deltas"][value.name], n) for each, n in zip(flights, weights, strict=True) if n]
+                taken[value.name] = _weighted_mean(deltas, sum(weights), mean.dtype).to(mean.device)
+        return taken
+
+    def _merged(self, codecs: Sequence[StateView]) -> StateTree:
+        return codec_state.merge(codecs, {v.name: v.tensor.numel() for v in self.values})
 
     def _write_anchors(self, with_unsent: bool = False) -> None:
         """Give the values what was agreed on, and what the codec has not sent of them."""
@@ -333,8 +395,8 @@ class Fragment:
             saved = state["flight"]["means"]
             means = PendingMean.at_once(None if saved is None else {n: t.to(device) for n, t in saved.items()})
             deltas = {n: t.to(device) for n, t in state["flight"].get("deltas", {}).items()}
-            outer_lr = float(state["flight"].get("outer_lr", 1.0))
-            self.flight = PendingAverage(int(state["flight"]["due"]), means, deltas, outer_lr)
+            outer_lr, samples = float(state["flight"].get("outer_lr", 1.0)), int(state["flight"].get("samples", 0))
+            self.flight = PendingAverage(int(state["flight"]["due"]), means, deltas, outer_lr, samples)
 
 
 def _weighted_mean(copies: Sequence[tuple[Tensor, int]], total: int, dtype: torch.dtype) -> Tensor:
