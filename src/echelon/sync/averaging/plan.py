@@ -100,14 +100,14 @@ class AveragingPlan:
         dense = periods * self.period if self.dense_period < self.period else 0
         return replace(self, dense=dense, last=self._local(steps) if self.finishes else 0)
 
-    def at_end(self, whole: bool) -> AveragingPlan:
+    def at_end(self, ends_period: bool) -> AveragingPlan:
         """Return what holds for the agreement after the last step: nothing travels on, and the model alone is averaged.
 
         Args:
-            whole: it ends a period; else replicas take their mean.
+            ends_period: it is due anyway; else replicas take their mean.
         """
         last = replace(self, overlap=0, alpha=0.0, keep_progress=False, optimizer_state="keep")
-        return last if whole else replace(last, outer_lr=1.0)
+        return last if ends_period else replace(last, outer_lr=1.0)
 
     def agreements(self, steps: int) -> int:
         """Return how often a fragment agrees in a run of so many steps; 0 where that is not known."""
