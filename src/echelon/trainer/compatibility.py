@@ -283,7 +283,8 @@ def interplay_notes(run: ResolvedRun, ranks: int, on_gpu: bool = False) -> list[
     if ranks == 1:
         return notes
     notes += [*([] if on_gpu else _device_notes(run, ranks)), *_momentum_notes(run), *_path_notes(run, ranks)]
-    notes += run.sync.optimizer_notes(run.optimizer.name, run.layout_for(ranks).dp)
+    if not run.sync.uses_servers:
+        notes += run.sync.optimizer_notes(run.optimizer.name, run.layout_for(ranks).dp)
     return [*notes, *run.sync.momentum_notes(_momentum(run), ranks)]
 
 
