@@ -344,7 +344,7 @@ def test_codecs_of_averages_keep_what_they_have_not_sent(sync: str, codec: str, 
         run = start(runs, case, f"sync={sync}", f"compression={codec}", pace_s=0.15, width=32)
         assert run.end() == 0, run.text()[-3000:]
         check_recorded(run)
-        assert len(run.events("worker_died")) == 1 and not run.events("resumed")
+        assert run.events("worker_died") and not run.events("resumed")  # two where gloo does not notice, as above
         assert [record["world_size"] for record in run.records("start")][:2] == [3, 2]
         ranks = state_of(run.folder, "newest")[RANKS].values()
         waits = -remembered([each["sync"]["fragments"][0]["codec"] for each in ranks], 32) / BATCH
