@@ -6,19 +6,17 @@ Whole runs of `echelon train digits --sync "ps(mode=async)"` on this machine. A 
 if it computed elsewhere, so that the cores are there for what the strategy itself costs: gradients and parameters on
 their way, updates, leases, records. Each batch is cut into as many parts as there are workers, and each part is an
 update of the servers: without any cost N workers make N times the updates of one. The rate is that of the second half
-of a run; the processor's time is that of all processes beyond what a run of one step takes.
+of a run.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -61,30 +59,13 @@ def wide(data: ModelInput) -> nn.Module:
 MODELS = {"narrow": "0.04 MB", "wide": "4.5 MB"}
 
 
-@dataclass(frozen=True)
-class Rate:
-    """What one run took: updates/s in its second half, and processor milliseconds an update, of all processes."""
-
-    updates_per_s: float
-    processor_ms: float
-
-
-def measure(model: str, workers: int, seconds: float) -> Rate:
-    """Train for about so long, and for one step.
+def updates_per_s(model: str, workers: int, seconds: float) -> float:
+    """Train for about so long; return the updates/s of all workers in the second half.
 
     Raises:
-        CalledProcessError: a run failed.
+        CalledProcessError: the run failed.
     """
     steps = round(seconds / PAUSE_S)
-    started_s, _ = train(model, workers, 1)
-    spent_s, windows = train(model, workers, steps)
-    half = [w for w in windows if w.step >= steps / 2]
-    updates = workers * (half[-1].step - half[0].step)
-    return Rate(updates / (half[-1].t - half[0].t), 1e3 * (spent_s - started_s) / (workers * (steps - 1)))
-
-
-def train(model: str, workers: int, steps: int) -> tuple[float, list[Steps]]:
-    """Return the processor seconds of a run and its windows."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [
@@ -93,12 +74,10 @@ def train(model: str, workers: int, steps: int) -> tuple[float, list[Steps]]:
             "--batch-size", "64", "--epochs", "9999", "--max-steps", str(steps), "--eval-every", "0", "--run", str(run),
         ]  # fmt: skip
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         environment = {**os.environ, "PYTHONPATH": path}
         subprocess.run(command, check=True, timeout=DEADLINE_S, stdout=subprocess.DEVNULL, env=environment)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        windows = list(read_records(run, Steps))
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, windows
+        half = [window for window in read_records(run, Steps) if window.step >= steps / 2]
+    return workers * (half[-1].step - half[0].step) / (half[-1].t - half[0].t)
 
 
 def main() -> None:
@@ -110,18 +89,14 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for model in options.models:
-        alone: Rate | None = None
+        alone = 0.0
         for workers in options.workers:
-            found = measure(model, workers, options.seconds)
-            alone = alone or found
-            times = found.updates_per_s / alone.updates_per_s
-            append_result(NAME, {"model": model, "workers": workers, "rate": found.updates_per_s,
-                                 "processor_ms": found.processor_ms})  # fmt: skip
-            share = found.updates_per_s * found.processor_ms / 1e3 / len(os.sched_getaffinity(0))
-            numbers = [f"{found.updates_per_s:.1f}", f"{times:.2f}", f"{times / workers * options.workers[0]:.2f}"]
-            rows.append([MODELS[model], workers, *numbers, f"{found.processor_ms:.1f}", f"{share:.0%}"])
+            rate = updates_per_s(model, workers, options.seconds)
+            alone = alone or rate / workers
+            append_result(NAME, {"model": model, "workers": workers, "rate": rate})
+            rows.append([MODELS[model], workers, f"{rate:.1f}", f"{rate / alone:.2f}", f"{rate / alone / workers:.2f}"])
             print(rows[-1], flush=True)
-    header = ["gradients", "workers", "updates/s", "x one worker", "of N", "processor ms an update", "of the cores"]
+    header = ["gradients", "workers", "updates/s", "x one worker", "of N"]
     words = "A step is a pause of 0.1 s; gradients and parameters travel whole, through one server."
     line = environment_line(command_line("benchmarks.server_scaling"))
     update_section(TITLE, f"{line}\n\n{words}\n\n{markdown_table(header, rows)}")
