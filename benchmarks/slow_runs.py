@@ -155,18 +155,24 @@ def _row(name: str, batch: int, way: str, own: Sequence[dict[str, Any]], links: 
     times = []
     for link in links:
         ratios = [r["seconds"] / at[LOOPBACK][seed]["seconds"] for seed, r in at[link].items() if seed in at[LOOPBACK]]
-        middle = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
-        times.append(middle)
+        bounds = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+        times.append(f"{statistics.median(ratios):.2f}{bounds}" if ratios else "")
     here = at[LOOPBACK]
     off = [r["top1"] - base[seed]["top1"] for seed, r in here.items() if seed in base]
-    mean, low, high = interval(off)
-    accuracy = f"{mean:+.2f} ({low:+.2f} to {high:+.2f}), {len(off)} seeds" if way != BASE else ""
+    accuracy = _difference(off) if off and way != BASE else ""
     slowest = at[links[-1]].values() if links else ()
     return [
         name, batch, f"{statistics.median(r['steps'] for r in here.values()):.0f}", f"`{way}`",
         f"{statistics.median(r['seconds'] for r in here.values()):.1f}", *times,
         f"{statistics.mean(r['top1'] for r in here.values()):.2f}", accuracy, _pauses(slowest),
     ]  # fmt: skip
+
+
+def _difference(off: list[float]) -> str:
+    if len(off) < 2:
+        return f"{off[0]:+.2f}, 1 seed"
+    mean, low, high = interval(off)
+    return f"{mean:+.2f} ({low:+.2f} to {high:+.2f}), {len(off)} seeds"
 
 
 def _pauses(runs: Iterable[dict[str, Any]]) -> str:
