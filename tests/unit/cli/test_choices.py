@@ -83,7 +83,11 @@ def test_explain_says_what_a_codec_does_and_what_was_measured() -> None:
         ([], "tr", ["train"]),
         (["train"], "--sy", ["--sync", "--sync-batchnorm"]),
         (["train", "--sync"], "lo", ["local("]),
-        (["train", "--sync"], "local(8, o", ["local(8, optimizer_state=", "local(8, overlap="]),
+        (
+            ["train", "--sync"],
+            "local(8, o",
+            ["local(8, optimizer_state=", "local(8, overlap=", "local(8, outer_lr="],
+        ),
         (["train", "--precision"], "bf", ["bf16", "bf16-params"]),
         (["train", "--optimizer"], "adamw", ["adamw", "adamwlegacy"]),
         (["train"], "dig", ["digits"]),
