@@ -293,7 +293,7 @@ class Codec(ABC):
         """Return the codec with what its settings leave to how many messages of a tensor a run has."""
         return self
 
-    def begun_at_once(self) -> Codec:
+    def without_whole_start(self) -> Codec:
         """Return the codec for senders that keep what it leaves out: no first message has to be whole."""
         return self
 

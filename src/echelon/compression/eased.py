@@ -39,10 +39,10 @@ class Eased(Codec):
         eased: Codec = replace(self, warmup_steps=first, finish_steps=last)  # type: ignore[type-var]
         return eased
 
-    def begun_at_once(self) -> Codec:
+    def without_whole_start(self) -> Codec:
         """Return it without whole messages at the start, where nobody has set how many there are."""
-        begun: Codec = replace(self, warmup_steps=0) if self.warmup_steps is None else self  # type: ignore[type-var]
-        return begun
+        changed: Codec = replace(self, warmup_steps=0) if self.warmup_steps is None else self  # type: ignore[type-var]
+        return changed
 
     def length_notes(self, messages: int) -> list[str]:
         """Say which messages are whole, and whether what is left out comes too late in so short a run."""

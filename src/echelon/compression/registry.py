@@ -52,9 +52,9 @@ class Compression:
         """Return the compression of a run that sends each tensor so often: what begins and ends it is settled."""
         return replace(self, codec=self.codec.for_run(messages), messages=messages)
 
-    def begun_at_once(self) -> Compression:
-        """Return it for senders that keep what it leaves out (`Codec.begun_at_once`)."""
-        return replace(self, codec=self.codec.begun_at_once())
+    def without_whole_start(self) -> Compression:
+        """Return it for senders that keep what it leaves out (`Codec.without_whole_start`)."""
+        return replace(self, codec=self.codec.without_whole_start())
 
     def length_notes(self) -> list[str]:
         """Say what begins and ends the run (`for_run` was called), and whether it is too short for the codec."""

@@ -96,9 +96,9 @@ class LocalSettings(AveragingSettings):
         if self.outer_lr != 1 or not normalises(optimizer):
             return []
         return [
-            f"--sync {self}: {optimizer} divides gradients by their size, and a part of the batch has noisier ones: "
-            f"where most is noise, as with embeddings, replicas learn as if --lr were up to {replicas**0.5:.3g} times "
-            f"smaller; diloco({self.period}) does not (or outer_lr={replicas**0.5:.3g})"
+            f"{optimizer} divides gradients by their size, and those of a part of the batch are noisier: where most is "
+            f"noise, as with embeddings, replicas learn as if --lr were up to {replicas**0.5:.3g} times smaller; "
+            f"outer_lr={replicas**0.5:.3g} or diloco({self.period}) makes up for it"
         ]
 
     def steady(self) -> LocalSettings:

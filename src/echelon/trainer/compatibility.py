@@ -284,7 +284,8 @@ def interplay_notes(run: ResolvedRun, ranks: int, on_gpu: bool = False) -> list[
         return notes
     notes += [*([] if on_gpu else _device_notes(run, ranks)), *_momentum_notes(run), *_path_notes(run, ranks)]
     if not run.sync.uses_servers:
-        notes += run.sync.optimizer_notes(run.optimizer.name, run.layout_for(ranks).dp)
+        of_optimizer = run.sync.optimizer_notes(run.optimizer.name, run.layout_for(ranks).dp)
+        notes += [f"--sync {run.described.strategy.sync}: {note}" for note in of_optimizer]
     return [*notes, *run.sync.momentum_notes(_momentum(run), ranks)]
 
 

@@ -62,7 +62,7 @@ def test_what_stays_in_a_replica_needs_no_whole_message_at_first() -> None:
 def test_what_a_normalising_optimizer_loses_is_told() -> None:
     assert read("local(8, 0, keep, 2)") == LocalSettings(8, overlap=2), "the order of what specs have always had"
     [note] = read("local(8)").optimizer_notes("adamw", 4)
-    assert note.endswith("up to 2 times smaller; diloco(8) does not (or outer_lr=2)")
+    assert note.endswith("up to 2 times smaller; outer_lr=2 or diloco(8) makes up for it")
     quiet = [("local(8)", "sgd"), ("local(8, outer_lr=2)", "adamw"), ("diloco(8)", "adamw")]
     assert not any(read(spec).optimizer_notes(optimizer, 4) for spec, optimizer in quiet)
     with pytest.raises(ValueError, match="outer_lr"):

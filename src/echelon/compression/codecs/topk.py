@@ -98,7 +98,7 @@ class TopK(CorrectsMomentum, Eased, Sparse):
         warmup_steps = share_of(messages, _WARMUP_SHARE) if self.warmup_steps is None else self.warmup_steps
         return super(TopK, replace(self, warmup_steps=warmup_steps)).for_run(messages)
 
-    def begun_at_once(self) -> Codec:
+    def without_whole_start(self) -> Codec:
         """Return it: its first messages are stages, not whole."""
         return self
 

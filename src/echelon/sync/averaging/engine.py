@@ -82,7 +82,7 @@ class Averaging:
                 route = Route(route.path, same_ranks_group(route.group))
         compression, codec = self._context.compression, None
         leaves = compression.encodes and stays(compression.codec, self._plan, self._rule.centred)
-        compression = compression.begun_at_once() if leaves else compression
+        compression = compression.without_whole_start() if leaves else compression
         if compression.encodes:
             codec = compression.for_run(self._plan.agreements(self._context.steps)).build()
             codec = forgetting_nothing(codec) if leaves else codec

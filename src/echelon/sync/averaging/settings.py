@@ -6,7 +6,6 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from echelon.compression import Compression
-from echelon.compression.base import Codec
 from echelon.sync.averaging.plan import AveragingPlan, check_deltas, length_notes, stays
 from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
@@ -38,12 +37,9 @@ class AveragingSettings(SyncSettings):
 
     def settled(self, compression: Compression, steps: int) -> Compression:
         """Return the compression as a run of so many steps has it: what stays in a replica is not late."""
-        begun = compression.begun_at_once() if self.leaves_unsent(compression.codec) else compression
-        return begun.for_run(self.messages(steps))
-
-    def leaves_unsent(self, codec: Codec) -> bool:
-        """Whether what a codec leaves out of a replica's change stays in that replica alone."""
-        return stays(codec, self.plan(), self.centred)
+        if stays(compression.codec, self.plan(), self.centred):
+            compression = compression.without_whole_start()
+        return compression.for_run(self.messages(steps))
 
     def length_notes(self, steps: int) -> list[str]:
         """Say how often replicas agree at first, and whether there are too few periods."""
