@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -30,6 +31,9 @@ NOT_BESIDE_EACH_OTHER = (  # these start daemons of the machine, or look at all 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's, where that is installed
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run two tests at once where all are asked for that a CI runs, and `-n` says nothing else."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a script's command with &
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if is_worker or not config.pluginmanager.hasplugin("xdist") or config.option.numprocesses is not None:
         return
