@@ -116,7 +116,7 @@ def may_serve(name: str, index: int, standbys: int) -> bool:
 class ServingPair:
     """Who serves one index: the primary and, where there is one, its standby; empty names: nobody.
 
-    `served_s` is when the index was last known to have a primary.
+    `served_s` is when the index was last known to have a primary; `membership` the number of the standby's stay.
     """
 
     served_s: float
@@ -124,6 +124,7 @@ class ServingPair:
     standby: str = ""
     ready: bool = False
     standby_ready: bool = False
+    membership: int = 0
 
     def takes_as_standby(self, name: str, join: JoinServer) -> bool:
         """Whether a server that joins is the standby: it says so, or another one serves already."""
@@ -135,9 +136,11 @@ class ServingPair:
         if self.standby == name:
             self.standby, self.standby_ready = "", False
 
-    def join_standby(self, name: str, ready: bool) -> None:
-        """Let a server stand by."""
-        self.standby, self.standby_ready = name, ready
+    def join_standby(self, name: str, join: JoinServer, next_membership: int) -> None:
+        """Let a server stand by. What it took in an earlier membership lacks what the primary did between the two."""
+        if self.standby != name:
+            self.standby, self.membership = name, next_membership
+        self.standby_ready = join.ready and join.standby and join.membership == self.membership
 
     def leave(self, name: str) -> bool:
         """Let a server go; returns whether it was the primary. A standby that is ready takes its place."""
@@ -157,6 +160,8 @@ def server_entry(pair: ServingPair, members: MemberList, set_up: bool) -> Server
     """Return what all are told of an index. A server without anything is told of as such until the run is set up."""
     primary = members.get(pair.primary)
     standby = pair.standby if members.get(pair.standby) is not None else ""
+    membership = pair.membership if standby else 0
     if primary is None or not isinstance(primary.join, JoinServer):
-        return ServerEntry("", 0, False, standby, False)
-    return ServerEntry(primary.join.address, primary.session, pair.ready, standby, primary.join.empty and not set_up)
+        return ServerEntry("", 0, False, standby, False, membership)
+    join = primary.join
+    return ServerEntry(join.address, primary.session, pair.ready, standby, join.empty and not set_up, membership)

@@ -91,6 +91,7 @@ class JoinServer(Content):
         ready: it has all that it is to hold.
         restored: it came back with what an earlier process of its name saved.
         empty: it has nothing.
+        membership: in which a standby took what it has (see `ServerEntry`); 0: in none.
     """
 
     index: int
@@ -100,6 +101,7 @@ class JoinServer(Content):
     standby: bool
     restored: bool
     empty: bool
+    membership: int = 0
 
 
 @content(22)
@@ -361,13 +363,18 @@ class TaskHeard(Content):
 
 @dataclass(frozen=True, slots=True)
 class ServerEntry:
-    """Who serves an index: where, in which session (`life`), and its standby's name; empty words: nobody."""
+    """Who serves an index: where, in which session (`life`), and its standby's name; empty words: nobody.
+
+    `membership` is the number of the standby's stay among the members: another one whenever it was taken for gone in
+    between, for the primary did not wait for it then. 0: nobody stands by.
+    """
 
     address: str
     life: int
     ready: bool
     standby: str
     empty: bool
+    membership: int = 0
 
 
 @content(47)

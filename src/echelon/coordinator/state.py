@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import count
 
 from echelon.coordinator.config import CONTINUES, CoordinatorConfig
 from echelon.coordinator.effects import Began, Effect, Evaluated, Save, Send, Tell, WindowClosed
@@ -102,7 +103,7 @@ class Coordinator:
     out; until then a server that comes back empty is set up again.
 
     Args:
-        first_tag: a number that no coordinator of this run has used for copies.
+        first_tag: a number that no coordinator of this run has used for copies, or for a standby's membership.
     """
 
     def __init__(self, config: CoordinatorConfig, first_tag: int, now_s: float) -> None:
@@ -113,6 +114,7 @@ class Coordinator:
         self._pairs = [ServingPair(now_s) for _ in range(config.policy.servers)]
         self._leases: LeaseLedger | None = None
         self._evaluations = Evaluations(config.plan, first_tag, now_s, config.timeout_s)
+        self._memberships = count(first_tag)
         self._window = WindowAccumulator(now_s)
         self._setup_worker = ""
         self._asking: dict[str, None] = {}
@@ -378,7 +380,7 @@ class Coordinator:
     def _server_joined(self, member: RunMember, join: JoinServer) -> None:
         pair = self._pairs[join.index]
         if pair.takes_as_standby(member.name, join):
-            pair.join_standby(member.name, join.ready and join.standby)
+            pair.join_standby(member.name, join, next(self._memberships))
             if not join.standby:  # its standby has taken over: now it is the standby, and has yet to take what that has
                 self._send(member, BecomeStandby())
         else:

@@ -25,7 +25,8 @@ class ReplicationLog:
 
     def __init__(self) -> None:
         self.standby = b""
-        self.standby_name = ""
+        self._asked: tuple[bytes, int] = b"", 0
+        self._membership = 0
         self._number = 0
         self._owed: deque[tuple[int, bytes, PushAck]] = deque()
 
@@ -34,13 +35,32 @@ class ReplicationLog:
         """Whether a standby takes this server's operations."""
         return bool(self.standby)
 
-    def attach(self, peer: bytes, name: str) -> None:
-        """Let a standby follow."""
-        self.standby, self.standby_name = peer, name
+    def ask(self, peer: bytes, membership: int) -> None:
+        """Note who asks to follow, and in which membership (see `ServerEntry`)."""
+        self._asked = peer, membership
+
+    @property
+    def lets_in(self) -> bool:
+        """Whether who asked to follow is the standby as the scheduler tells.
+
+        Its word may come later than who asks, and older word between the two. Who was let in before would be let go by
+        that, and would count as ready for good.
+        """
+        return 0 < self._membership == self._asked[1]
+
+    def expect(self, membership: int) -> bool:
+        """Learn which membership is the standby's, 0: nobody's; returns whether who follows is to be let go."""
+        changed, self._membership = membership != self._membership, membership
+        return changed and self.attached
+
+    def attach(self) -> bytes:
+        """Let follow who asked to; returns who that is."""
+        self.standby = self._asked[0]
+        return self.standby
 
     def detach(self) -> None:
         """Have no standby any more."""
-        self.standby, self.standby_name = b"", ""
+        self.standby = b""
 
     def next_number(self) -> int:
         """Return the number of the next operation."""
@@ -62,6 +82,7 @@ class ReplicationLog:
     def forget(self) -> None:
         """Owe nothing, to nobody."""
         self._owed.clear()
+        self._asked = b"", 0
         self.detach()
 
 

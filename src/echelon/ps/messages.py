@@ -111,7 +111,9 @@ class OperationDone(Content):
 
 @content(14)
 class Attach(Content):
-    """A standby wants the server's state, then every operation."""
+    """A standby wants the server's state, then every operation, for as long as its membership lasts."""
+
+    membership: int
 
 
 @content(15, (1, 1))

@@ -122,7 +122,7 @@ class Server:
                     if self._primary is not None:
                         self._primary.send(effect.content)
                 case Follow():
-                    self._follow(effect.address)
+                    self._follow(effect)
                 case SaveSnapshot():
                     self._writing = self._pool.submit(self._write, effect)
 
@@ -138,15 +138,15 @@ class Server:
         frames = () if filed else effect.frames
         self.sender.reply(self.listener.socket, effect.peer, replace(content, filed=filed), frames)
 
-    def _follow(self, address: str) -> None:
+    def _follow(self, to: Follow) -> None:
         if self._primary is not None:
             self._poller.unregister(self._primary.socket)
             self._primary.close()
             self._primary = None
-        if address:
-            self._primary = Channel(self._context, self.sender, address, self._limits, TO_STANDBY)
+        if to.address:
+            self._primary = Channel(self._context, self.sender, to.address, self._limits, TO_STANDBY)
             self._poller.register(self._primary.socket, zmq.POLLIN)  # a push waits for this standby's word
-            self._primary.send(Attach())
+            self._primary.send(Attach(to.membership))
 
     def _write(self, snapshot: SaveSnapshot) -> dict[bytes, int]:
         self._snapshots.save(snapshot.count, snapshot.state, background=False)

@@ -26,6 +26,7 @@ from echelon.coordinator.messages import (
     Promote,
     RunEnded,
     ServerBeat,
+    ServerEntry,
     ServerHolds,
     ServerLacked,
 )
@@ -87,13 +88,14 @@ class ServerState:
 
     def __init__(self, config: ServerConfig, life: int, address: str, pid: int) -> None:
         self.config, self._settings = config, config.settings
-        self._life, self._address, self._pid, self._primary_address = life, address, pid, ""
+        self._life, self._address, self._pid = life, address, pid
         self.table: KeyTable | None = None
         self.stores: dict[int, KeyStore] = {}
         self.load = ServerCounters()
         self.is_standby = config.name.startswith("standby")
         self.ended = False
         self._lags, self._operation = False, 0
+        self._following = Follow("")
         self._buffers: dict[str, Tensor] = {}
         self._filling: dict[int, tuple[KeyStore, int]] = {}  # keys whose rows still come, and how many there are
         self._copies: dict[int, dict[int, StateTree]] = {}
@@ -236,7 +238,7 @@ class ServerState:
     def _join(self) -> None:
         join = JoinServer(
             self.config.index, self._address, self._pid, self._may_serve, self.is_standby, self._durability.restored,
-            not (self.stores or self.ready),
+            not (self.stores or self.ready), self._following.membership,
         )  # fmt: skip
         self._effects.append(TellScheduler(join))
 
@@ -643,12 +645,19 @@ class ServerState:
             if not self._durability.settling:
                 store.applied.raise_to(self._watermark)
         if self.config.index < len(members.servers):
-            entry = members.servers[self.config.index]
-            if self.is_standby and entry.ready:
-                self._follow(entry.address)
-            elif self._replication.attached and entry.standby != self._replication.standby_name:
-                self._detach()
+            self._take_entry(members.servers[self.config.index])
         self._durability.members(workers)
+
+    def _take_entry(self, entry: ServerEntry) -> None:
+        """Follow who serves the keys where this server stands by it, else learn who stands by this one."""
+        if self.is_standby:
+            if entry.ready and entry.standby == self.config.name:
+                self._follow(Follow(entry.address, entry.membership))
+            return
+        if self._replication.expect(entry.membership):
+            self._detach()
+        if self._replication.lets_in and not self._replication.attached and self.ready:
+            self._let_in()
 
     def _detach(self) -> None:
         """Have no standby any more, so nothing waits for one."""
@@ -657,11 +666,19 @@ class ServerState:
             self._reply(peer, ack)
 
     def _attach(self, peer: bytes, message: Message, now_s: float) -> None:
-        """Give a new standby everything, then every operation."""
+        """Let a new standby follow, now or once the scheduler has told of it."""
+        content = message.content
+        assert isinstance(content, Attach)
         self._refuse_unless_serving()
+        self._replication.ask(peer, content.membership)
+        if self._replication.lets_in:
+            self._let_in()
+
+    def _let_in(self) -> None:
+        """Give the standby that asked to follow everything, then every operation."""
         assert self.table is not None
         self._detach()
-        self._replication.attach(peer, message.sender)
+        peer = self._replication.attach()
         self._reply(peer, SetTable(), [self.table.to_bytes()])
         for index, store in self.stores.items():
             meta, frames = pack_state(store.whole_state())
@@ -678,18 +695,18 @@ class ServerState:
 
     # As a standby
 
-    def _follow(self, address: str) -> None:
-        if not address or address in (self._address, self._primary_address):
+    def _follow(self, to: Follow) -> None:
+        if not to.address or to.address == self._address or to == self._following:
             return
         self._lag()
-        self._primary_address = address
-        self._effects.append(Follow(address))
+        self._following = to
+        self._effects.append(to)
 
     def _lag(self) -> None:
         """Take everything from the primary again: what is here may lack some of what it did. Until then it stays, for
         nobody else may have it.
         """
-        self._lags, self._primary_address = True, ""
+        self._lags, self._following = True, Follow("")
 
     def _replay(self, message: Message, now_s: float) -> None:
         match message.content:
@@ -731,7 +748,7 @@ class ServerState:
     def _promote(self) -> None:
         if self.is_standby:
             # What an operation lacks that never came was not acknowledged: workers push it again.
-            self.is_standby, self._primary_address, self._lags = False, "", False
+            self.is_standby, self._following, self._lags = False, Follow(""), False
             self._effects.append(Follow(""))
             self._join()
 

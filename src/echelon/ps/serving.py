@@ -83,9 +83,10 @@ class TellPrimary:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Connect to the server at an address, to stand by it, and to no other; empty: to none."""
+    """Connect to the server at an address, to stand by it in a membership, and to no other; empty: to none."""
 
     address: str
+    membership: int = 0
 
 
 @dataclass(frozen=True, slots=True)

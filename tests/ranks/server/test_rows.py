@@ -30,8 +30,13 @@ class Tower(nn.Module):
         self.bags = nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=True)
 
     def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.dense(self.items(ids)) + self.bags(input=ids[:, None]) + self.items(ids.flip(0) // 2)
+        out: Tensor = self.dense(self.items(ids)) + self.bags(input=ids[:, None]) + self.items(mirrored(ids))
         return out
+
+
+def mirrored(ids: Tensor) -> Tensor:
+    """Return a second id for each sample, of it alone: a step has the same gradient in however many shares."""
+    return (ROWS - 1 - ids) // 2
 
 
 def tower() -> Tower:
@@ -69,7 +74,7 @@ def alone(model: nn.Module, build: Any = adagrad) -> Tensor:
 
 def touched_rows() -> int:
     """Count the rows that all steps look up, each once in a step and a table."""
-    return sum(len(torch.cat([ids, ids // 2]).unique()) + len(ids.unique()) for ids in map(ids_of, range(STEPS)))
+    return sum(len(torch.cat([ids, mirrored(ids)]).unique()) + len(ids.unique()) for ids in map(ids_of, range(STEPS)))
 
 
 def check_bytes(cluster: Cluster, pushed: int = 8) -> None:
@@ -135,7 +140,7 @@ def test_rows_that_servers_make_are_those_of_one_process_and_no_worker_has_a_tab
     check_bytes(cluster)
     assert all(len(served.get_parameter(name)) == 0 for name in STARTS)
     stores = [store for server in cluster.roles for store in server.state.stores.values() if store.made is not None]
-    looked_up = [torch.cat([i, i // 2]) for i in map(ids_of, range(STEPS))], [*map(ids_of, range(STEPS))]
+    looked_up = [torch.cat([i, mirrored(i)]) for i in map(ids_of, range(STEPS))], [*map(ids_of, range(STEPS))]
     wanted = sum(len(torch.cat(of_table).unique()) for of_table in looked_up)
     assert sum(store.made.count for store in stores if store.made is not None) == wanted
     assert sum(store.value.numel() for store in stores) < 2 * ROWS * WIDTH

@@ -414,12 +414,38 @@ def test_a_run_that_ended_stays_so() -> None:
     assert second.sent("a", RunEnded) == [RunEnded("completed")]
 
 
+def stand_by(run: Run) -> JoinServer:
+    """Let a standby join, and say that it has all; returns its last word."""
+    join = replace(READY, address="ipc://standby0", standby=True, ready=False)
+    run.say("standby0", join)
+    members = run.sent("standby0", Members)[-1]
+    assert isinstance(members, Members) and members.servers[0].membership
+    join = replace(join, ready=True, membership=members.servers[0].membership)
+    run.say("standby0", join)
+    return join
+
+
+def test_a_standby_that_was_taken_for_gone_has_to_take_everything_again() -> None:
+    """The primary did not wait for it meanwhile, so what it had when it was silent is no copy any more."""
+    run = Run(replace(FREE, standbys=1))
+    run.begin("a")
+    ready = stand_by(run)
+    run.say("a", AskTask())
+    assert run.sent("a", TrainTask)
+    run.say("launcher", Died("standby0"))  # it lives, and says once more what it said before
+    run.say("standby0", ready)
+    again = run.sent("standby0", Members)[-1]
+    assert isinstance(again, Members) and again.servers[0].membership not in (0, ready.membership)
+    run.say("launcher", Died("server0"))
+    assert not run.sent("standby0", Promote)
+
+
 def test_a_standby_that_is_ready_takes_over() -> None:
     run = Run(replace(FREE, standbys=1))
     run.begin("a")
     run.say("a", AskTask())
     assert not run.sent("a", TrainTask)  # before the first gradient the standby must be there
-    run.say("standby0", replace(READY, address="ipc://standby0", standby=True))
+    stand_by(run)
     run.tick()
     assert run.sent("a", TrainTask)
     run.say("launcher", Died("server0"))
@@ -453,7 +479,7 @@ def test_who_has_no_place_takes_none(name: str, standby: bool) -> None:
 def test_a_run_whose_server_and_standby_are_gone_is_given_up() -> None:
     run = Run(replace(FREE, standbys=1))
     run.begin("a")
-    run.say("standby0", replace(READY, address="ipc://standby0", standby=True))
+    stand_by(run)
     run.ask("a")
     for name in ("server0", "standby0"):
         run.say("launcher", Died(name))

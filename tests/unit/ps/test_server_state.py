@@ -59,6 +59,7 @@ from tests.unit.checkpoint.states import assert_same
 LR = 0.5
 TABLE = cut_table([ParameterInfo("w", (6,), False)], Cut(1, 4096))
 ENTRY = ServerEntry("ipc://server0", 1, ready=True, standby="", empty=False)
+FOLLOWED = replace(ENTRY, standby="standby0", membership=1)
 
 
 def sgd(tensors: Sequence[nn.Parameter], decay: Sequence[bool]) -> torch.optim.Optimizer:
@@ -275,11 +276,12 @@ def pair() -> tuple[Role, Role]:
     """Return a server and its standby, which follows it."""
     primary = Role(ServerSettings(replicas=1, compensation="constant")).fill()
     standby = Role(ServerSettings(replicas=1, compensation="constant"), "standby0", 2)
-    members = Members([ENTRY], ["worker0"], 0)
+    members = Members([FOLLOWED], ["worker0"], 0)
+    primary.say("scheduler", members)
     standby.say("scheduler", members)
     standby.say("scheduler", members)
-    assert [e for e in standby.effects if isinstance(e, Follow)] == [Follow("ipc://server0")]
-    primary.say("standby0", Attach())
+    assert [e for e in standby.effects if isinstance(e, Follow)] == [Follow("ipc://server0", 1)]
+    primary.say("standby0", Attach(1))
     return primary, standby
 
 
@@ -341,11 +343,28 @@ def test_a_standby_that_was_thought_dead_takes_everything_again() -> None:
     standby.effects.clear()
     standby.say("scheduler", JoinAgain())
     assert [join.ready for join in standby.told(JoinServer)] == [False]
-    standby.say("scheduler", Members([replace(ENTRY, standby="standby0")], ["worker0"], 0))
-    assert Follow("ipc://server0") in standby.effects
-    primary.say("standby0", Attach())
+    again = Members([replace(FOLLOWED, membership=2)], ["worker0"], 0)
+    standby.say("scheduler", again)
+    assert Follow("ipc://server0", 2) in standby.effects
+    primary.say("standby0", Attach(2))  # before the scheduler's word
+    assert not primary.sent("standby0", SetTable)
+    primary.say("scheduler", again)
     replicate(primary, standby)
     assert torch.equal(primary.value, standby.value) and standby.told(JoinServer)[-1].ready
+
+
+def test_older_word_of_the_scheduler_lets_no_standby_go() -> None:
+    """The socket of the scheduler may be slower than that of the standby, which knows of its membership already."""
+    primary = Role(ServerSettings(replicas=1)).fill()
+    standby = Role(ServerSettings(replicas=1), "standby0", 2)
+    standby.say("scheduler", Members([FOLLOWED], ["worker0"], 0))
+    primary.say("standby0", Attach(1))
+    primary.say("scheduler", Members([ENTRY], ["worker0"], 0))
+    primary.say("scheduler", Members([FOLLOWED], ["worker0"], 0))
+    primary.push("worker0", 0)
+    replicate(primary, standby)
+    assert torch.equal(primary.value, standby.value) and standby.told(JoinServer)[-1].ready
+    assert standby.told(JoinServer)[-1].membership == 1
 
 
 def test_a_standby_that_missed_an_operation_takes_everything_again() -> None:
@@ -358,8 +377,8 @@ def test_a_standby_that_missed_an_operation_takes_everything_again() -> None:
     assert not replicate(primary, standby) and not standby.told(JoinServer)[-1].ready
     primary.push("worker0", 3)
     assert not replicate(primary, standby) and standby.state.stores[0].version == 1
-    standby.say("scheduler", Members([ENTRY], ["worker0"], 0))
-    primary.say("standby0", Attach())
+    standby.say("scheduler", Members([FOLLOWED], ["worker0"], 0))
+    primary.say("standby0", Attach(1))
     replicate(primary, standby)
     assert torch.equal(primary.value, standby.value) and standby.told(JoinServer)[-1].ready
 
@@ -403,8 +422,9 @@ def test_a_server_without_keys_serves_and_holds_nothing_up(settings: ServerSetti
     assert role.told(CopyKept) == [CopyKept(3, 0)]
     if settings.replicas:
         standby = Role(settings, "standby0", life=2)
-        standby.say("scheduler", Members([ENTRY], [], 0))
-        role.say("standby0", Attach())
+        for of_pair in (standby, role):
+            of_pair.say("scheduler", Members([FOLLOWED], [], 0))
+        role.say("standby0", Attach(1))
         replicate(role, standby)
         assert standby.told(JoinServer)[-1].ready
         return
