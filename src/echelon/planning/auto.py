@@ -28,13 +28,13 @@ from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import measure
 from echelon.reporting.report.whole_run import whole_run_of
 from echelon.run.resolve import canonical, left_open, link_of, nodes_of, place_of, sync_of
+from echelon.sync.averaging.plan import SHORT_STEPS
 
 POINTS = {
     "none": 0.0, "bf16": 0.0, "int8": 0.0, "diloco(period=20), int8": 0.3, "local(period=8), sign": 0.3,
     "local(period=8, overlap=2), sign": 0.3, "topk(density=0.01)": 0.5, "powersgd(rank=2)": 0.7,
 }  # fmt: skip
 """Points of accuracy that ways cost, rounded up, where they were measured over a few seeds; others are not taken."""
-SHORT_STEPS = 500
 POINTS_WHEN_SHORT = {
     "none": 0.0, "bf16": 0.0, "int8": 0.0, "local(period=4), sign": 0.3, "local(period=8), sign": 0.6,
     "local(period=8, overlap=2), sign": 0.7,

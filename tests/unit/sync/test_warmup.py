@@ -88,6 +88,10 @@ def test_a_longer_run_goes_on_with_the_outer_optimizer_that_it_began_with() -> N
 def test_too_few_periods_are_told() -> None:
     assert any("periods" in note for note in read("easgd(50)").length_notes(188))
     assert not any("may lose" in note for note in read("local(8)").length_notes(188))
+    assert ["local(4) 0.3" in note for note in read("local(8, overlap=2)").length_notes(188)] == [False, True]
+    assert not any(
+        "points" in note for note in [*read("local(4)").length_notes(188), *read("local(8)").length_notes(500)]
+    )
     assert not read("allreduce").length_notes(188)
     [said] = read("local(8,warmup=0)").length_notes(12)
     assert said.startswith("12 steps are 1 period of 8") and said.endswith("may lose accuracy: use --sync allreduce")

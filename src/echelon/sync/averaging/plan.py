@@ -194,6 +194,8 @@ def check_deltas(compression: Compression) -> None:
         )
 
 
+SHORT_STEPS = 500
+"""What replicas miss at the start of a run of fewer steps is not made up for: periods above 4 cost more there."""
 FEWEST_PERIODS = 20
 """In a run of fewer, replicas that agree seldom lost over half a point of accuracy."""
 
