@@ -13,9 +13,14 @@ import torch.distributed as dist
 
 from benchmarks._common import interleave
 from echelon.collectives import Route, build, open_route
+from echelon.collectives.base import Path
+from echelon.collectives.chooser import PathBySize, choose_paths
 from echelon.launch.link import Host, enter
+from echelon.trainer.path_choice import in_words
 
 MAX_REPEATS = 50
+CHOSEN = "auto"
+"""Stands for what `--collective auto` chooses between these ranks."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def main(plan: RankPlan, pipe: Connection) -> None:
 
 
 def _measure(plan: RankPlan) -> dict[tuple[str, int], list[float]]:
-    routes = {path: open_route(build(path)) for path in plan.paths}
+    routes = {path: open_route(_path(path)) for path in plan.paths}
     seconds: dict[tuple[str, int], list[float]] = {(path, size): [] for size in plan.sizes for path in plan.paths}
     for size in plan.sizes:
         vector = torch.zeros(size // 4)
@@ -67,6 +72,17 @@ def _measure(plan: RankPlan) -> dict[tuple[str, int], list[float]]:
         for _, path in interleave(plan.paths, plan.rounds):
             seconds[path, size].append(_turn(routes[path], vector, repeats[path]))
     return _of_slowest(seconds)
+
+
+def _path(spec: str) -> Path:
+    if spec != CHOSEN:
+        return build(spec)
+    group = dist.group.WORLD
+    assert group is not None
+    choices = choose_paths(group)
+    if dist.get_rank() == 0:
+        print("auto:", in_words(choices), flush=True)
+    return PathBySize(choices)
 
 
 def _of_slowest(seconds: dict[tuple[str, int], list[float]]) -> dict[tuple[str, int], list[float]]:

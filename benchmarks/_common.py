@@ -72,6 +72,15 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return median(a / b for a, b in zip(above, below, strict=False))
 
 
+def ratio_in_words(above: Sequence[float], below: Sequence[float]) -> str:
+    """Return the median of the ratios of windows side by side, and the quartiles from three ratios on."""
+    ratios = [a / b for a, b in zip(above, below, strict=False)]
+    if len(ratios) < 3:
+        return f"{median(ratios):.2f}"
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
 def spread(values: Sequence[float]) -> float:
     """Return the distance between the quartiles as a share of the median; 0 for fewer than two values."""
     if len(values) < 2:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks._collectives_worker import RankPlan
+from benchmarks._collectives_worker import CHOSEN, RankPlan
 from benchmarks._collectives_worker import main as rank_main
 from benchmarks._common import (
     append_result,
@@ -28,7 +28,7 @@ from benchmarks._common import (
     environment_line,
     markdown_table,
     median,
-    paired_ratio,
+    ratio_in_words,
     read_results,
     update_section,
 )
@@ -38,13 +38,13 @@ from echelon.launch.link import ShapedNetwork, parse_link
 NAME = "collectives"
 TITLE = "Collectives: each path against gloo's own all-reduce"
 BACKEND, FORMER_BACKEND = "backend", "auto"  # older results have the former name
-PATHS = (BACKEND, "ring", "halving_doubling", "direct", "hierarchical(group=2)")
+PATHS = (BACKEND, CHOSEN, "ring", "halving_doubling", "direct", "hierarchical(group=2)")
 SIZES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 LINKS = ("loopback", "1gbit", "100mbit", "groups")
 GROUPS = ("100mbit", "1gbit")  # between two groups, and inside them
 RATES = {"1gbit": 125e6, "100mbit": 12.5e6, "groups": 12.5e6, "loopback": 400e6}
 ABOUT = (
-    "Ratios are gloo's seconds over the path's own, medians of turns side by side (above 1: faster than gloo). Between "
+    "Ratios are gloo's seconds over the path's own, medians of turns side by side with their quartiles (above 1: faster than gloo). Between "
     "two ranks every path is the backend's own all-reduce: what differs from 1 there is noise. Measured with real-time "
     "priority (`chrt -r 10` before the command), so that other processes of the machine take no part."
 )
@@ -133,12 +133,12 @@ def render() -> str:
 
 def _table(found: Sequence[dict[str, Any]]) -> str:
     known = dict.fromkeys(path for result in found for path in result["seconds"])  # older rows lack newer paths
-    paths = [p for p in known if p not in (BACKEND, FORMER_BACKEND)]
+    paths = [p for p in known if p != BACKEND and (p != FORMER_BACKEND or BACKEND in known)]
     rows = []
     for result in found:
         seconds = result["seconds"]
         backend = seconds[BACKEND if BACKEND in seconds else FORMER_BACKEND]
-        ratios = [f"{paired_ratio(backend, seconds[p]):.2f}" if p in seconds else "" for p in paths]
+        ratios = [ratio_in_words(backend, seconds[p]) if p in seconds else "" for p in paths]
         rate = f"{result['bytes'] / median(backend) / 1e6:.4g}"
         rows.append([format_bytes(result["bytes"]), format_seconds(median(backend)), rate, *ratios])
     return markdown_table(["vector", "gloo", "MB/s", *(f"{p} / gloo" for p in paths)], rows)

@@ -19,17 +19,17 @@ from echelon.collectives.schedule import PathStep
 
 BACKEND = "backend"
 CANDIDATES = ("ring", "halving_doubling", "direct")
-SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24))
+SIZES = tuple(1 << power for power in range(12, 25))
 """Bytes of the vectors that are tried: from a layer's biases to a bucket of DDP's."""
 TURNS = 7
 MAX_SUMS = 8
 """Sums of a turn, of short vectors."""
-TURN_S = 0.01
+TURN_S = 0.005
 GAIN = 1.1
 """How much faster than the backend's own a path must be: less could be chance, and costs a thread of Python."""
 FAVOURABLE = TURNS - 1
 """Turns of a size in which it must have been faster at all."""
-BUDGET_S = 3.0
+BUDGET_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,18 @@ def fastest(seconds: Mapping[str, Sequence[float]]) -> str:
 
 
 def by_size(chosen: Sequence[tuple[int, str]]) -> tuple[SizeChoice, ...]:
-    """Return choices for all sizes from those that were tried; a limit is half-way between two, in orders of magnitude.
+    """Return choices for all sizes from those that were tried: between two sizes a path that was chosen for both.
 
-    Beyond the last size that was tried the backend is taken, unless it is the last of `SIZES`.
+    Where they differ the backend is taken, for a path may be faster at one size and slower at the next, and so it is
+    beyond the last size that was tried, unless that is the last of `SIZES`.
 
-    >>> by_size([(4096, "ring"), (16384, "ring"), (65536, "backend")])
-    (SizeChoice(up_to_bytes=32768, spec='ring'), SizeChoice(up_to_bytes=inf, spec='backend'))
+    >>> by_size([(4096, "ring"), (8192, "ring"), (16384, "direct"), (32768, "backend")])
+    (SizeChoice(up_to_bytes=8192, spec='ring'), SizeChoice(up_to_bytes=inf, spec='backend'))
     """
     specs = [spec for _, spec in chosen] + ([] if len(chosen) == len(SIZES) else [BACKEND])
-    limits = [math.isqrt(here * there) for here, there in itertools.pairwise(SIZES)][: len(specs) - 1]
-    choices = [SizeChoice(limit, spec) for limit, spec in zip([*limits, math.inf], specs, strict=True)]
+    between = [here if here == there else BACKEND for here, there in itertools.pairwise(specs)]
+    limits = [*SIZES[: len(specs)], math.inf]
+    choices = [SizeChoice(limit, spec) for limit, spec in zip(limits, [specs[0], *between, specs[-1]], strict=True)]
     return tuple(
         choice for i, choice in enumerate(choices) if i + 1 == len(choices) or choices[i + 1].spec != choice.spec
     )
