@@ -44,10 +44,10 @@ LINKS = ("loopback", "1gbit", "100mbit", "groups")
 GROUPS = ("100mbit", "1gbit")  # between two groups, and inside them
 RATES = {"1gbit": 125e6, "100mbit": 12.5e6, "groups": 12.5e6, "loopback": 400e6}
 ABOUT = (
-    "Ratios are gloo's seconds over the path's own, medians of turns side by side with their quartiles (above 1: faster "
-    "than gloo). Between two ranks every path is the backend's own all-reduce: what differs from 1 there is noise. "
-    "Measured with real-time priority (`chrt -r 10` before the command), so that other processes of the machine take "
-    "no part."
+    "Ratios are gloo's seconds over the path's own, medians of turns side by side with their quartiles (above 1: "
+    "faster than gloo). Between two ranks every path is the backend's own all-reduce: what differs from 1 there is "
+    "noise. Measured with real-time priority (`chrt -r 10` before the command), so that other processes of the machine "
+    "take no part."
 )
 MAX_SUM_S = 3.0  # sizes whose sum would take longer on a link are left out
 

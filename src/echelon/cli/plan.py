@@ -127,7 +127,7 @@ def _add(table: Table, columns: Sequence[Column], numbers_from: int = 1) -> None
 
 def _show(plan: PlanReport) -> None:
     """Print the answers, one table for each description of machines."""
-    from echelon.planning.words import answer_words, columns_of, opening
+    from echelon.planning.words import answer_words, choice_words, columns_of, opening
 
     for line in opening(plan):
         print_words(line)
@@ -139,3 +139,7 @@ def _show(plan: PlanReport) -> None:
         console.print(table, highlight=False, markup=False)
         for line in answer_words(answer):
             print_words(line)
+    if words := choice_words(plan):
+        console.print()
+    for line in words:
+        print_words(line)

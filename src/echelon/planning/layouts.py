@@ -189,23 +189,35 @@ def candidates(
     return found
 
 
-def _with_memory(candidate: PlannedWay, machines: Machines, described: DescribedModel | None, batch: int) -> PlannedWay:
+def with_memory(candidate: PlannedWay, machines: Machines, described: DescribedModel | None, batch: int) -> PlannedWay:
+    """Return a way with the memory that it takes of a rank, for a global batch."""
     if described is None:
         return replace(candidate, unknown="of a run from Python objects the memory is not forecast")
-    ranks = min(machines.workers, _MOST_REHEARSED)
+    way, workers = candidate.way, machines.workers
+    if isinstance(way, Pipelined):
+        return replace(candidate, memory_bytes=_memory_of_pipeline(way, described, batch))
+    ranks = min(way.size if isinstance(way, Sharded) else workers, _MOST_REHEARSED)
+    layout = f"fsdp={ranks}" if isinstance(way, Sharded) else f"dp={ranks}"
+    laid_out = {**candidate.settings, "strategy.parallel": layout}
     try:
-        laid_out = {**candidate.settings, "strategy.parallel": f"dp={ranks}"}
-        memory = described.memory(laid_out, ranks, max(1, batch // machines.workers) * ranks)
+        memory = described.memory(laid_out, ranks, max(1, batch // workers) * ranks)
     except UserError as error:
-        return replace(candidate, unknown=str(error), memory_bytes=described.least_memory(1))
+        least = described.least_memory(way.size if isinstance(way, Sharded) else 1)
+        return replace(candidate, unknown=str(error), memory_bytes=least)
     return replace(candidate, memory_bytes=memory)
+
+
+def _memory_of_pipeline(way: Pipelined, described: DescribedModel, batch: int) -> int:
+    stages = len(way.shares)
+    settings = {"strategy.parallel": f"pp={stages},microbatches={way.microbatches}"}
+    return described.memory(settings, stages, batch // way.replicas)
 
 
 def _replicated(cost: Alternative, machines: Machines, described: DescribedModel | None, batch: int) -> PlannedWay:
     way = Replicated(cost)
     settings = {"strategy.parallel": f"dp={machines.workers}", **way.cost.settings}
     exact = way.cost.settings == {"strategy.compression": "none"}
-    return _with_memory(PlannedWay(way, settings, exact), machines, described, batch)
+    return with_memory(PlannedWay(way, settings, exact), machines, described, batch)
 
 
 def _sharded(known: Calibration, machines: Machines, described: DescribedModel, batch: int) -> Iterator[PlannedWay]:
@@ -215,15 +227,7 @@ def _sharded(known: Calibration, machines: Machines, described: DescribedModel, 
         if machines.workers % size:
             continue
         way = Sharded(size, machines.workers // size, blocks)
-        rehearsed = {"strategy.parallel": f"fsdp={min(size, _MOST_REHEARSED)}"}
-        candidate = PlannedWay(way, {"strategy.parallel": way.label}, exact=True)
-        ranks = min(size, _MOST_REHEARSED)
-        try:
-            memory = described.memory(rehearsed, ranks, max(1, batch // machines.workers) * ranks)
-        except UserError as error:
-            yield replace(candidate, unknown=str(error), memory_bytes=described.least_memory(size))
-            continue
-        yield replace(candidate, memory_bytes=memory)
+        yield with_memory(PlannedWay(way, {"strategy.parallel": way.label}, exact=True), machines, described, batch)
 
 
 def _pipelined(machines: Machines, described: DescribedModel, batch: int) -> Iterator[PlannedWay]:

@@ -15,7 +15,7 @@ from echelon.core.units import format_seconds
 from echelon.forecast.simulator import TaskSpan
 from echelon.planning.layouts import of_workers
 from echelon.planning.plan import PlannedMachines, PlanReport, RunEstimate, predict
-from echelon.planning.words import answer_words, columns_of, opening
+from echelon.planning.words import answer_words, choice_words, columns_of, opening
 from echelon.reporting.report import render_page
 from echelon.reporting.report.tables import Headline, Table
 
@@ -47,7 +47,7 @@ def write_page(plan: PlanReport, path: Path) -> None:
             "plan.html.j2",
             [*charts, *fronts],
             title="Plan",
-            words=opening(plan),
+            words=[*opening(plan), *choice_words(plan)],
             headlines=_headlines(plan),
             sections=sections,
             fronts=fronts,
@@ -62,6 +62,7 @@ def as_json(plan: PlanReport) -> JsonObject:
             "source": plan.source,
             "steps": plan.length.steps,
             "batch": plan.length.batch,
+            "words": choice_words(plan),
             "machines": [
                 {
                     "at": answer.machines.name,

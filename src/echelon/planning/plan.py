@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from echelon.config import RunConfig
@@ -16,7 +17,7 @@ from echelon.config.validate import CheckpointInterval
 from echelon.core.errors import UserError
 from echelon.core.link import Link
 from echelon.planning.calibration import Calibration
-from echelon.planning.layouts import DescribedModel, PlannedWay, candidates
+from echelon.planning.layouts import DescribedModel, PlannedWay, candidates, with_memory
 from echelon.planning.steps import Estimate, Replicated, StepForecast, interval
 from echelon.records.kinds import Alternative
 from echelon.reporting.report.predictions import is_long_enough
@@ -216,10 +217,8 @@ def _changes(
     if not fitting:
         return ()
     asked: list[tuple[str, Machines, Length]] = []
-    larger, room = replace(length, batch=2 * length.batch), fitting
-    if math.isfinite(machines.memory_bytes) and described is not None:
-        ways = candidates(known, machines, described, larger.batch)
-        room = [each for way in ways if (each := predict(known, larger, machines, way)).fits]
+    larger = replace(length, batch=2 * length.batch)
+    room = _fastest_that_fits(known, larger, machines, fitting, described)
     if machines.link is not None and machines.count > 1:
         twice = Link(2 * machines.link.rate_bits_per_s, machines.link.delay_s)
         asked.append(("a link twice as fast", replace(machines, link=twice), length))
@@ -232,6 +231,27 @@ def _changes(
     return tuple(
         Change(what, _best(known, of, at, room if of is larger else fitting), fitting[0]) for what, at, of in asked
     )
+
+
+def _fastest_that_fits(
+    known: Calibration,
+    length: Length,
+    machines: Machines,
+    ways: Sequence[RunEstimate],
+    described: DescribedModel | None,
+) -> list[RunEstimate]:
+    """Return the fastest of some ways that fits with a larger batch; a forecast of memory takes seconds, so the
+    fastest come first and none behind it.
+    """
+    if math.isinf(machines.memory_bytes) or described is None:
+        return list(ways)
+    found = [predict(known, length, machines, p.candidate) for p in ways]
+    for each in sorted(found, key=lambda p: (not p.is_long_enough, p.run_s.value)):
+        with suppress(UserError):  # it cannot be laid out with that batch
+            candidate = with_memory(each.candidate, machines, described, length.batch)
+            if (fits := predict(known, length, machines, candidate)).fits:
+                return [fits]
+    return []
 
 
 def _best(known: Calibration, length: Length, machines: Machines, ways: Sequence[RunEstimate]) -> RunEstimate:

@@ -174,9 +174,16 @@ def uncertainty(known: Calibration, machines: Machines, batch: int, layout: floa
 
 
 def seconds_per_byte(known: Calibration, machines: Machines, stretch: float = SUM_STRETCH) -> float:
-    """Return what a byte takes through the narrowest link of a ring over all workers."""
+    """Return what a byte takes through the narrowest link of a ring over all workers.
+
+    Processors that were measured move no byte faster than they did; of devices that were not, a link that is told is
+    all that is known.
+    """
     link = machines.narrowest
-    return max(known.byte_s / machines.speed, 8 * max(_FRAMED, stretch) / link.rate_bits_per_s if link else 0.0)
+    over_link_s = 8 * max(_FRAMED, stretch) / link.rate_bits_per_s if link else 0.0
+    if not known.precise:
+        return over_link_s or known.byte_s
+    return max(known.byte_s / machines.speed, over_link_s)
 
 
 def _delay_s(link: Link | None) -> float:

@@ -84,6 +84,8 @@ def answer_words(answer: PlannedMachines) -> list[str]:
         words[0] += " What accuracy it costs is not predicted: `echelon compare` measures it."
         if exact is not None:
             words.append(f"Of those that train like one process: {exact.label}, {span_of(exact.run_s)}.")
+    if len(best) > 1:
+        words.append("Then: " + "; ".join(f"{p.label}, {span_of(p.run_s)}" for p in best[1:]) + ".")
     if answer.too_short:
         named = "; ".join(p.label for p in answer.too_short)
         words.append(f"Faster, but not for so short a run: {named} would agree fewer than {FEWEST_AGREEMENTS} times.")
@@ -91,6 +93,33 @@ def answer_words(answer: PlannedMachines) -> list[str]:
         share = best[0].step.communicate_s / best[0].step.seconds.value
         words.append(f"Communication that nothing hides is {share:.0%} of its step.")
     return words + [_change_words(change) for change in answer.changes]
+
+
+def choice_words(plan: PlanReport) -> list[str]:
+    """Say which of several machines are worth it: the fastest, and where prices are known the cheapest, and those that
+    another beats in both.
+    """
+    bests = [(answer.machines.name, answer.best[0]) for answer in plan.answers if answer.best]
+    if len(bests) < 2:
+        return []
+    fastest, fast = min(bests, key=lambda named: named[1].run_s.value)
+    words = [f"Fastest of these machines: {fastest}: {format_seconds(fast.run_s.value)} with {fast.label}"]
+    if any(not best.money.value for _, best in bests):
+        return [words[0] + ". Give each a price=... to know which is worth its money."]
+    words[0] += f", for {money(fast.money)}."
+    cheapest, cheap = min(bests, key=lambda named: named[1].money.value)
+    if cheapest == fastest:
+        return [words[0] + " It is the cheapest, too: no other is worth its price."]
+    takes = f"{cheap.run_s.value / fast.run_s.value:.2f}x as long ({format_seconds(cheap.run_s.value)})"
+    words.append(f"Cheapest: {cheapest}: {money(cheap.money)}, {takes}.")
+    beaten = [name for name, best in bests if any(_is_beaten(best, other) for _, other in bests)]
+    if beaten:
+        words.append(f"Not worth renting, for another is faster and cheaper: {'; '.join(beaten)}.")
+    return words
+
+
+def _is_beaten(one: RunEstimate, other: RunEstimate) -> bool:
+    return other.run_s.value < one.run_s.value and other.money.value < one.money.value
 
 
 def _memory(prediction: RunEstimate) -> int:

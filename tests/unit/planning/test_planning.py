@@ -29,7 +29,7 @@ from echelon.planning.steps import (
     Sharded,
     pipeline_tasks,
 )
-from echelon.planning.words import answer_words
+from echelon.planning.words import answer_words, choice_words
 from echelon.records.kinds import Alternative
 
 MINUTE = CheckpointInterval(None, 60.0)
@@ -153,6 +153,31 @@ def test_on_a_slow_link_the_wire_alone_counts() -> None:
     step = Replicated(NONE).step(KNOWN, machines, 64)
     wire_s = SUM_STRETCH * NONE.wire_bytes * (2 * 7 / 8) / (2 * 1 / 2) * 8 / 1e6
     assert step.seconds.value == pytest.approx(wire_s, rel=0.01)
+
+
+def test_a_device_by_its_rate_has_the_links_that_are_told() -> None:
+    """Nothing was measured that could hold them up, and a faster device moves no byte faster."""
+    rated = replace(KNOWN, precise=False, on_cpu=False, byte_s=1e-11)
+    for rate, twice in (("400gbit", "800gbit"), ("1600gbit", "3200gbit")):
+        slower, faster = (Replicated(NONE).step(rated, slow(each), 64).communicate_s for each in (rate, twice))
+        assert faster < slower
+    at = slow("1600gbit")
+    bytes_alone = replace(rated, hop_s=0.0, phases={phase: PhaseCost(0.0, 0.0) for phase in Phase})
+    one, two = (Replicated(NONE).step(bytes_alone, each, 64).communicate_s for each in (at, replace(at, speed=2.0)))
+    assert one == pytest.approx(two)
+
+
+def test_what_is_worth_renting_is_said() -> None:
+    prices = (("workers=8, price=1", 8), ("workers=4, price=1.9", 4), ("workers=2, price=1", 2))
+    known = replace(KNOWN, phases={**KNOWN.phases, Phase.BACKWARD: PhaseCost(0.0, 2e-2)})
+    machines = [replace(read_at(text)[0], name=str(name)) for text, name in prices]
+    words = choice_words(make_plan(known, Length(64, 20, 6400, 0, MINUTE), machines, None))
+    assert words[0].startswith("Fastest of these machines: 8:") and words[1].startswith("Cheapest: 2:")
+    assert words[2] == "Not worth renting, for another is faster and cheaper: 4."
+    free = [replace(each, price_per_hour=0.0) for each in machines]
+    [said] = choice_words(make_plan(known, Length(64, 20, 6400, 0, MINUTE), free, None))
+    assert said.endswith("Give each a price=... to know which is worth its money.")
+    assert not choice_words(make_plan(known, Length(64, 20, 6400, 0, MINUTE), machines[:1], None))
 
 
 def test_failures_and_prices_count() -> None:
