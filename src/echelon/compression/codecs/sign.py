@@ -65,7 +65,8 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
     and step). The result is a direction, so it is not divided by the number of workers.
 
     Attributes:
-        block: elements that share a scale.
+        block: elements that share a scale: the fewer, the closer messages are to what they stand for (4096 cost averages
+            of replicas 0.4 points of accuracy in a short run, 256 0.2, 64 none), and the more scales travel.
         vote: take a majority vote.
         momentum: applied in the worker, before encoding; left out: the optimizer's momentum, which Echelon moves here.
         nesterov: Nesterov momentum in the worker (see topk), which makes up for gradients that error feedback delays
@@ -88,7 +89,7 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
         "sign+huffman",
     )
     momentum_inside: ClassVar[bool] = True
-    block: Annotated[int, Bounds(least=8, most=131_072, step=8)] = 4096
+    block: Annotated[int, Bounds(least=8, most=131_072, step=8)] = 256
     vote: bool = False
     momentum: Annotated[float | None, Bounds(least=0, below=1)] = None
     magnitude: Annotated[float, Bounds(above=0, hint="such as 0.02")] = 0.02
