@@ -69,6 +69,18 @@ def test_a_link_carries_its_rate_and_drops_nothing(rate: str, n_bytes: int) -> N
     assert sent.dropped == received.dropped == 0
 
 
+def test_a_link_takes_another_rate_while_it_is_there() -> None:
+    slow, n_bytes = parse_link("10mbit"), 200_000
+    with ShapedNetwork(2, parse_link("1gbit")) as network:
+        network.reshape(slow)
+        seconds = run_ranks(_transfer, 2, network.hosts, 1, n_bytes, backend=None)[0]
+        with pytest.raises(ValueError, match="delays"):
+            network.reshape(parse_link("10mbit,20ms"))
+    assert (
+        (n_bytes - 2 * slow.burst_bytes) * 8 / slow.rate_bits_per_s <= seconds < 8 * n_bytes * 8 / slow.rate_bits_per_s
+    )
+
+
 def _sum_over_gloo(rank: Rank, hosts: list[Host], store_address: str, port: int) -> tuple[float, int]:
     enter(hosts[rank.index])
     with socket.create_server(("127.0.0.1", 0)) as own:  # loopback is up inside

@@ -23,7 +23,7 @@ from echelon.launch.netns import (
     wait_until_gone,
 )
 from echelon.launch.netns_shape import check_link
-from echelon.launch.netns_topology import Topology, build_switch, claim_control_network, connect_host
+from echelon.launch.netns_topology import Topology, build_switch, claim_control_network, connect_host, shape_host
 
 __all__ = ["Host", "Link", "LinkCounters", "ShapedNetwork", "check_link", "enter", "parse_link", "read_counters"]
 
@@ -88,6 +88,17 @@ class ShapedNetwork:
     def counters(self, i: int, interface: str | None = None) -> LinkCounters:
         """Read what the kernel counted on the data links of host `i`, or on one of them (`hosts[i].interfaces`)."""
         return read_counters(self.hosts[i], interface)
+
+    def reshape(self, link: Link) -> None:
+        """Give all data links another rate, while they are in use; there is one group, and delays stay none.
+
+        Raises:
+            ValueError: there are several groups, or delays.
+        """
+        if self._topology.inner is not None or self._topology.link.delay_s or link.delay_s:
+            raise ValueError("links of several groups, or with delays, keep what they were built with")
+        for host in self.hosts:
+            shape_host(host, (link,), change=True)
 
     def __enter__(self) -> ShapedNetwork:
         self._namespaces = Namespaces(1 + self._topology.count)

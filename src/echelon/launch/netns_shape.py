@@ -47,15 +47,16 @@ def _try_in_new_namespace(command: list[str]) -> str | None:
     return words[0] if words else f"exit code {done.returncode}"
 
 
-def shaper_lines(interface: str, link: Link, *, with_delay: bool) -> list[str]:
-    """Write the `tc` lines that shape what leaves an interface."""
+def shaper_lines(interface: str, link: Link, *, with_delay: bool, change: bool = False) -> list[str]:
+    """Write the `tc` lines that shape what leaves an interface; `change`: of one that is shaped already."""
+    verb = "change" if change else "add"
     limit_bytes = QUEUE_BYTES + link.burst_bytes
     bucket = f"tbf rate {link.rate_bits_per_s:.0f}bit burst {link.burst_bytes}b limit {limit_bytes}b"
     if not (with_delay and link.delay_s):
-        return [f"qdisc add dev {interface} root handle 1: {bucket}"]
+        return [f"qdisc {verb} dev {interface} root handle 1: {bucket}"]
     limit_packets = limit_bytes // 1000 + round(2 * link.rate_bits_per_s / 8 * link.delay_s / 1000)
     delay = f"netem delay {link.delay_s * 1e6:.0f}us limit {limit_packets}"
     return [
-        f"qdisc add dev {interface} root handle 1: {delay}",
-        f"qdisc add dev {interface} parent 1:1 handle 2: {bucket}",
+        f"qdisc {verb} dev {interface} root handle 1: {delay}",
+        f"qdisc {verb} dev {interface} parent 1:1 handle 2: {bucket}",
     ]

@@ -128,15 +128,22 @@ def connect_host(index: int, paths: list[str], control: ControlNetwork, topology
     others = [g for g in range(topology.groups) if g != group]
     run_in(host.switch, ["ip", "-batch", "-"], "\n".join(_plug_lines(host, cables)))
     run_in(host.namespace, ["ip", "-batch", "-"], "\n".join(_address_lines(host, cables, others)))
-    inside = zip(host.interfaces, topology.links, strict=True)
-    outside = zip(host.ports, topology.links, strict=True)
-    inside_lines = [line for name, link in inside for line in shaper_lines(name, link, with_delay=True)]
-    outside_lines = [line for name, link in outside for line in shaper_lines(name, link, with_delay=False)]
-    run_in(host.namespace, ["tc", "-batch", "-"], "\n".join(inside_lines))
-    run_in(host.switch, ["tc", "-batch", "-"], "\n".join(outside_lines))
+    shape_host(host, topology.links)
     _keep_packets_in_order(host.namespace, host.interfaces)
     _keep_packets_in_order(host.switch, host.ports)
     return host
+
+
+def shape_host(host: Host, links: Sequence[Link], *, change: bool = False) -> None:
+    """Shape both ends of a host's data links; `change`: they are shaped already, by other rates."""
+    ends = (host.namespace, host.interfaces, True), (host.switch, host.ports, False)
+    for namespace, names, with_delay in ends:
+        lines = [
+            line
+            for name, link in zip(names, links, strict=True)
+            for line in shaper_lines(name, link, with_delay=with_delay, change=change)
+        ]
+        run_in(namespace, ["tc", "-batch", "-"], "\n".join(lines))
 
 
 def _keep_packets_in_order(namespace: str, interfaces: Sequence[str]) -> None:
