@@ -38,7 +38,6 @@ from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.process import leave, log_to, one_line, place_of
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.saving import state_of
-from echelon.trainer.start_weights import rebuild, without_tuning
 from echelon.trainer.state import averaged
 from echelon.trainer.world import join_world
 
@@ -95,11 +94,11 @@ def evaluate_part(
             model = own_copy(objects.model).to(world.device)
         else:
             model = build_model(config.model, model_input(source.info, task)).to(world.device)
-        rebuild(model, config.model)
+        run.tuning.rebuild(model)
         if world.leads:
             for note in source.notes:
                 say(note)
-            step = _load(model, folder, config, checkpoint)
+            step = _load(model, folder, run, checkpoint)
         if world.size > 1:
             _share(model)
         settings = LoaderConfig.of(config.data, config.training.seed, world.device, objects.transforms)
@@ -179,14 +178,14 @@ def left_out(source: Source) -> str:
     )
 
 
-def _load(model: nn.Module, folder: Path, config: RunConfig, checkpoint: str) -> int:
+def _load(model: nn.Module, folder: Path, run: ResolvedRun, checkpoint: str) -> int:
     """Give a model the weights of a run's checkpoint; returns the checkpoint's step."""
     state = state_of(folder, checkpoint)
     try:
-        model.load_state_dict(without_tuning(averaged(state), model, config.model))
+        model.load_state_dict(run.tuning.plain(averaged(state), model))
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1].strip()
-        raise UserError(f"data {config.data.source} does not fit the run's model ({reason})") from error
+        raise UserError(f"data {run.config.data.source} does not fit the run's model ({reason})") from error
     return int(state["cursor"]["step"])
 
 

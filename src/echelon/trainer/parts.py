@@ -40,7 +40,7 @@ from echelon.trainer.own_trial import check_own_model, check_single_samples, mak
 from echelon.trainer.precision import PRECISIONS, build_scaler, check_narrow, to_fp8
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.split_sync import SplitSync
-from echelon.trainer.start_weights import is_of_rebuilt, start_from
+from echelon.trainer.start_weights import start_from, starts_rebuilt
 from echelon.trainer.state import RunParts
 from echelon.trainer.tables import build_by_rows, check_sparse_model
 from echelon.trainer.update import Update
@@ -180,8 +180,10 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
         )
     if config.model.sparse_tables:
         make_sparse(model, f"model {type(model).__name__}")
-    rebuilt = work.tuning.rebuild(model) if is_of_rebuilt(config.model) else None
-    if (loaded := start_from(model, config.model, work.info.classes or work.info.target_names)) is not None:
+    is_rebuilt = starts_rebuilt(config.model, work.tuning, work.start_tuning)
+    rebuilt = work.tuning.rebuild(model) if is_rebuilt else None
+    targets = work.info.classes or work.info.target_names
+    if (loaded := start_from(model, config.model, work.start_tuning, targets)) is not None:
         work.loaded.append(loaded)
     if work.user_model is not None:
         (keep_no_cache if work.task.takes_records else give_logits)(work.user_model)

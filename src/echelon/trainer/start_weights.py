@@ -8,15 +8,13 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from echelon.config import load_run_config
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
-from echelon.core.tuning import read_tuning
 from echelon.core.units import first_few
 from echelon.data.kept_info import read_info
 from echelon.models import LoadedWeights, load_state, load_weights, locate_weights
-from echelon.models.tuning.plan import tuning_plan
-from echelon.trainer.folder import CONFIG_FILE, check_weights, has_weights
+from echelon.models.tuning.plan import TuningPlan
+from echelon.trainer.folder import check_weights
 from echelon.trainer.saving import state_of
 from echelon.trainer.state import SINCE, averaged
 
@@ -24,7 +22,7 @@ from echelon.trainer.state import SINCE, averaged
 def best_weights(folder: Path, checkpoint: str = "best") -> Mapping[str, Tensor]:
     """Return the weights of a run's checkpoint by plain names, whatever its layout; on the CPU.
 
-    They are their moving average, where there is one. Adapters are apart: `without_tuning` adds them in.
+    They are their moving average, where there is one. Adapters are apart: `TuningPlan.plain` adds them in.
 
     Args:
         checkpoint: `best`, `newest`, or the number of its step.
@@ -45,29 +43,12 @@ def best_since(folder: Path) -> int:
     return int(state_of(folder, "best").get(SINCE, 0))
 
 
-def without_tuning(weights: Mapping[str, Tensor], model: nn.Module, config: ModelConfig) -> Mapping[str, Tensor]:
-    """Return a run's weights, any shape, as a model takes them that is built by name: adapters are added into layers.
-
-    Args:
-        config: of the run.
-    """
-    return tuning_plan(config.tune, config.frozen_norm).plain(weights, model)
-
-
-def rebuild(model: nn.Module, config: ModelConfig) -> None:
-    """Give a model that is built by name the modules that a run trained it with, in place.
-
-    Args:
-        config: of the run.
-
-    Raises:
-        UserError: what makes them is not there, or does not.
-    """
-    tuning_plan(config.tune, config.frozen_norm).rebuild(model)
-
-
-def bring_weights(config: ModelConfig) -> None:
+def bring_weights(config: ModelConfig, tuning: TuningPlan, trained: TuningPlan | None) -> None:
     """Refuse weights that are not there, before anything starts; published ones are downloaded where they can be.
+
+    Args:
+        tuning: what this run trains of the model.
+        trained: what the run has trained of it that `config.weights` names; None: it names none.
 
     Raises:
         UserError: names what is missing, and where it was looked for; or they are of modules that this run has not.
@@ -78,33 +59,36 @@ def bring_weights(config: ModelConfig) -> None:
     if not path.exists():
         raise UserError(f"--weights {config.weights}: no such file; name a file of weights, or a run's folder")
     check_weights(str(path))
-    is_of_rebuilt(config)
+    starts_rebuilt(config, tuning, trained)
 
 
-def is_of_rebuilt(config: ModelConfig) -> bool:
+def starts_rebuilt(config: ModelConfig, tuning: TuningPlan, trained: TuningPlan | None) -> bool:
     """Whether `config.weights` names a run whose model has modules that `--tune replace` put in, as here.
+
+    Args:
+        tuning, trained: as in `bring_weights`.
 
     Raises:
         UserError: it has others than here, and these would be missed.
     """
-    if not config.weights or not has_weights(path := locate_weights(config.weights, config.name)):
+    if not config.weights or trained is None:
         return False
-    other = load_run_config(path / CONFIG_FILE).model
-    trained, here = (tuning_plan(each.tune, each.frozen_norm) for each in (other, config))
-    if trained.rebuilds and not trained.rebuilds_as(here):
-        kinds = "+".join(str(spec) for spec in read_tuning(other.tune) if spec.name == "replace")
+    if trained.rebuilds and not trained.rebuilds_as(tuning):
         raise UserError(
-            f"--weights {config.weights}: its model has modules that were put in by --tune '{kinds}': give the same "
-            "here, joined by + with what else is tuned"
+            f"--weights {config.weights}: its model has modules that were put in by --tune "
+            f"'{trained.rebuilding_text}': give the same here, joined by + with what else is tuned"
         )
     return trained.rebuilds
 
 
-def start_from(model: nn.Module, config: ModelConfig, classes: Sequence[str] = ()) -> LoadedWeights | None:
+def start_from(
+    model: nn.Module, config: ModelConfig, trained: TuningPlan | None, classes: Sequence[str] = ()
+) -> LoadedWeights | None:
     """Give a model the weights that `config.weights` names; None: it names none.
 
     Args:
-        model: with modules put in by `--tune replace`, where `is_of_rebuilt`.
+        model: with modules put in by `--tune replace`, where it `starts_rebuilt`.
+        trained: as in `bring_weights`.
         classes: of the data, or the names of its targets: a head that is kept for as many others is remarked on.
 
     Raises:
@@ -113,10 +97,10 @@ def start_from(model: nn.Module, config: ModelConfig, classes: Sequence[str] = (
     if not config.weights:
         return None
     path = locate_weights(config.weights, config.name)
-    if has_weights(path):
-        weights = without_tuning(best_weights(path), model, load_run_config(path / CONFIG_FILE).model)
-        return _remarked(load_state(model, weights, str(path), config.head), path, classes)
-    return load_weights(model, path, config.head)
+    if trained is None:
+        return load_weights(model, path, config.head)
+    weights = trained.plain(best_weights(path), model)
+    return _remarked(load_state(model, weights, str(path), config.head), path, classes)
 
 
 def _remarked(loaded: LoadedWeights, run: Path, classes: Sequence[str]) -> LoadedWeights:

@@ -20,6 +20,7 @@ from echelon.config import DataConfig, ModelConfig, load_run_config, to_yaml
 from echelon.core.errors import UserError
 from echelon.data import open_data
 from echelon.data.kept_info import keep_info
+from echelon.models.tuning.plan import UNTUNED
 from echelon.records.file import read_records
 from echelon.records.kinds import Evaluation, Start, Steps
 from echelon.reporting.report.write import write_report
@@ -99,8 +100,8 @@ def test_a_head_that_is_kept_for_other_classes_is_remarked_on(run: Path) -> None
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
     config = ModelConfig(name="mine:net", weights=str(run))
     digits = [str(digit) for digit in range(10)]
-    assert "head is kept" not in str(start_from(model, config, digits))
-    loaded = start_from(model, config, [f"letter {digit}" for digit in digits])
+    assert "head is kept" not in str(start_from(model, config, UNTUNED, digits))
+    loaded = start_from(model, config, UNTUNED, [f"letter {digit}" for digit in digits])
     assert "its head is kept, and was for as many other classes (0, 1, 2, 3, 4, ...): --head new" in str(loaded)
 
 
