@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives.pieces import Pieces
+from echelon.collectives.pieces import MessageCutter
 from echelon.collectives.schedule import Ring
 from echelon.collectives.transfer import PeerLostError
 from echelon.collectives.wire import framing_bytes
@@ -29,7 +29,7 @@ class Mailbox:
 
     group: dist.ProcessGroup
     ring: Ring
-    pieces: Pieces = field(default_factory=Pieces)
+    cutter: MessageCutter = field(default_factory=MessageCutter)
 
     @property
     def size(self) -> int:
@@ -44,7 +44,7 @@ class Mailbox:
         """Send uint8 1-D messages; return those received, both by place among the members, and the bytes sent.
 
         Long ones take turns, as in an all-to-all by pairs (Thakur, Rabenseifner and Gropp 2005): each leaves once one
-        has come that was sent in the turn before. Over a slow link they travel in pieces (`Pieces`).
+        has come that was sent in the turn before. Over a slow link they travel in pieces (`MessageCutter`).
 
         Args:
             outgoing: a sealed message for each place that gets one; the second byte is written.
@@ -55,10 +55,10 @@ class Mailbox:
         """
         device = next((m.device for m in outgoing.values()), torch.device("cpu"))
         received = {p: torch.empty(n, dtype=torch.uint8, device=device) for p, n in incoming.items()}
-        self.pieces.tell(_sealed(outgoing))
+        self.cutter.tell(_sealed(outgoing))
         began = time.perf_counter()
         sent = self._transfer(outgoing, received, _BODY_TAG)
-        self.pieces.passed(_sealed(outgoing), _sealed(received), time.perf_counter() - began)
+        self.cutter.passed(_sealed(outgoing), _sealed(received), time.perf_counter() - began)
         return received, sent
 
     def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> tuple[dict[int, int], int]:
@@ -117,8 +117,8 @@ class Mailbox:
         """Yield what leaves for the place so far ahead, and what comes from the one so far back, piece by piece."""
         ahead, back = (self.ring.index + distance) % self.size, (self.ring.index - distance) % self.size
         leave, come = outgoing.get(ahead), into.get(back)
-        leaving = self.pieces.of_outgoing(ahead, leave.nbytes) if leave is not None else []
-        coming = self.pieces.of_incoming(back, come.nbytes) if come is not None else []
+        leaving = self.cutter.of_outgoing(ahead, leave.nbytes) if leave is not None else []
+        coming = self.cutter.of_incoming(back, come.nbytes) if come is not None else []
         for left, came in zip_longest(leaving, coming):
             yield (
                 None if left is None or leave is None else (ahead, leave[slice(*left)]),

@@ -29,7 +29,7 @@ _RECENT = 8
 
 
 @dataclass
-class Pieces:
+class MessageCutter:
     """What one rank has told the others of its messages, and heard of theirs, by place."""
 
     _slow: bool = False

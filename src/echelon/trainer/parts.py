@@ -279,13 +279,13 @@ def build_split(run: ResolvedRun, work: Work, world: World, batch_parts: int) ->
     Raises:
         UserError: the model cannot be built, or not be split like this.
     """
-    unmade = _build_unmade(run, work, world)
-    model = unmade[0] if unmade else build_whole(run.config, work, world)
+    deferred = _build_deferred(run, work, world)
+    model = deferred[0] if deferred else build_whole(run.config, work, world)
     check_sparse_model(model, run, world.size)
-    return _split(run, model, world, work, unmade[1] if unmade else None, batch_parts)
+    return _split(run, model, world, work, deferred[1] if deferred else None, batch_parts)
 
 
-def _build_unmade(run: ResolvedRun, work: Work, world: World) -> tuple[nn.Module, DeferredInit] | None:
+def _build_deferred(run: ResolvedRun, work: Work, world: World) -> tuple[nn.Module, DeferredInit] | None:
     """Build the model without memory where it is to be split as its family says: each rank then makes its pieces alone.
 
     None where values are needed before: they are the caller's or a file's, tied (memory would be given twice), partly
@@ -357,7 +357,7 @@ def _with_cut_tables(model: nn.Module, rows: CutRows, world: World) -> SplitMode
 
 
 def _split(
-    run: ResolvedRun, model: nn.Module, world: World, work: Work, unmade: DeferredInit | None, batch_parts: int
+    run: ResolvedRun, model: nn.Module, world: World, work: Work, deferred: DeferredInit | None, batch_parts: int
 ) -> SplitModel:
     assert world.placement is not None
     config, layout = run.config, world.placement.layout
@@ -371,7 +371,7 @@ def _split(
         cuts=run.cuts,
         recompute=config.training.recompute,
         example=work.inputs(torch.empty(0, dtype=_real_dtype(model), device=world.device)),
-        unmade=unmade,
+        deferred=deferred,
         statistics=world.data_group if config.model.sync_batchnorm else None,
         still=work.tuned.still,
         samples=config.data.batch_size // batch_parts // config.training.accumulate,

@@ -90,7 +90,7 @@ class Summary:
     communication: Communication | None
     waterfall: Waterfall | None
     whole: WholeRun | None
-    served: bool
+    waits_for_servers: bool
     searched: bool
     objects: tuple[str, ...] = ()
     folder: str = ""
@@ -164,7 +164,7 @@ def summarise(record: RunRecord) -> Summary:
         communication=timing.communication if timing else None,
         waterfall=waterfall,
         whole=whole,
-        served=record.served,
+        waits_for_servers=record.waits_for_servers,
         searched=record.searched,
         objects=tuple(start.objects) if start else (),
         folder=record.folder,
