@@ -178,7 +178,7 @@ def largest_magnitude(values: Tensor) -> float:
 
 
 def refuse_nonfinite_together(tensors: Sequence[Tensor], states: Sequence[State]) -> None:
-    """Raise NonFiniteError, by the first name, if an element of tensors of any shape is not finite; waits for CUDA once."""
+    """Raise NonFiniteError, by the first name, if an element of tensors of any shape is not finite."""
     filled = [(tensor, state) for tensor, state in zip(tensors, states, strict=True) if tensor.numel()]
     if not filled:
         return
