@@ -103,6 +103,7 @@ class Summary:
         values["whole"] = self.whole and {
             "seconds": self.whole.seconds, "steps_s": self.whole.steps_s, "pauses": dict(self.whole.pauses),
         }  # fmt: skip
+        values["served"] = values.pop("waits_for_servers")
         values["bound"], values["bound_share"] = self.bound.kind, self.bound.share
         values["predictions"] = [{**asdict(p), "gain": p.gain} for p in self.predictions]
         values["advice"] = [{**asdict(a), "sentence": a.sentence()} for a in self.advice]
