@@ -30,6 +30,7 @@ from echelon.run.job import EvaluationFiles
 from echelon.run.machine import say
 from echelon.run.parcel import Parcel
 from echelon.run.resolve import resolve
+from echelon.tasks.base import TargetNames
 from echelon.trainer.assemble import UserObjects
 from echelon.trainer.evaluate import evaluate
 from echelon.trainer.folder import CONFIG_FILE, SECRET_FOLDER
@@ -131,14 +132,15 @@ def as_trained_on(source: Source, kept: DataInfo) -> Source:
         UserError: it has classes that the run does not know, or they are numbered otherwise in its items.
     """
     measured = measured_as(source, kept)
-    info = measured.info
-    if info.classes != kept.classes:
-        unknown = [name for name in info.classes if name not in kept.classes]
+    info, known = measured.info, TargetNames.of(kept)
+    here = TargetNames.of(info)
+    if not here.are_numbered_as(known):
+        unknown = [name for name in here.names if name not in known.names]
         why = f"the run knows no {first_few(unknown)}" if unknown else "some are missing, or in another order"
         raise UserError(
-            f"data {info.name} does not fit the run's model: its classes are {first_few(info.classes)}; the run's are "
-            f"{first_few(kept.classes)}: {why}, and the model knows a class by its number: name and number them as the "
-            "run's"
+            f"data {info.name} does not fit the run's model: its {here.noun} are {first_few(here.names)}; the run's "
+            f"are {first_few(known.names)}: {why}, and the model knows each by its number: name and number them as "
+            "the run's"
         )
     return measured
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
 from echelon.core.units import first_few
+from echelon.data.base import DataInfo
 from echelon.data.kept_info import read_info
 from echelon.models import LoadedWeights, load_state, load_weights, locate_weights
 from echelon.models.tuning.plan import TuningPlan
+from echelon.tasks.base import TargetNames
 from echelon.trainer.folder import check_weights
 from echelon.trainer.saving import state_of
 from echelon.trainer.state import SINCE, averaged
@@ -82,14 +84,14 @@ def starts_rebuilt(config: ModelConfig, tuning: TuningPlan, trained: TuningPlan 
 
 
 def start_from(
-    model: nn.Module, config: ModelConfig, trained: TuningPlan | None, classes: Sequence[str] = ()
+    model: nn.Module, config: ModelConfig, trained: TuningPlan | None, data: DataInfo | None = None
 ) -> LoadedWeights | None:
     """Give a model the weights that `config.weights` names; None: it names none.
 
     Args:
         model: with modules put in by `--tune replace`, where it `starts_rebuilt`.
         trained: as in `bring_weights`.
-        classes: of the data, or the names of its targets: a head that is kept for as many others is remarked on.
+        data: that is trained on: a head that is kept for as many other targets is remarked on; None: not looked at.
 
     Raises:
         UserError: they are not there, cannot be read, or do not fit.
@@ -100,15 +102,17 @@ def start_from(
     if trained is None:
         return load_weights(model, path, config.head)
     weights = trained.plain(best_weights(path), model)
-    return _remarked(load_state(model, weights, str(path), config.head), path, classes)
+    loaded = load_state(model, weights, str(path), config.head)
+    return loaded if data is None else _remarked(loaded, path, data)
 
 
-def _remarked(loaded: LoadedWeights, run: Path, classes: Sequence[str]) -> LoadedWeights:
-    """Return what was loaded, with a remark where the run's head is kept for as many other classes or targets."""
+def _remarked(loaded: LoadedWeights, run: Path, data: DataInfo) -> LoadedWeights:
+    """Return what was loaded, with a remark where the run's head is kept for as many other targets."""
     kept = read_info(run)
-    trained = () if kept is None else kept.classes or kept.target_names
-    if loaded.made_anew or not classes or len(trained) != len(classes) or tuple(trained) == tuple(classes):
+    if kept is None or loaded.made_anew:
         return loaded
-    what = "classes" if kept is not None and kept.classes else "targets"
-    remark = f"its head is kept, and was for as many other {what} ({first_few(trained)}): --head new makes it anew"
-    return replace(loaded, remark=remark)
+    trained, here = TargetNames.of(kept), TargetNames.of(data)
+    if not here.names or len(trained.names) != len(here.names) or trained.names == here.names:
+        return loaded
+    others = f"as many other {trained.noun} ({first_few(trained.names)})"
+    return replace(loaded, remark=f"its head is kept, and was for {others}: --head new makes it anew")

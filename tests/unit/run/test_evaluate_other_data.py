@@ -29,7 +29,7 @@ def other(**facts: Any) -> Source:
 def test_classes_that_the_run_does_not_know_or_that_cannot_be_renumbered_are_refused() -> None:
     with pytest.raises(UserError, match="its classes are b, g, r; the run's are r, g, b: some are missing, or in anot"):
         as_trained_on(other(classes=("b", "g", "r")), KEPT)  # its parts are no known kind
-    with pytest.raises(UserError, match="the run knows no x, y, and the model knows a class by its number"):
+    with pytest.raises(UserError, match="the run knows no x, y, and the model knows each by its number"):
         as_trained_on(other(classes=("r", "x", "y")), KEPT)
 
 

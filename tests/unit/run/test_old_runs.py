@@ -19,7 +19,7 @@ from echelon.checkpoint import CheckpointStore
 from echelon.config import DataConfig, ModelConfig, load_run_config, to_yaml
 from echelon.core.errors import UserError
 from echelon.data import open_data
-from echelon.data.kept_info import keep_info
+from echelon.data.kept_info import keep_info, read_info
 from echelon.models.tuning.plan import UNTUNED
 from echelon.records.file import read_records
 from echelon.records.kinds import Evaluation, Start, Steps
@@ -99,9 +99,11 @@ def test_a_head_that_is_kept_for_other_classes_is_remarked_on(run: Path) -> None
     keep_info(run, open_data(DataConfig(source="digits"), 0).info)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
     config = ModelConfig(name="mine:net", weights=str(run))
-    digits = [str(digit) for digit in range(10)]
-    assert "head is kept" not in str(start_from(model, config, UNTUNED, digits))
-    loaded = start_from(model, config, UNTUNED, [f"letter {digit}" for digit in digits])
+    info = read_info(run)
+    assert info is not None
+    assert "head is kept" not in str(start_from(model, config, UNTUNED, info))
+    letters = replace(info, classes=tuple(f"letter {name}" for name in info.classes))
+    loaded = start_from(model, config, UNTUNED, letters)
     assert "its head is kept, and was for as many other classes (0, 1, 2, 3, 4, ...): --head new" in str(loaded)
 
 
