@@ -116,7 +116,7 @@ class DataRequest:
         encoding: what the task wants to be made of columns.
         task: its name, for messages; `auto`: the data's own.
         folder: of the run, which keeps the tokeniser; None: there is none.
-        preparation: how samples are made.
+        preparation: how samples are made; an outline asks for nothing of it.
         brought: where data at a URL lies on this machine; None: its name says where it is.
         tell_whole: of data that is not the run's, and is evaluated: is called where it has no part for that, and so is
             evaluated whole; None: a share is held out there.

@@ -246,7 +246,7 @@ def source_of(config: RunConfig, folder: Path | None) -> SourceChoice:
     from echelon.data.preparation import read_preparation
 
     preparation = read_preparation(config.data, folder)
-    return SourceChoice(config.data, config.training.seed, config.task, folder, preparation)
+    return SourceChoice(config.data, config.training.seed, preparation, config.task, folder)
 
 
 def tuning_of(model: ModelConfig) -> TuningPlan:
@@ -263,12 +263,16 @@ def tuning_of(model: ModelConfig) -> TuningPlan:
 
 def _start_tuning(model: ModelConfig) -> TuningPlan | None:
     """Return what was trained of the model of the run whose folder `--weights` names; None: it names none."""
-    from echelon.models import locate_weights
+    from echelon.models.pretrained import folder_of_weights
+    from echelon.models.tuning.plan import tuning_plan
     from echelon.trainer.folder import CONFIG_FILE, has_weights
 
-    if not model.weights or not has_weights(path := locate_weights(model.weights, model.name)):
+    folder = folder_of_weights(model.weights) if model.weights else None
+    if folder is None or not has_weights(folder):
         return None
-    return tuning_of(load_run_config(path / CONFIG_FILE).model)
+    other = load_run_config(folder / CONFIG_FILE).model
+    with naming(f"--weights {model.weights}"):
+        return tuning_plan(other.tune, other.frozen_norm)
 
 
 def _log_limit(config: RunConfig) -> int:

@@ -114,3 +114,10 @@ def test_what_is_tuned_from_it_reads_its_columns(run: Path) -> None:
     taken = tuned_from(run, {"data.source": "other.csv", "data.target": "z"})
     assert (taken["data.input"], taken["data.columns"]) == ("a,b", "b=category")
     assert taken["data.target"] == "z" and tuned_from(run, {})["data.target"] == "y"
+
+
+def test_how_it_was_tuned_is_read_where_others_start_from_it(run: Path) -> None:
+    config = load_run_config(run / "config.yaml")
+    for weights, is_run in ((str(run), True), (f"hf:{run}", True), ("pretrained", False), ("hf:no/such-name", False)):
+        starts = replace(config, run="", model=replace(config.model, name="timm/resnet18", weights=weights))
+        assert (resolve(starts).start_tuning is not None) == is_run, "nothing is asked of a hub, nor brought"

@@ -13,7 +13,7 @@ from echelon.data.base import DataOutline, DataRequest, Source
 from echelon.data.by_url import check_there, local_path
 from echelon.data.measures import measured_as, measures_for
 from echelon.data.parts import TEST, VALIDATION
-from echelon.data.preparation import USUAL, Preparation, read_preparation
+from echelon.data.preparation import Preparation, read_preparation
 from echelon.data.sources.base import SourceKind
 from echelon.data.transforms import Transforms, own_transform
 from echelon.data.weights import check_weights
@@ -46,7 +46,7 @@ def open_data(
     Raises:
         UserError: there is no such data, it cannot be used, or there is no such task.
     """
-    return SourceChoice(config, seed, task, folder, read_preparation(config, folder)).open(tell_whole)
+    return SourceChoice(config, seed, read_preparation(config, folder), task, folder).open(tell_whole)
 
 
 def outline_of(request: DataRequest) -> DataOutline | None:
@@ -97,16 +97,16 @@ class SourceChoice:
     Attributes:
         config: the data's part of the description.
         seed: of the split, where the data has none.
+        preparation: how samples are made of it.
         task: name of what is learnt.
         folder: of the run; None: it has none yet.
-        preparation: how samples are made of it.
     """
 
     config: DataConfig
     seed: int
+    preparation: Preparation
     task: str = AUTO
     folder: Path | None = None
-    preparation: Preparation = USUAL
 
     def check(self) -> None:
         """Refuse data that is not there (`check_source`)."""
