@@ -7,8 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from echelon.collectives.messages import seal
-from echelon.collectives.pieces import PIECE_BYTES, MessageCutter
+from echelon.collectives.messages import PIECE_BYTES, MessageCutter, seal
 
 LONG = 3 * PIECE_BYTES
 SLOW_S, FAST_S = LONG / 1e6, LONG / 1e9
