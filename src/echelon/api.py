@@ -717,7 +717,7 @@ def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjec
     if not objects:
         return None
     from echelon.data import source_of
-    from echelon.data.normalise import normalised
+    from echelon.data.normalise import read_normalise
     from echelon.data.transforms import Transforms
     from echelon.trainer.assemble import UserObjects
 
@@ -731,7 +731,7 @@ def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjec
     if data is not None:
         end = _is_one_text(config, objects.get("task"))
         source = source_of(data, config.data.holdout, config.training.seed, end)
-        source = normalised(source, config.data.normalise)
+        source = source.normalised(read_normalise(config.data.normalise))
     return UserObjects(
         model=module,
         source=source,

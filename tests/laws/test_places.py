@@ -100,7 +100,7 @@ def _below(way: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
         pytest.param(OWN, "ps(mode=sync)", marks=pytest.mark.long),  # has more processes than replicas have
         *(pytest.param(place, "allreduce", marks=pytest.mark.slow) for place in PROCESS_PLACES),
         *(pytest.param(place, "ps(mode=sync)", marks=pytest.mark.slow) for place in PROCESS_PLACES),
-        pytest.param(OWN, "allreduce", marks=pytest.mark.slow),
+        pytest.param(OWN, "allreduce", marks=pytest.mark.long),
     ],
 )
 def test_the_same_description_gives_the_same_bits(tmp_path: Path, place: str, sync: str) -> None:

@@ -27,6 +27,8 @@ from echelon.observe.phases import HostClock
 from echelon.records.file import read_records
 from echelon.records.kinds import Evaluation, Start
 from echelon.run.resolve import resolve
+from echelon.study.base import COMPLETED
+from echelon.study.tables import read_tables
 from echelon.tasks import nest
 from echelon.tasks.base import Batch, TaskSettings
 from echelon.tasks.registry import TASKS, build_task, check_task
@@ -173,6 +175,7 @@ def test_it_trains_resumes_evaluates_and_reports(runs: Runs) -> None:
 
 
 LAYOUTS = {
+    "dp=2": ("--parallel", "dp=2"),
     "fsdp=2": ("--parallel", "fsdp=2"),
     "tp=2": ("--parallel", "tp=2"),
     "pp=2": ("--parallel", "pp=2,microbatches=2"),
@@ -182,9 +185,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow  # above in float64, and replicas in the long test before this one
+SEEN_BY_CI = ("fsdp=2", "ps", "ps sync")  # the others above in float64, and replicas in the long test before this one
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=pytest.mark.long if each in SEEN_BY_CI else pytest.mark.slow) for each in LAYOUTS],
+)
 def test_it_trains_and_resumes_in_every_layout(runs: Runs, layout: str) -> None:
     task = ("--task", "toys.regression:Weighted") if layout == "ps sync" else ()
     alone = train(runs, "alone", "--epochs", "2", "--workers", "1", *task)
@@ -210,8 +218,11 @@ def test_layouts_and_strategies_are_compared_by_it(runs: Runs) -> None:
     arguments = ("toys.regression:load", *TOY[:-2], *tries, "--seeds", "1", "--epochs", "2", "--workers", "2")
     run = runs.start("compare", *arguments, "--run", str(runs.root / "ways"), folder="ways", environment=environment)
     assert run.end(800) == 0, run.text()
-    table = (runs.root / "ways" / "report.html").read_text()
-    assert all(layout[1].partition(",")[0] in table for layout in LAYOUTS.values()) and "RMSE" in table
+    rows, _ = read_tables(runs.root / "ways")
+    assert len(rows) == len(LAYOUTS) and all(row.status == COMPLETED for row in rows), rows
+    assert all(row.metric == "rmse" and math.isfinite(row.metrics["rmse"] or math.nan) for row in rows), rows
+    page = (runs.root / "ways" / "report.html").read_text()
+    assert all(layout[1].partition(",")[0] in page for layout in LAYOUTS.values()) and "RMSE" in page
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -11,16 +12,70 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives.pieces import Pieces
 from echelon.collectives.schedule import Ring
 from echelon.collectives.transfer import PeerLostError
 from echelon.collectives.wire import framing_bytes
+from echelon.core.shards import Span, cut
 
 _LENGTH_TAG, _BODY_TAG = 1_000_000, 1_000_001
 HEADER_BYTES = 8
 TURN_BYTES = 16 * 1024
 """From this length on a rank's messages leave one after the other: shorter ones would wait for late ranks in vain."""
 _Piece = tuple[int, Tensor]
+PIECE_BYTES = 32 * 1024
+"""Half of the receive window that TCP on Linux begins with: of 55 kB, which fit into it, some still wait."""
+SLOW_BYTES_PER_S, FAST_BYTES_PER_S = 15e6, 40e6
+"""Below 120 Mbit/s messages are cut, above 320 Mbit/s they are whole again; between them it stays."""
+TOLD_AT = 1
+"""The byte of a message's header that says how the sender's next one is cut."""
+_TIMED_BYTES = 64 * 1024
+_RECENT = 8
+
+
+@dataclass
+class MessageCutter:
+    """What one rank has told the others of how it cuts its messages, and heard of theirs, by place.
+
+    A message that is longer than a connection's first receive window waits for the receiver to announce more, and what
+    both directions of a link queue stands before the other's acknowledgements. In pieces that fit the window and take
+    turns, four ranks over 10 Mbit/s need 1.1 times their bytes' time instead of 1.4 to 2 (benchmarks/RESULTS.md). Over
+    a fast link each piece costs a wake-up instead, and messages stay whole. Each sender measures its link for itself.
+    Both ends must cut alike: a sender tells in each message how the next one will be cut, so that no message is sent
+    for it and ranks may differ. No bit of a result depends on it.
+    """
+
+    _slow: bool = False
+    _told: dict[int, bool] = field(default_factory=dict)
+    _heard: dict[int, bool] = field(default_factory=dict)
+    _rates: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+    def of_outgoing(self, place: int, n_bytes: int) -> list[Span]:
+        """Return the pieces of a message to a place, as it was told."""
+        return _pieces(n_bytes, self._told.get(place, False))
+
+    def of_incoming(self, place: int, n_bytes: int) -> list[Span]:
+        """Return the pieces of a message from a place, as it told."""
+        return _pieces(n_bytes, self._heard.get(place, False))
+
+    def tell(self, outgoing: Mapping[int, Tensor]) -> None:
+        """Write into messages (uint8, 1-D) how the next ones will be cut: once these were cut as told before."""
+        for message in {id(m): m for m in outgoing.values()}.values():
+            message[TOLD_AT] = int(self._slow)
+
+    def passed(self, outgoing: Mapping[int, Tensor], received: Mapping[int, Tensor], seconds: float) -> None:
+        """Take in that messages, uint8 and 1-D, were exchanged in so many seconds."""
+        self._told |= dict.fromkeys(outgoing, self._slow)
+        self._heard |= {place: bool(message[TOLD_AT]) for place, message in received.items()}
+        n_bytes = sum(message.nbytes for message in outgoing.values())
+        if n_bytes >= _TIMED_BYTES and seconds > 0:
+            self._rates.append(n_bytes / seconds)
+            fastest = max(self._rates)  # ranks that wait for one another are no slow link
+            self._slow = fastest < (FAST_BYTES_PER_S if self._slow else SLOW_BYTES_PER_S)
+
+
+def _pieces(n_bytes: int, many: bool) -> list[Span]:
+    count = -(-n_bytes // PIECE_BYTES) if many else min(1, n_bytes)
+    return cut((0, n_bytes), count) if count else []
 
 
 @dataclass(frozen=True)
@@ -29,7 +84,7 @@ class Mailbox:
 
     group: dist.ProcessGroup
     ring: Ring
-    pieces: Pieces = field(default_factory=Pieces)
+    cutter: MessageCutter = field(default_factory=MessageCutter)
 
     @property
     def size(self) -> int:
@@ -44,7 +99,7 @@ class Mailbox:
         """Send uint8 1-D messages; return those received, both by place among the members, and the bytes sent.
 
         Long ones take turns, as in an all-to-all by pairs (Thakur, Rabenseifner and Gropp 2005): each leaves once one
-        has come that was sent in the turn before. Over a slow link they travel in pieces (`Pieces`).
+        has come that was sent in the turn before. Over a slow link they travel in pieces (`MessageCutter`).
 
         Args:
             outgoing: a sealed message for each place that gets one; the second byte is written.
@@ -55,10 +110,10 @@ class Mailbox:
         """
         device = next((m.device for m in outgoing.values()), torch.device("cpu"))
         received = {p: torch.empty(n, dtype=torch.uint8, device=device) for p, n in incoming.items()}
-        self.pieces.tell(_sealed(outgoing))
+        self.cutter.tell(_sealed(outgoing))
         began = time.perf_counter()
         sent = self._transfer(outgoing, received, _BODY_TAG)
-        self.pieces.passed(_sealed(outgoing), _sealed(received), time.perf_counter() - began)
+        self.cutter.passed(_sealed(outgoing), _sealed(received), time.perf_counter() - began)
         return received, sent
 
     def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> tuple[dict[int, int], int]:
@@ -117,8 +172,8 @@ class Mailbox:
         """Yield what leaves for the place so far ahead, and what comes from the one so far back, piece by piece."""
         ahead, back = (self.ring.index + distance) % self.size, (self.ring.index - distance) % self.size
         leave, come = outgoing.get(ahead), into.get(back)
-        leaving = self.pieces.of_outgoing(ahead, leave.nbytes) if leave is not None else []
-        coming = self.pieces.of_incoming(back, come.nbytes) if come is not None else []
+        leaving = self.cutter.of_outgoing(ahead, leave.nbytes) if leave is not None else []
+        coming = self.cutter.of_incoming(back, come.nbytes) if come is not None else []
         for left, came in zip_longest(leaving, coming):
             yield (
                 None if left is None or leave is None else (ahead, leave[slice(*left)]),

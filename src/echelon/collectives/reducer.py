@@ -185,7 +185,7 @@ def check_combination(codec: Codec, path: Path, size: int) -> None:
 
 
 def make_small_reducer(coding: Coding, name: str, like: Tensor) -> Reducer:
-    """Build what reduces vectors of parameters that travel whole beside those that the codec encodes."""
+    """Build what reduces 1-D tensors of parameters that travel whole beside those that the codec encodes."""
     plain, codec = PlainReducer(coding.route, coding.average), coding.codec
     if (momentum := momentum_of(codec)) is None:
         return plain

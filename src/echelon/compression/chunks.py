@@ -82,7 +82,7 @@ def tiles(n: int, block: int) -> list[Tile]:
 
 
 def check_fits(payload: Payload, target: Tensor) -> None:
-    """Refuse to decode into a tensor of another length.
+    """Refuse to decode into a tensor, of any shape, with another number of elements.
 
     Raises:
         ValueError: `target` has not as many elements as what the payload stands for.

@@ -130,7 +130,7 @@ def search(asking: Search, x: Tensor, sample: Tensor, state: State) -> Tensor | 
 def search_together(
     searches: Sequence[Search], tensors: Sequence[Tensor], samples: Sequence[Tensor], states: Sequence[State]
 ) -> list[Tensor | None]:
-    """Do what `search` does to several tensors, all as long; what they ask at a time is answered in few launches."""
+    """Do what `search` does to several tensors [n]; what they ask at a time is answered in few launches."""
     refuse_nonfinite_together(tensors, states)
     sizes, sample_rows = torch.stack(list(tensors)).abs_(), torch.stack(list(samples))
     found: list[Tensor | None] = [None] * len(tensors)
@@ -181,14 +181,14 @@ def _all_above(sizes: Tensor, wanted: Mapping[int, float]) -> dict[int, Tensor]:
 
 
 def largest_together(tensors: Sequence[Tensor], k: int, states: Sequence[State]) -> list[Tensor]:
-    """Do what `largest` does to several tensors, all as long, in few launches."""
+    """Do what `largest` does to several tensors [n], all as long, in few launches."""
     refuse_nonfinite_together(tensors, states)
     found = torch.topk(torch.stack(list(tensors)).abs_(), k, dim=1, sorted=False).indices
     return list(found.sort(dim=1).values)
 
 
 def by_length(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the numbers of tensors that are equally long, length by length."""
+    """Return the numbers of 1-D tensors that are equally long, length by length."""
     alike: dict[int, list[int]] = {}
     for i, tensor in enumerate(tensors):
         alike.setdefault(tensor.numel(), []).append(i)

@@ -55,7 +55,7 @@ class Sparse(Codec):
         """Return the indices to send of x [n]: ascending, int64. Raises NonFiniteError."""
 
     def choose_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Tensor]:
-        """Do what `choose` does to each of several tensors."""
+        """Do what `choose` does to each of several tensors [numel]."""
         return [self.choose(x, state) for x, state in zip(tensors, states, strict=True)]
 
     def layout(self, numel: int) -> Layout:

@@ -39,7 +39,7 @@ class Meta:
 
     @staticmethod
     def of(tensor: Tensor) -> Meta:
-        """Return the shape and dtype of a tensor."""
+        """Return shape and dtype of a tensor of any shape."""
         return Meta(tuple(tensor.shape), tensor.dtype)
 
 
@@ -127,12 +127,15 @@ def empty(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def on_gpu(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors should be handled in one go: launches set a GPU's pace, on a CPU what fits the cache does."""
+    """Whether tensors of any shape should be handled in one go.
+
+    Launches set a GPU's pace; on a CPU what fits the cache does.
+    """
     return bool(tensors) and tensors[0].device.type != "cpu"
 
 
 def moved(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Return numbers as a tensor on a device, which is not waited for."""
+    """Return numbers, of any shape, as a tensor on a device, which is not waited for."""
     host = torch.from_numpy(numbers)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
@@ -175,7 +178,7 @@ def largest_magnitude(values: Tensor) -> float:
 
 
 def refuse_nonfinite_together(tensors: Sequence[Tensor], states: Sequence[State]) -> None:
-    """Raise NonFiniteError, by the first one's name, if an element of any tensor is not finite; waits for CUDA once."""
+    """Raise NonFiniteError, by the first name, if an element of tensors of any shape is not finite."""
     filled = [(tensor, state) for tensor, state in zip(tensors, states, strict=True) if tensor.numel()]
     if not filled:
         return

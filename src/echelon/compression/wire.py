@@ -62,7 +62,7 @@ def unpack(buffer: Tensor, layout: Layout) -> list[Tensor]:
 
 
 def unpack_together(buffers: Sequence[Tensor], layouts: Sequence[Layout]) -> list[list[Tensor]]:
-    """Do what `unpack` does to each of several buffers, of layouts as long; a GPU is waited for once at most."""
+    """Do what `unpack` does to several buffers [n_bytes], of layouts as long; a GPU is waited for once at most."""
     aligned = [buffer.clone() if buffer.storage_offset() % _ALIGN else buffer for buffer in buffers]
     if not any(count is None for layout in layouts for _, count in layout):
         return [_cut(buffer, layout, 0) for buffer, layout in zip(aligned, layouts, strict=True)]

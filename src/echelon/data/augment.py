@@ -45,7 +45,7 @@ def crops_and_mirrors(draws: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def padded(pixels_NCHW: Tensor) -> Tensor:
-    """Return images on any device as `flip_crop` pads them."""
+    """Return images `(N, C, H, W)` on any device as `flip_crop` pads them, `PAD` pixels wider on each side."""
     return torch.nn.functional.pad(pixels_NCHW, (PAD, PAD, PAD, PAD))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from echelon.config import DataConfig
 from echelon.core.units import first_few, many
+from echelon.data.normalise import Normalisation
+from echelon.data.preparation import USUAL, Preparation
 from echelon.data.sample_index import Growth, SampleIndex
 from echelon.tasks.base import Batch, Encoding, SentenceMarks, TargetValues, TextDecoder, TightSample
 from echelon.tasks.nest import Nest, TensorSpec
@@ -114,6 +116,7 @@ class DataRequest:
         encoding: what the task wants to be made of columns.
         task: its name, for messages; `auto`: the data's own.
         folder: of the run, which keeps the tokeniser; None: there is none.
+        preparation: how samples are made; an outline asks for nothing of it.
         brought: where data at a URL lies on this machine; None: its name says where it is.
         tell_whole: of data that is not the run's, and is evaluated: is called where it has no part for that, and so is
             evaluated whole; None: a share is held out there.
@@ -124,6 +127,7 @@ class DataRequest:
     encoding: Encoding = Encoding.AUTO
     task: str = "auto"
     folder: Path | None = None
+    preparation: Preparation = USUAL
     brought: Path | None = None
     tell_whole: Callable[[], None] | None = None
 
@@ -154,6 +158,17 @@ class Source:
     sample_index: SampleIndex | None = None
     reads: tuple[str, ...] = ()
     of_new: tuple[str, ...] = ()
+
+    def normalised(self, by: Normalisation) -> Source:
+        """Return it with images that are normalised so; other data, and where no numbers are given, as it is.
+
+        Raises:
+            UserError: the numbers are of another count of channels than the images have.
+        """
+        if not by.mean or not self.info.mean:
+            return self
+        mean, std = by.for_channels(self.info.channels, self.info.name)
+        return replace(self, info=replace(self.info, mean=mean, std=std))
 
 
 def class_notes(info: DataInfo, evaluated: NDArray[Any], noun: str = "sample") -> tuple[str, ...]:

@@ -97,7 +97,7 @@ def read_strings(
 
     Args:
         unit: of the times that the run has there; empty: it has numbers.
-        places: of the values in their file, from 0; None: they are all of it, in its order.
+        places: of the values in their file, `(n,)`, from 0; None: they are all of it, in its order.
 
     Raises:
         UserError: names the first row that is none; or the run has times of day, and these are other times.

@@ -107,7 +107,7 @@ class CudaFeed:
             return self._staged(*nest.to_device(host, self._device))
 
     def gather(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Staged:
-        """Start to make the next batch of images that are on the GPU."""
+        """Start to make the next batch of images `(N, C, S, S)` and labels `(N,)` that are on the GPU."""
         with torch.cuda.stream(self._stream):
             return self._staged(*next(batches))
 

@@ -23,12 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.core.errors import UserError
-from echelon.core.own import TRANSFORMERS
+from echelon.core.features import AUTO, LOG_MEL, WAVEFORM, FeatureChoice
 from echelon.tasks.nest import TensorSpec
 
 BANDS = 64
-LOG_MEL, WAVEFORM = "log_mel", "waveform"
-_AUTO = "auto"
 _WINDOW_S, HOP_S = 0.025, 0.010
 _FLOOR = 1e-6
 _MODEL_FILE, _OWN_FILE, _SHARED_FILE = "config.json", "preprocessor_config.json", "processor_config.json"
@@ -199,33 +197,24 @@ class ExtractedFeatures(SoundFeatures):
         return self.made_by
 
 
-def read_features(text: str) -> SoundFeatures:
-    """Read `auto`, `log_mel`, `waveform`, or a folder, or `config.json`, of a model of transformers for sounds.
-
-    What the name of a model tells (`transformers/FOLDER`) is refused as that of `--model`.
+def open_features(choice: FeatureChoice) -> SoundFeatures:
+    """Return the features that a model is given; those of a model of transformers as the files of its folder say.
 
     Raises:
-        UserError: it is none of these, or the model in the folder is given something else, or none of sounds.
+        UserError: there is no such folder, or its model is given something else, or none of sounds.
     """
-    if text in (_AUTO, LOG_MEL):
+    if choice.name in (AUTO, LOG_MEL):
         return LogMel()
-    if text == WAVEFORM:
+    if choice.name == WAVEFORM:
         return Waveform()
-    of_model = _is_of_model(text)
-    path = Path(text.removeprefix(TRANSFORMERS) if of_model else text).expanduser()
-    name = f"{'--model' if of_model else '--features'} {text}"
+    name, path = choice.setting, choice.path
     file = path / _MODEL_FILE if path.is_dir() else path
     settings = _extractor_settings(file.parent)
     if not file.is_file() and not settings:
         files = f"a folder with a {_OWN_FILE} or {_MODEL_FILE} of transformers"
-        raise UserError(f"{name}: " + (f"name {files}" if of_model else f"write log_mel, waveform, or {files}"))
+        way = f"name {files}" if choice.is_of_model else f"write {LOG_MEL}, {WAVEFORM}, or {files}"
+        raise UserError(f"{name}: {way}")
     return _of_model(name, _model_config(name, file) if file.is_file() else None, settings)
-
-
-def _is_of_model(text: str) -> bool:
-    """Whether a text is a model's name: no folder named `transformers` in the current one is meant."""
-    folder = text.removeprefix(TRANSFORMERS)
-    return folder != text and (Path(folder).expanduser().exists() or not Path(text).exists())
 
 
 def _extractor_settings(folder: Path) -> ExtractorSettings:

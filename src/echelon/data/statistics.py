@@ -8,12 +8,10 @@ from numpy.typing import NDArray
 from echelon.data.augment import resize_and_crop
 from echelon.data.decode import CannotDecode
 from echelon.data.images import ImageArray, Images
+from echelon.data.normalise import IMAGENET_MEAN, IMAGENET_STD, Channels
 
 SMALL_IMAGE = 96  # up to this side images are used whole; larger ones as ImageNet's
 _MEASURED_FILES, _MEASURED_IN_MEMORY = 512, 4096
-Channels = tuple[float, ...]
-IMAGENET_MEAN: Channels = (0.485, 0.456, 0.406)
-IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
 
 
 def measure(images: Images, side: int) -> tuple[Channels, Channels]:

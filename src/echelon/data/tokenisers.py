@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
-from echelon.core.tokeniser import AUTO, BPE, CHARACTERS, FOLDER_FILE, RUN_FILE, TokeniserChoice, read_tokeniser
+from echelon.core.tokeniser import AUTO, BPE, CHARACTERS, FOLDER_FILE, RUN_FILE, TokeniserChoice
 from echelon.data.base import DataRequest
 from echelon.data.cache import locked
 
@@ -161,12 +161,12 @@ def tokeniser_for(request: DataRequest, texts: Sequence[str], adds_marks: bool =
         adds_marks: one of a folder puts its own marks around each text; one that a run kept does as it did there.
 
     Raises:
-        UserError: `--tokeniser` names none, or a file holds none.
+        UserError: a file holds none.
     """
     kept = request.folder / RUN_FILE if request.folder is not None else None
     if kept is not None and kept.is_file():
         return read_json(kept)
-    choice = resolved(read_tokeniser(request.config.tokeniser), texts)
+    choice = resolved(request.preparation.tokeniser, texts)
     if choice.file is not None:
         tokeniser = read_json(choice.file)
         if isinstance(tokeniser, LibraryTokeniser):

@@ -30,24 +30,33 @@ from echelon.collectives.rounds import LinearAllReduce
 from echelon.collectives.schedule import Ring
 from echelon.collectives.wire import framing_bytes, ring_bytes
 from echelon.compression import Compression
-from echelon.compression import read as read_codec
 from echelon.compression.base import Codec
+from echelon.compression.registry import CODECS
 from echelon.core.errors import UserError
 from echelon.core.shards import FlatTensor
+from echelon.core.spec import Spec
 from echelon.forecast.link_rates import LinkProbe, LinkRates
 from echelon.models.tables import sparse_tables
 from echelon.records.kinds import Alternative, Alternatives
-from echelon.sync.registry import read as read_sync
+from echelon.sync.averaging.plan import AveragingPlan
+from echelon.sync.averaging.settings import AveragingSettings
+from echelon.sync.registry import STRATEGIES
 from echelon.trainer.loop import TrainingRun
 from echelon.trainer.resolved import ResolvedRun
 
-CODECS = ("none", "bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)")
-PERIODS = {
-    "local(period=4)": (4, 0), "local(period=8)": (8, 0), "local(period=8, overlap=2)": (8, 2),
-    "diloco(period=8)": (8, 0), "diloco(period=20)": (20, 0),
-}  # fmt: skip
-"""Strategies that send the model once in so many steps, outside of backward; and behind how many steps."""
+TRIED = (
+    *(Spec(name) for name in ("none", "bf16", "int8", "sign")),
+    Spec("topk", (), (("density", 0.01),)), Spec("powersgd", (), (("rank", 2),)),
+)  # fmt: skip
+"""Codecs that are tried beside the run's own."""
+AVERAGED = (
+    *(Spec("local", (), (("period", period),)) for period in (4, 8)),
+    Spec("local", (), (("period", 8), ("overlap", 2))),
+    *(Spec("diloco", (), (("period", period),)) for period in (8, 20)),
+)  # fmt: skip
+"""Strategies that send the model once in so many steps, outside of backward."""
 
+_EACH_STEP = AveragingPlan(1)
 _BUDGET_S = 1.0
 _TURNS = (3, 12)
 _OTHER_BYTES = 1 << 26  # more than the caches of a core
@@ -131,14 +140,15 @@ def _rows(costs: Mapping[str, Cost], settled: Mapping[str, Compression], own: st
     for spec, cost in costs.items():
         row = _row(spec, cost if spec == own else _over_run(cost, settled[spec].for_run(steps), costs))
         rows.append(replace(row, fewest_messages=settled[spec].codec.fewest_messages))
-    for sync, times in PERIODS.items():
-        strategy = read_sync(sync)
+    for sync in AVERAGED:
+        strategy: AveragingSettings = STRATEGIES.bind(sync)
         agreements = min(steps, strategy.messages(steps))
-        for encoded in [e for e in ("none", "int8", "sign") if e in costs and _go_together(sync, e)]:
+        for encoded in [e for e in ("none", "int8", "sign") if e in costs and _go_together(strategy, Spec(e))]:
             compression = strategy.settled(settled[encoded], steps)
             cost = replace(_over_run(costs[encoded], compression, costs), tail=1.0)
             fewest = settled[encoded].codec.fewest_messages
-            rows.append(replace(_row(encoded, cost, sync, times), share=agreements / steps, fewest_messages=fewest))
+            row = _row(encoded, cost, str(sync), strategy.plan())
+            rows.append(replace(row, share=agreements / steps, fewest_messages=fewest))
     return rows
 
 
@@ -160,29 +170,28 @@ def _over_run(cost: Cost, compression: Compression, costs: Mapping[str, Cost]) -
 def _settled(run: ResolvedRun) -> dict[str, Compression]:
     """Return the run's codec and the others that go with the optimizer, with momentum where they want it, by spec."""
     settled = {run.described.strategy.compression: run.compression}
-    for spec in CODECS:
+    for spec in TRIED:
         with suppress(UserError):  # a combination that a run would be refused for is no alternative to this one
-            other = run.compressed_by(read_codec(spec)).compression
+            other = run.compressed_by(Compression(CODECS.bind(spec))).compression
             if other != run.compression:  # however the run's own is written
-                settled[spec] = other
+                settled[str(spec)] = other
     return settled
 
 
-def _go_together(sync: str, codec: str) -> bool:
+def _go_together(strategy: AveragingSettings, codec: Spec) -> bool:
     try:
-        read_sync(sync).check(read_codec(codec))
+        strategy.check(Compression(CODECS.bind(codec)))
     except UserError:  # a combination that a run would be refused for is no alternative to this one
         return False
     return True
 
 
-def _row(compression: str, cost: Cost, sync: str = "", times: tuple[int, int] = (1, 0)) -> Alternative:
+def _row(compression: str, cost: Cost, sync: str = "", plan: AveragingPlan = _EACH_STEP) -> Alternative:
     settings = {"strategy.sync": sync} if sync else {}
     if compression != "none" or not sync:
         settings["strategy.compression"] = compression
-    period, overlap = times
     return Alternative(
-        settings, period, cost.n_bytes, cost.rounds, cost.coding_s, cost.tail, overlap, cost.network_s,
+        settings, plan.period, cost.n_bytes, cost.rounds, cost.coding_s, cost.tail, plan.overlap, cost.network_s,
         sums=cost.sums, buckets=cost.buckets,
     )  # fmt: skip
 

@@ -35,7 +35,7 @@ from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.precision import to_fp8
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.server_parts import worker_momentum
-from echelon.trainer.start_weights import is_of_rebuilt, start_from
+from echelon.trainer.start_weights import start_from, starts_rebuilt
 from echelon.trainer.tables import begin_by_row
 from echelon.trainer.unused import unread_notes
 from echelon.trainer.world import choose_device
@@ -274,8 +274,8 @@ def _try_model(run: ResolvedRun, info: DataInfo, device: torch.device) -> None:
     if not (config.model.weights or in_8_bits):
         return
     model = build_model(config.model, model_input(info, run.task.fitted(info)))
-    if is_of_rebuilt(config.model):
+    if starts_rebuilt(config.model, run.tuning, run.start_tuning):
         run.tuning.rebuild(model)
-    start_from(model, config.model)
+    start_from(model, config.model, run.start_tuning)
     if in_8_bits:
         to_fp8(model, device)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from echelon.collectives.paths.backend import Backend
-from echelon.compression import registry as codecs
+from echelon.compression.registry import Compression, codec_class
 from echelon.core.layout import Layout
 from echelon.data.base import Batch, DataInfo
 from echelon.models.tables import make_dense, shrink_tables
@@ -271,10 +271,9 @@ def _alone(run: ResolvedRun, role: Role) -> ResolvedRun:
         model=replace(config.model, compile=False, weights="", sparse_tables=False),
         training=replace(config.training, precision=precision, ema=ema),
     )
-    plain = codecs.read("none")
     return replace(
-        run, config=config, optimizer=choice, sync=AllReduceSettings(), compression=plain, path=Backend(),
-        cuts=role.cuts, layout=replace(run.layout, table=1),
+        run, config=config, optimizer=choice, sync=AllReduceSettings(), compression=Compression(codec_class("none")()),
+        path=Backend(), cuts=role.cuts, layout=replace(run.layout, table=1),
     )  # fmt: skip
 
 

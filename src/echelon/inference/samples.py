@@ -25,7 +25,7 @@ from echelon.data.file_names import TABLES
 from echelon.data.images import ImageArray, ImageFiles, TensorArray
 from echelon.data.labelled_files import FileNames, LabelledFiles
 from echelon.data.masks import ImagesToMask
-from echelon.data.sound_features import read_features
+from echelon.data.sound_features import open_features
 from echelon.data.sounds import measured as measured_sounds
 from echelon.data.sources.text_file import SUFFIXES as TEXTS
 from echelon.data.sources.text_file import lines_of, read_lines, read_text
@@ -206,7 +206,7 @@ def _images(trained: TrainedModel, files: list[str]) -> Samples:
 
 
 def _sounds(trained: TrainedModel, files: list[str]) -> Samples:
-    features = read_features(trained.config.data.features)
+    features = open_features(trained.features)
     sounds = measured_sounds(_labelled(files), features, trained.info.rate, keeps_unreadable=True)
     return Samples(files, _sample_source(trained, sounds), files)
 

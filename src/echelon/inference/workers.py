@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-import os
-from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from echelon.config import RunConfig
-from echelon.config.validate import Nodes
-from echelon.core.errors import USER_ERROR_EXIT_CODE, JobFailed, UserError
-from echelon.core.files import scratch_folder, write_atomic
-from echelon.core.stop import StopFlag
+from echelon.core.files import scratch_folder
 from echelon.inference.predict import BatchShare, MaskOutput, PredictedRow, device_of, predict_samples
 from echelon.launch.fork_server import start_import_server
-from echelon.launch.places.local import Local
-from echelon.launch.plan import LaunchPlan, check_processes, thread_count, usable_cores, visible_gpus
-from echelon.launch.supervisor import Death, Refused, Watch, supervise
-from echelon.run.job import EvaluationFiles
-from echelon.run.machine import ranks_here
+from echelon.launch.plan import check_processes, usable_cores, visible_gpus
 from echelon.run.parcel import Parcel
 from echelon.run.trained import load_trained
+from echelon.run.worker_job import WorkerFiles, WorkerJob, as_worker
 from echelon.tasks.base import Prediction, Writing
 from echelon.trainer.assemble import UserObjects
-from echelon.trainer.process import leave, log_to, one_line, place_of
 
 StoredRow = tuple[str | int, str, Any, float | None, dict[str, float], torch.Tensor | None, str]
 """A row as plain values: sample, mask's file, what is said, how surely, by name, mask `(H, W)`, error."""
@@ -70,37 +60,15 @@ def predict_on_workers(job: PredictionJob, objects: UserObjects, workers: int) -
     workers = workers or (visible_gpus() if job.device != "cpu" else 0) or usable_cores()
     parcel = None if objects == UserObjects() else Parcel.of(objects)
     start_import_server(_PRELOAD)
-    with scratch_folder() as results, closing(Local()) as place:
-        files = EvaluationFiles(results)
-        plan = LaunchPlan(
-            entry=_ENTRY,
-            args=(files, job, workers, parcel),
-            workers=workers,
-            threads=thread_count(replace(job.config.launch, threads=0), workers),
-            nodes=Nodes(1, 1),
-            voters=(),
-            max_restarts=0,
-            log_dir=results,
-        )
-        deaths: list[Death] = []
-        with ranks_here(plan) as machine:
-            watch = Watch(on_death=lambda death, _: deaths.append(death))
-            try:
-                supervise(machine.job, place, watch, StopFlag(), machine.rounds)
-            except Refused:
-                raise UserError(files.refusal.read_text()) from None
-            except JobFailed as failure:
-                told = files.failure.read_text() if files.failure.exists() else ""
-                raise JobFailed(f"predicting failed: {told or failure or ', '.join(map(str, deaths))}") from None
+    with scratch_folder() as results:
+        args = (job, workers, parcel)
+        WorkerJob("predicting", _ENTRY, WorkerFiles(results), args, workers, job.config.launch).run()
         return [row for rank in range(workers) for row in _read(_rows_of(results, rank))]
 
 
-def run_predictor(files: EvaluationFiles, job: PredictionJob, workers: int, parcel: Parcel | None) -> None:
+def run_predictor(files: WorkerFiles, job: PredictionJob, workers: int, parcel: Parcel | None) -> None:
     """Be one of several processes: write the rows of its batches, or what went wrong."""
-    rank = int(os.environ["RANK"])
-    log_to(files.folder / f"rank{rank}.log")
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    try:
+    with as_worker(files) as rank:
         objects = parcel.open() if parcel is not None else UserObjects()
         trained = load_trained(job.folder, job.config, objects, job.checkpoint)
         device = device_of(job.device)
@@ -112,14 +80,6 @@ def run_predictor(files: EvaluationFiles, job: PredictionJob, workers: int, parc
             predict_samples(trained, job.data, job.writing, device, job.masks, part=share, skips_bad=job.skips_bad)
         )
         torch.save(list(map(_stored, rows)), _rows_of(files.folder, rank))  # read once this process has ended
-    except UserError as error:
-        write_atomic(files.refusal, str(error))
-        leave(USER_ERROR_EXIT_CODE)
-    except Exception as error:
-        logging.exception("this process failed")
-        with suppress(FileExistsError), files.failure.open("x") as file:
-            file.write(f"{one_line(error)} {place_of(error)}".strip())
-        leave(1)
 
 
 def _rows_of(folder: Path, rank: int) -> Path:

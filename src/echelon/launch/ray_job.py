@@ -30,7 +30,7 @@ from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.launch.places import PlaceChoice
 from echelon.launch.places.base import STOP_S
 from echelon.launch.places.cluster import NodeRank, PlaceFiles, Submission
-from echelon.launch.places.ray import RayCluster, rank_variables
+from echelon.launch.places.ray import RANK_VARIABLE, RayCluster
 from echelon.launch.process import die_with_parent
 
 _CONFIG_FILE = "config.yaml"
@@ -59,7 +59,7 @@ class NodeActor:
 
     def run(self, submission: Submission, node_rank: NodeRank) -> int:
         """Run the node command to its end; returns its exit code."""
-        environment = {**os.environ, **rank_variables(node_rank)}
+        environment = {**os.environ, RANK_VARIABLE: node_rank.to_json()}
         with (submission.run / "logs" / f"node{node_rank.number}.out").open("ab") as output:
             self._process = subprocess.Popen(
                 submission.command, cwd=submission.folder, env=environment, stdin=subprocess.DEVNULL, stdout=output,

@@ -45,11 +45,11 @@ from echelon.launch.voting import (
     Ballot,
     BeatAnswer,
     Journal,
-    Kept,
     LeaderBeat,
     LeaderName,
     LeaderQuestion,
     Vote,
+    VoterState,
     Voting,
 )
 from echelon.messages.endpoint import Channel, Sender
@@ -67,7 +67,7 @@ _SECRET_S = 0.5
 
 
 @dataclass(frozen=True)
-class Seat:
+class VoterSetup:
     """Where a machine stands among those that may lead.
 
     Attributes:
@@ -126,7 +126,7 @@ class VoterMachine:
 
     def __init__(
         self,
-        seat: Seat,
+        setup: VoterSetup,
         secret: SecretSource,
         arrival: Arrival,
         terms: RoundSettings,
@@ -136,18 +136,18 @@ class VoterMachine:
         """Take this machine's place; nothing is asked before the first `order`.
 
         Args:
-            patience: with the disk of the seat; while it takes nothing this machine tells the others nothing.
+            patience: with the disk of `setup.shared`; while it takes nothing this machine tells the others nothing.
         """
-        self._seat, self._secret, self._arrival, self._terms, self._scratch = seat, secret, arrival, terms, scratch
-        self._other = OtherMachine(seat.voters[0], secret, arrival, terms, scratch, "the machine that leads")
+        self._setup, self._secret, self._arrival, self._terms, self._scratch = setup, secret, arrival, terms, scratch
+        self._other = OtherMachine(setup.voters[0], secret, arrival, terms, scratch, "the machine that leads")
         self._tables = KeyValueTables()
         self._lock = threading.RLock()  # guards what follows
         self._voting: Voting | None = None
         self._reign: _Reign | None = None
         self._followed: int | None = None
         self._epoch = 0  # of the leader that is followed, where this machine is no voter
-        self._copy = RecordCopy(seat.shared)
-        self._saved: Kept | None = None
+        self._copy = RecordCopy(setup.shared)
+        self._saved: VoterState | None = None
         self._patience = patience
         self._error: Exception | None = None
         self._reason = ""
@@ -196,7 +196,7 @@ class VoterMachine:
         if self._voting.has_lease(now) or reign.first.is_over:
             reign.led_s = now
             return self._settled(reign, reign.first.order(state))
-        silent = " and ".join(str(self._seat.voters[voter]) for voter in self._voting.silent(now))
+        silent = " and ".join(str(self._setup.voters[voter]) for voter in self._voting.silent(now))
         what = f"no answer of {silent}, and nobody goes on without more than half of the voters"
         waited_s = now - reign.led_s
         if waited_s > self._terms.return_s:
@@ -217,7 +217,7 @@ class VoterMachine:
             return None
         since, terms = now - self._led_s, self._terms
         if not self._has_met:
-            half = "more than half of the voters" + ("" if self._seat.own == 0 else f", {self._seat.voters[0]} first")
+            half = "more than half of the voters" + ("" if self._setup.own == 0 else f", {self._setup.voters[0]} first")
             if since > terms.arrival_s:
                 why = self._reason or f"a new run needs {half}"
                 raise UserError(f"nobody leads the run: {why} (waited {format_seconds(terms.arrival_s)}: --timeout)")
@@ -234,9 +234,9 @@ class VoterMachine:
         """Return with what this machine makes the terms of a round; None: another one does, or it cannot yet."""
         with self._lock:
             reign = self._reign
-            if reign is None or self._voting is None or self._seat.own is None or not reign.first.is_gathered:
+            if reign is None or self._voting is None or self._setup.own is None or not reign.first.is_gathered:
                 return None
-            store, goes_on = str(self._seat.voters[self._seat.own]), round_.number == reign.round
+            store, goes_on = str(self._setup.voters[self._setup.own]), round_.number == reign.round
             holds = not self._voting.has_lease(time.monotonic()) and not reign.first.is_over
 
         def propose(term: Term) -> None:
@@ -342,19 +342,19 @@ class VoterMachine:
         return StateOrder(answer.machine, answer.number, order, answer.news, answer.checkpoints)
 
     def _answer_beat(self, beat: LeaderBeat, voting: Voting, now: float) -> BeatAnswer:
-        assert self._seat.own is not None
-        stamp, shares = voting.kept.journal.stamp, False
+        assert self._setup.own is not None
+        stamp, shares = voting.state.journal.stamp, False
         if voting.handle_beat(beat, now):
-            stamp, shares = voting.kept.journal.stamp, self._token() == beat.token
+            stamp, shares = voting.state.journal.stamp, self._token() == beat.token
             if beat.chunk is not None and not shares:
                 self._copy.take(beat.chunk)
         return BeatAnswer(
-            voting.epoch, self._seat.own, beat.number, stamp, shares, self._copy.feed, self._copy.position
+            voting.epoch, self._setup.own, beat.number, stamp, shares, self._copy.feed, self._copy.position
         )  # fmt: skip
 
     def _token(self) -> str:
         try:
-            return (self._seat.shared / _TOKEN_FILE).read_text()
+            return (self._setup.shared / _TOKEN_FILE).read_text()
         except OSError:
             return ""
 
@@ -366,7 +366,7 @@ class VoterMachine:
             keys = self._wait_for_secret()
             if keys is None:
                 return
-            if self._seat.own is None:
+            if self._setup.own is None:
                 self._look_for_leader(context, keys)
             else:
                 self._vote(context, keys)
@@ -383,7 +383,7 @@ class VoterMachine:
         """Return the keys of the run, whose secret may come later than this machine; None: the run is over."""
         while not self._over:
             try:
-                if self._seat.own == 0 and not self._secret.trusted_network:
+                if self._setup.own == 0 and not self._secret.trusted_network:
                     return derive_keys(make_secret(self._secret.folder))
                 return derive_keys(self._secret.read())
             except UserError as error:
@@ -393,8 +393,8 @@ class VoterMachine:
 
     def _connect(self, context: zmq.Context[zmq.Socket[bytes]], keys: RunKeys) -> zmq.Poller:
         known, poller = vocabulary(Vote, BeatAnswer, LeaderName), zmq.Poller()
-        for number, address in enumerate(self._seat.voters):
-            if number != self._seat.own:
+        for number, address in enumerate(self._setup.voters):
+            if number != self._setup.own:
                 channel = Channel(context, Sender(keys, "voter"), f"tcp://{address}", LIMITS, known)
                 self._peers.append(_Peer(number, channel))
                 poller.register(channel.socket, zmq.POLLIN)
@@ -402,9 +402,9 @@ class VoterMachine:
 
     def _vote(self, context: zmq.Context[zmq.Socket[bytes]], keys: RunKeys) -> None:
         """Take part in elections, and tell the other voters what they lack while this machine leads, to the end."""
-        own, voters = self._seat.own, self._seat.voters
+        own, voters = self._setup.own, self._setup.voters
         assert own is not None
-        self._voting = Voting(len(voters), own, self._read_kept(), time.monotonic())
+        self._voting = Voting(len(voters), own, self._read_state(), time.monotonic())
         self._reason = ""
         requests = (StateReport, Ballot, LeaderBeat, LeaderQuestion)
         secret = self._secret.read()
@@ -468,15 +468,15 @@ class VoterMachine:
                     peer.shares = answer.shares
                     if not peer.feed.take(answer.feed, answer.position) and not answer.shares:
                         peer.feed.close()
-                        peer.feed = RecordFeed(self._seat.folder)
+                        peer.feed = RecordFeed(self._setup.folder)
             self._follow(now)
 
     def _take_lead(self, voting: Voting) -> _Reign:
         """Lead from now on; what the one before has begun goes on."""
-        own = self._seat.own
+        own = self._setup.own
         assert own is not None
-        address, journal = self._seat.voters[own], voting.kept.journal
-        self._copy.become_record(self._seat.folder)
+        address, journal = self._setup.voters[own], voting.state.journal
+        self._copy.become_record(self._setup.folder)
 
         def open_table(name: str) -> str:
             """Begin the table of a round."""
@@ -489,7 +489,7 @@ class VoterMachine:
         self._other.pause()
         state = journal.rounds
         if voting.has_followed and state is not None:
-            take_launch_from_record(self._seat.folder)
+            take_launch_from_record(self._setup.folder)
             if state.rounds:
                 self._tables.open(next(iter(state.rounds)).round.name)
             succession = Succession(state, journal.checkpoints, journal.leader, f"meeting:{address}")
@@ -498,9 +498,9 @@ class VoterMachine:
             reign.round, reign.after = state.number, (voting.epoch - 1) * TERMS
         elif state is not None:
             reign.first.begin_after(state.number)
-        write_atomic(self._seat.shared / _TOKEN_FILE, token)
+        write_atomic(self._setup.shared / _TOKEN_FILE, token)
         for peer in self._peers:
-            peer.shares, peer.is_asked, peer.feed = False, False, RecordFeed(self._seat.folder)
+            peer.shares, peer.is_asked, peer.feed = False, False, RecordFeed(self._setup.folder)
         self._has_met = True
         self._followed = None
         return reign
@@ -519,7 +519,7 @@ class VoterMachine:
                 peer.feed = None
         if not voting.leads and voting.leader is not None and voting.leader != self._followed:
             self._followed = voting.leader
-            self._other.turn_to(self._seat.voters[voting.leader])
+            self._other.turn_to(self._setup.voters[voting.leader])
 
     def _write(self, reign: _Reign) -> bool:
         """Note in the journal what has been decided since; returns what `_keep` does."""
@@ -528,14 +528,14 @@ class VoterMachine:
         state, checkpoints = reign.first.state()
         term = reign.term if reign.term_round == state.number else None
         if term is None and reign.round == state.number:
-            term = voting.kept.journal.term
+            term = voting.state.journal.term
         voting.write(Journal(leader=self._arrival.machine, rounds=state, term=term, checkpoints=checkpoints))
         return self._keep()
 
     def _publish(self, reign: _Reign, voting: Voting) -> None:
         """Let the newest term begin, once it outlives this machine."""
         term, counts = reign.term, voting.is_settled and voting.has_lease(time.monotonic())
-        if reign.pending and term is not None and counts and voting.kept.journal.term == term:
+        if reign.pending and term is not None and counts and voting.state.journal.term == term:
             reign.pending = not reign.first.publish(term, reign.term_round)
 
     def _keep(self) -> bool:
@@ -546,7 +546,7 @@ class VoterMachine:
             UserError: it has failed for longer than patience lasts.
         """
         assert self._voting is not None
-        file, now = self._kept_file, self._voting.kept
+        file, now = self._state_file, self._voting.state
         if now is not self._saved:
             if not self._patience.attempt(file.name, lambda: write_atomic(file, json.dumps(to_plain(now)))):
                 return False
@@ -554,16 +554,16 @@ class VoterMachine:
         return True
 
     @property
-    def _kept_file(self) -> Path:
-        return self._seat.shared / f"voter-{self._seat.own}.json"
+    def _state_file(self) -> Path:
+        return self._setup.shared / f"voter-{self._setup.own}.json"
 
-    def _read_kept(self) -> Kept:
+    def _read_state(self) -> VoterState:
         try:
-            return from_plain(Kept, json.loads(self._kept_file.read_text()))
+            return from_plain(VoterState, json.loads(self._state_file.read_text()))
         except FileNotFoundError:
-            return Kept()
+            return VoterState()
         except (Malformed, ValueError) as error:
-            raise UserError(f"{self._kept_file} is damaged ({error}): remove it on this machine alone") from None
+            raise UserError(f"{self._state_file} is damaged ({error}): remove it on this machine alone") from None
 
     def _look_for_leader(self, context: zmq.Context[zmq.Socket[bytes]], keys: RunKeys) -> None:
         """Ask the voters who leads, to the end, where this machine is none of them."""
@@ -580,7 +580,7 @@ class VoterMachine:
 
     def _hear(self, message: Message) -> None:
         answer = message.content
-        if not isinstance(answer, LeaderName) or not 0 < answer.leader <= len(self._seat.voters):
+        if not isinstance(answer, LeaderName) or not 0 < answer.leader <= len(self._setup.voters):
             return
         with self._lock:
             leader = answer.leader - 1
@@ -588,4 +588,4 @@ class VoterMachine:
                 self._epoch = answer.epoch
                 if leader != self._followed:
                     self._followed = leader
-                    self._other.turn_to(self._seat.voters[leader])
+                    self._other.turn_to(self._setup.voters[leader])

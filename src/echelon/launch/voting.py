@@ -49,7 +49,7 @@ class Journal:
 
 
 @dataclass(frozen=True)
-class Kept:
+class VoterState:
     """What a voter has to know after its own restart.
 
     Attributes:
@@ -133,14 +133,14 @@ class Voting:
     """One voter's part. Its clock is any that rises, in seconds.
 
     Attributes:
-        kept: is to be on the disk before anything is answered.
+        state: is to be on the disk before anything is answered.
         leader: the voter that leads, as far as this one knows.
         heard_s: when the leader was heard last, or a vote was given.
         has_followed: it has heard a leader since this process began, so what that one wrote is of now.
     """
 
-    def __init__(self, voters: int, voter: int, known: Kept, now: float) -> None:
-        self._voters, self._own, self.kept = voters, voter, known
+    def __init__(self, voters: int, voter: int, known: VoterState, now: float) -> None:
+        self._voters, self._own, self.state = voters, voter, known
         self.leader: int | None = None
         self.heard_s, self.has_followed = now, False
         self._begun_s = now
@@ -156,7 +156,7 @@ class Voting:
     @property
     def epoch(self) -> int:
         """The newest epoch that this voter knows."""
-        return self.kept.epoch
+        return self.state.epoch
 
     @property
     def leads(self) -> bool:
@@ -185,7 +185,7 @@ class Voting:
             if now < self._stands_at(complains):
                 self._standing = None
                 return None
-            self._standing = Ballot(self.epoch + 1, self._own, self.kept.journal.stamp, is_trial=True)
+            self._standing = Ballot(self.epoch + 1, self._own, self.state.journal.stamp, is_trial=True)
             self._votes, self._stands_until = {self._own}, now + STAND_S
         return self._standing
 
@@ -193,19 +193,19 @@ class Voting:
         """Return when this voter stands: the first one of a new run at once, others once the leader is lost."""
         if not self.epoch:
             return self._begun_s if self._own == 0 else math.inf
-        if self.heard_s == self._begun_s and self.kept.voted_for == self._own + 1:  # it led when it ended
+        if self.heard_s == self._begun_s and self.state.voted_for == self._own + 1:  # it led when it ended
             return self._begun_s
         place = self._own - (self.leader is not None and self.leader < self._own)
         return self.heard_s + (SUSPECT_S if complains else LOST_S) + STAND_S * place
 
     def handle_ballot(self, ballot: Ballot, now: float) -> Vote:
         """Return what this voter says to a ballot."""
-        again = ballot.epoch == self.epoch and self.kept.voted_for == ballot.candidate + 1
-        is_open = ballot.epoch > self.epoch or (ballot.epoch == self.epoch and not self.kept.voted_for)
-        may = is_open and ballot.stamp >= self.kept.journal.stamp
+        again = ballot.epoch == self.epoch and self.state.voted_for == ballot.candidate + 1
+        is_open = ballot.epoch > self.epoch or (ballot.epoch == self.epoch and not self.state.voted_for)
+        may = is_open and ballot.stamp >= self.state.journal.stamp
         granted = (again and not ballot.is_trial) or (may and not self.hears_leader(now) and now >= self._quiet_until)
         if granted and not ballot.is_trial and not again:
-            self.kept = replace(self.kept, epoch=ballot.epoch, voted_for=ballot.candidate + 1)
+            self.state = replace(self.state, epoch=ballot.epoch, voted_for=ballot.candidate + 1)
             self.leader, self._standing = None, None
             self.heard_s, self._quiet_until = now, now + SUSPECT_S
         return Vote(ballot.epoch, ballot.is_trial, self._own, granted, self.epoch)
@@ -222,7 +222,7 @@ class Voting:
         if len(self._votes) < self._majority:
             return False
         if standing.is_trial:
-            self.kept = replace(self.kept, epoch=standing.epoch, voted_for=self._own + 1)
+            self.state = replace(self.state, epoch=standing.epoch, voted_for=self._own + 1)
             self._standing, self._votes = replace(standing, is_trial=False), {self._own}
             self._stood_s, self._stands_until = now, now + STAND_S * (1 + self._own)
             return False
@@ -234,15 +234,15 @@ class Voting:
     def _see(self, epoch: int) -> None:
         """Take note of an epoch: nobody leads in it as far as is known."""
         if epoch > self.epoch:
-            self.kept = replace(self.kept, epoch=epoch, voted_for=0)
+            self.state = replace(self.state, epoch=epoch, voted_for=0)
             self.leader, self._standing = None, None
 
     def write(self, journal: Journal) -> None:
         """Note what the leader, which is this voter, has decided; its stamp is given here."""
-        before = self.kept.journal
+        before = self.state.journal
         stamp = Stamp(self.epoch, before.stamp.version + 1)
         if before.stamp.epoch != self.epoch or replace(journal, stamp=before.stamp) != before:
-            self.kept = replace(self.kept, journal=replace(journal, stamp=stamp))
+            self.state = replace(self.state, journal=replace(journal, stamp=stamp))
 
     def beat(self, voter: int, token: str, now: float) -> LeaderBeat:
         """Return a sign of life for another voter, with the journal if it lacks that."""
@@ -250,22 +250,22 @@ class Voting:
         self._sent_s[self._number] = now
         if len(self._sent_s) > _MOST_SENT:
             del self._sent_s[next(iter(self._sent_s))]
-        journal = self.kept.journal if self.lacks(voter) else None
+        journal = self.state.journal if self.lacks(voter) else None
         return LeaderBeat(self.epoch, self._own, self._number, token, journal)
 
     def lacks(self, voter: int) -> bool:
         """Whether another voter is not known to have the newest journal."""
-        return self._stamps.get(voter, Stamp()) != self.kept.journal.stamp
+        return self._stamps.get(voter, Stamp()) != self.state.journal.stamp
 
     def handle_beat(self, beat: LeaderBeat, now: float) -> bool:
         """Take a sign of life of another voter; returns whether that leads."""
         if beat.epoch < self.epoch or (beat.epoch == self.epoch and self.leads):
             return False
         if beat.epoch > self.epoch:
-            self.kept = replace(self.kept, epoch=beat.epoch, voted_for=beat.leader + 1)
+            self.state = replace(self.state, epoch=beat.epoch, voted_for=beat.leader + 1)
         self.leader, self.heard_s, self.has_followed, self._standing = beat.leader, now, True, None
-        if beat.journal is not None and beat.journal.stamp > self.kept.journal.stamp:
-            self.kept = replace(self.kept, journal=beat.journal)
+        if beat.journal is not None and beat.journal.stamp > self.state.journal.stamp:
+            self.state = replace(self.state, journal=beat.journal)
         return True
 
     def take_answer(self, answer: BeatAnswer) -> None:
@@ -287,7 +287,7 @@ class Voting:
     @property
     def is_settled(self) -> bool:
         """Whether more than half of the voters have the newest journal of this one, which leads."""
-        stamp = self.kept.journal.stamp
+        stamp = self.state.journal.stamp
         written = self.leads and stamp.epoch == self.epoch
         return written and self._of_majority(lambda voter: self._stamps.get(voter) == stamp)
 

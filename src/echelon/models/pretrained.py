@@ -57,6 +57,11 @@ def locate_weights(weights: str, model_name: str, brings: bool = False) -> Path:
     return folder if folder.exists() else _of_hub(name, brings)
 
 
+def folder_of_weights(weights: str) -> Path | None:
+    """Return the path that `--weights` writes, whether or not something is there; None: it means published weights."""
+    return None if weights == PRETRAINED else Path(weights.removeprefix(HUB)).expanduser()
+
+
 def pixels_of(weights: str, model_name: str) -> tuple[Pixels, Pixels] | None:
     """Return mean and standard deviation of pixels, in [0, 1], that published weights were trained with.
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from echelon.core.errors import UserError
+from echelon.core.own import OwnCall
 from echelon.optim.own import (
     FLAG,
     OptimizerFactory,
     check_factory,
     described,
+    import_optimizer,
     is_own,
-    read_optimizer,
     takes_weight_decay,
 )
 from echelon.optim.probe import OwnTraits, probe
@@ -26,10 +27,12 @@ class OptimizerChoice:
     Attributes:
         name: as described.
         user_factory: from Python, in place of what the name would import.
+        call: what the name imports; None: it is timm's, or given from Python.
     """
 
     name: str
     user_factory: OptimizerFactory | None = None
+    call: OwnCall | None = None
 
     @property
     def is_own(self) -> bool:
@@ -44,7 +47,7 @@ class OptimizerChoice:
             UserError: there is no such class, or the run was described with another.
         """
         if self.user_factory is None:
-            return read_optimizer(self.name) if self.is_own else None
+            return None if self.call is None else import_optimizer(self.call, self.name)
         check_factory(self.user_factory, self.name)
         name = described(self.user_factory)
         if name != self.name:

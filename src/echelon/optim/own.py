@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from echelon.core.errors import UserError
-from echelon.core.own import find_own, of_object, read_calls
+from echelon.core.own import OwnCall, find_own, of_object, read_calls
 from echelon.core.spec import show_value
 
 FLAG = "--optimizer"
@@ -48,19 +48,33 @@ def has_sgd_momentum(optimizer: torch.optim.Optimizer) -> bool:
     return not (kind.__module__.startswith(LIBRARIES) and kind.__name__.lower().startswith(_OTHER_MOMENTA))
 
 
-def read_optimizer(text: str) -> OptimizerFactory:
-    """Return what `module:Class(name=value)` names, with its arguments.
+def read_optimizer(text: str) -> OwnCall | None:
+    """Read `module:Class(name=value)`; None: it is a name of timm's.
 
     Raises:
-        UserError: there is no such class, or arguments are not its own to have.
+        UserError: several are named, or arguments without their names.
     """
+    if not is_own(text):
+        return None
     calls = read_calls(text)
     if len(calls) != 1:
         raise UserError(f"{FLAG} {text}: name one optimizer")
     [call] = calls
-    named = find_own(FLAG, call.name)
     if call.spec.args:
         raise UserError(f"{FLAG} {text}: its arguments are named: {call.spec.name}(name=value)")
+    return call
+
+
+def import_optimizer(call: OwnCall, text: str) -> OptimizerFactory:
+    """Return what a user's name stands for, with its arguments.
+
+    Args:
+        text: as described, for messages.
+
+    Raises:
+        UserError: there is no such class, or arguments are not its own to have.
+    """
+    named = find_own(FLAG, call.name)
     factory = functools.partial(named, **dict(call.spec.kwargs)) if call.spec.kwargs else named
     check_factory(factory, text)
     checked: OptimizerFactory = factory

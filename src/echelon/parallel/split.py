@@ -43,7 +43,7 @@ class SplitOptions:
         autocast: type that autocast gives to matrix products in a pipeline; None: no autocast.
         statistics: ranks over whose samples BatchNorm takes its statistics; None: each rank its own.
         still: names of the modules whose statistics stay as they are.
-        unmade: the model is on the meta device, and this is how its values are made.
+        deferred: the model is on the meta device, and this is how its values are made.
         parameters: type of the copies of the parameters that a forward pass in training uses; None: the parameters.
     """
 
@@ -55,7 +55,7 @@ class SplitOptions:
     recompute: Recompute = "none"
     samples: int = 0
     autocast: torch.dtype | None = None
-    unmade: DeferredInit | None = None
+    deferred: DeferredInit | None = None
     statistics: dist.ProcessGroup | None = None
     still: Set[str] = frozenset()
     parameters: torch.dtype | None = None
@@ -93,7 +93,7 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
     tried = plan is not None and (plan.found or bool(options.tensor_plan))
     before = _answer(model, options) if tried else None
     separate = blocks
-    if placement.axis(Axis.FSDP) is not None and options.unmade is None:  # models made late declare their blocks
+    if placement.axis(Axis.FSDP) is not None and options.deferred is None:  # models made late declare their blocks
         known = _present(model, blocks)
         outside = read_outside(model, known, lambda: nest.call(model, options.example)) if known else set()
         separate = [name for name in blocks if name not in outside]
@@ -119,11 +119,11 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
         reached = [shard(module, _present(module, separate), along_fsdp, options.parameters) for module in modules]
     if pipeline is None and param_dtype is not None:
         cast_parameters(model, param_dtype)
-    if options.unmade is not None:
-        options.unmade.give_memory(modules)
+    if options.deferred is not None:
+        options.deferred.give_memory(modules)
     pieces = LocalShards(modules, placement, reached)
-    if options.unmade is not None:
-        options.unmade.fill(pieces.fill)
+    if options.deferred is not None:
+        options.deferred.fill(pieces.fill)
     return SplitModel(split, pieces, pipeline, pipeline.notes if pipeline is not None else ())
 
 

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.checkpoint.files import check_whole
 from echelon.config import RunConfig, StrategyConfig
-from echelon.config.validate import Nodes
-from echelon.core.errors import JobFailed, UserError
 from echelon.core.files import scratch_folder
-from echelon.core.stop import StopFlag
 from echelon.launch.culprit import Living
 from echelon.launch.fork_server import start_import_server
-from echelon.launch.places.local import Local
-from echelon.launch.plan import LaunchPlan, check_processes, is_worker, thread_count, usable_cores, visible_gpus
-from echelon.launch.supervisor import Death, Refused, Watch, supervise
+from echelon.launch.plan import check_processes, is_worker, usable_cores, visible_gpus
 from echelon.observe.screen import Screen
-from echelon.run.job import EVALUATOR, EvaluationFiles
-from echelon.run.machine import ranks_here
+from echelon.run.job import EVALUATOR
 from echelon.run.own_imports import import_metrics
+from echelon.run.worker_job import WorkerFiles, WorkerJob
 from echelon.trainer.folder import CHECKPOINTS_FOLDER
 
 if TYPE_CHECKING:
@@ -75,21 +70,12 @@ def _on_workers(
 
         parcel = Parcel.of(objects)
     start_import_server(_PRELOAD)
-    with scratch_folder() as results, closing(Local()) as place, Screen(to_stderr=True) as screen:
+    with scratch_folder() as results, Screen(to_stderr=True) as screen:
         which = checkpoint if checkpoint in ("best", "newest") else f"step-{checkpoint}"
-        files = EvaluationFiles(results)
-        plan = LaunchPlan(
-            entry=EVALUATOR,
-            args=(files, str(folder), config, checkpoint, parcel),
-            workers=workers,
-            threads=thread_count(replace(config.launch, threads=0), workers),
-            nodes=Nodes(1, 1),
-            voters=(),
-            max_restarts=0,
-            log_dir=results,
-        )
-        deaths: list[Death] = []
-        with ExitStack() as start, ranks_here(plan) as machine:
+        files = WorkerFiles(results)
+        args = (str(folder), config, checkpoint, parcel)
+        job = WorkerJob("the evaluation", EVALUATOR, files, args, workers, config.launch)
+        with ExitStack() as start:
             what = f"{which} checkpoint on {config.data.source}"  # in the bar: a refusal is one line
             start.enter_context(screen.bar(f"{what}: starting {workers} workers"))
 
@@ -98,14 +84,6 @@ def _on_workers(
                 if files.begun.exists():
                     start.close()
 
-            watch = Watch(on_death=lambda death, _: deaths.append(death), on_look=look)
-            try:
-                supervise(machine.job, place, watch, StopFlag(), machine.rounds)
-            except Refused:
-                raise UserError(files.refusal.read_text()) from None
-            except JobFailed as failure:
-                told = files.failure.read_text() if files.failure.exists() else ""
-                reason = told or str(failure) or ", ".join(map(str, deaths))
-                raise JobFailed(f"the evaluation failed: {reason}") from None
+            job.run(look)
         metrics: Mapping[str, float | None] = json.loads(files.metrics.read_text())
         return metrics

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.config import RunConfig, load_run_config
-from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.core.units import first_few, format_seconds
 from echelon.data import DataInfo, LoaderConfig, Shard, Source
@@ -26,43 +23,28 @@ from echelon.models import build_model
 from echelon.models.trial import own_copy
 from echelon.observe.notes import RankNotes
 from echelon.observe.screen import Screen
-from echelon.run.job import EvaluationFiles
 from echelon.run.machine import say
 from echelon.run.parcel import Parcel
 from echelon.run.resolve import resolve
+from echelon.run.worker_job import WorkerFiles, as_worker
+from echelon.tasks.base import TargetNames
 from echelon.trainer.assemble import UserObjects
 from echelon.trainer.evaluate import evaluate
 from echelon.trainer.folder import CONFIG_FILE, SECRET_FOLDER
 from echelon.trainer.inputs import model_input
 from echelon.trainer.precision import PRECISIONS
-from echelon.trainer.process import leave, log_to, one_line, place_of
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.saving import state_of
-from echelon.trainer.start_weights import rebuild, without_tuning
 from echelon.trainer.state import averaged
 from echelon.trainer.world import join_world
 
 
-def run_evaluator(
-    files: EvaluationFiles, folder: str, config: RunConfig, checkpoint: str, parcel: Parcel | None
-) -> None:
+def run_evaluator(files: WorkerFiles, folder: str, config: RunConfig, checkpoint: str, parcel: Parcel | None) -> None:
     """Be one of several processes; the first one writes the metrics, any of them what went wrong."""
-    rank = os.environ["RANK"]
-    log_to(files.folder / f"rank{rank}.log")
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    try:
+    with as_worker(files) as rank:
         objects = parcel.open() if parcel is not None else None
         metrics = evaluate_part(Path(folder), config, checkpoint, objects, on_begin=files.begun.touch)
-    except UserError as error:
-        write_atomic(files.refusal, str(error))
-        leave(USER_ERROR_EXIT_CODE)
-    except Exception as error:
-        logging.exception("this rank failed")
-        # The first one's: others follow from it. The folder is gone where the command was stopped.
-        with suppress(FileExistsError, FileNotFoundError), files.failure.open("x") as file:
-            file.write(f"{one_line(error)} {place_of(error)}".strip())
-        leave(1)
-    if rank == "0":
+    if rank == 0:
         write_atomic(files.metrics, json.dumps(metrics))
 
 
@@ -95,11 +77,11 @@ def evaluate_part(
             model = own_copy(objects.model).to(world.device)
         else:
             model = build_model(config.model, model_input(source.info, task)).to(world.device)
-        rebuild(model, config.model)
+        run.tuning.rebuild(model)
         if world.leads:
             for note in source.notes:
                 say(note)
-            step = _load(model, folder, config, checkpoint)
+            step = _load(model, folder, run, checkpoint)
         if world.size > 1:
             _share(model)
         settings = LoaderConfig.of(config.data, config.training.seed, world.device, objects.transforms)
@@ -132,14 +114,15 @@ def as_trained_on(source: Source, kept: DataInfo) -> Source:
         UserError: it has classes that the run does not know, or they are numbered otherwise in its items.
     """
     measured = measured_as(source, kept)
-    info = measured.info
-    if info.classes != kept.classes:
-        unknown = [name for name in info.classes if name not in kept.classes]
+    info, known = measured.info, TargetNames.of(kept)
+    here = TargetNames.of(info)
+    if not here.are_numbered_as(known):
+        unknown = [name for name in here.names if name not in known.names]
         why = f"the run knows no {first_few(unknown)}" if unknown else "some are missing, or in another order"
         raise UserError(
-            f"data {info.name} does not fit the run's model: its classes are {first_few(info.classes)}; the run's are "
-            f"{first_few(kept.classes)}: {why}, and the model knows a class by its number: name and number them as the "
-            "run's"
+            f"data {info.name} does not fit the run's model: its {here.noun} are {first_few(here.names)}; the run's "
+            f"are {first_few(known.names)}: {why}, and the model knows each by its number: name and number them as "
+            "the run's"
         )
     return measured
 
@@ -179,14 +162,14 @@ def left_out(source: Source) -> str:
     )
 
 
-def _load(model: nn.Module, folder: Path, config: RunConfig, checkpoint: str) -> int:
+def _load(model: nn.Module, folder: Path, run: ResolvedRun, checkpoint: str) -> int:
     """Give a model the weights of a run's checkpoint; returns the checkpoint's step."""
     state = state_of(folder, checkpoint)
     try:
-        model.load_state_dict(without_tuning(averaged(state), model, config.model))
+        model.load_state_dict(run.tuning.plain(averaged(state), model))
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1].strip()
-        raise UserError(f"data {config.data.source} does not fit the run's model ({reason})") from error
+        raise UserError(f"data {run.config.data.source} does not fit the run's model ({reason})") from error
     return int(state["cursor"]["step"])
 
 

@@ -57,33 +57,6 @@ class ServerPart:
     epoch: int = 0
 
 
-@dataclass(frozen=True)
-class EvaluationFiles:
-    """What the processes of an evaluation leave in a folder for who started them."""
-
-    folder: Path
-
-    @property
-    def begun(self) -> Path:
-        """There, once the first process shows how far it is."""
-        return self.folder / "begun"
-
-    @property
-    def metrics(self) -> Path:
-        """The result, as JSON."""
-        return self.folder / "metrics.json"
-
-    @property
-    def refusal(self) -> Path:
-        """Why the user's input was refused, in one line."""
-        return self.folder / "refusal"
-
-    @property
-    def failure(self) -> Path:
-        """What the first process failed with that failed."""
-        return self.folder / "failure"
-
-
 def ranks_job(plan: LaunchPlan, hosts: Sequence[Host] = (), interface: str | None = None) -> Job:
     """Return the ranks of a run without servers; the first one's output is the run's.
 

@@ -129,7 +129,7 @@ def _among_voters(run: ResolvedRun, plan: LaunchPlan, path: Path, scratch: Path)
     """Meet the other machines, of which several may lead."""
     from echelon.launch.addresses import own_address, own_number
     from echelon.launch.meeting import SecretSource, interface_of
-    from echelon.launch.voters import Seat, VoterMachine
+    from echelon.launch.voters import VoterMachine, VoterSetup
     from echelon.messages.identity import PUBLIC_SECRET, write_secret
 
     _rendezvous(plan)
@@ -141,8 +141,8 @@ def _among_voters(run: ResolvedRun, plan: LaunchPlan, path: Path, scratch: Path)
     if plan.trusted_network:
         write_secret(folder, PUBLIC_SECRET)
     secret = SecretSource(folder, plan.trusted_network)
-    seat, patience = Seat(voters, number, path, folder), Patience(path, run.io_patience_s)
-    machine = VoterMachine(seat, secret, arrival, _round_settings(run, plan), scratch, patience)
+    setup, patience = VoterSetup(voters, number, path, folder), Patience(path, run.io_patience_s)
+    machine = VoterMachine(setup, secret, arrival, _round_settings(run, plan), scratch, patience)
     if number == 0:
         _say_first(plan, own, folder)
     with _left_at_end(machine):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from echelon.records.events import CallbackError, RankFailed, RunDiverged, Worke
 from echelon.records.file import newest
 from echelon.records.going import read_launch
 from echelon.records.kinds import Evaluation, Steps
+from echelon.records.summary import SUMMARY_FILE, RunSummary, read_summary
 from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
@@ -63,8 +63,16 @@ class Outcome:
     @property
     def metrics(self) -> Mapping[str, float | None]:
         """The metrics of the last evaluation, the primary one first; None where one could not be computed."""
-        metrics: Mapping[str, float | None] = self.summary.get("metrics", {})
-        return metrics
+        return self.figures.metrics
+
+    @property
+    def figures(self) -> RunSummary:
+        """The numbers of `summary` that runs of all versions have, by their types.
+
+        Raises:
+            UserError: one of them is not what it should be.
+        """
+        return RunSummary.of(self.summary)
 
     @property
     def history(self) -> pandas.DataFrame:
@@ -118,28 +126,32 @@ class Outcome:
 
     def _figures(self) -> list[tuple[str, str]]:
         """Return the figures that say most, as text by name; what is not known is left out."""
-        metric, value = next(iter(self.metrics.items()), ("", None))
-        known = {name: number for name, number in self.summary.items() if number is not None}
+        known = self.figures
+        metric, value = next(iter(known.metrics.items()), ("", None))
         texts = {
-            metric: None if value is None else f"{value:.4g}",
-            "seconds": f"{known['wall_s']:.1f}" if "wall_s" in known else None,
-            "epochs": f"{known['epochs']:.4g}" if "epochs" in known else None,
-            "steps": str(known.get("steps", "")),
-            "workers": str(known.get("workers", "")),
-            "samples/s": f"{known['samples_per_s']:,.0f}" if "samples_per_s" in known else None,
-            "sent a step, all ranks": format_bytes(known["wire_bytes_per_step"])
-            if "wire_bytes_per_step" in known
-            else None,
-            f"best {metric}": self._better(metric, value),
+            metric: _text(value, ".4g"),
+            "seconds": _text(known.wall_s, ".1f"),
+            "epochs": _text(known.epochs, ".4g"),
+            "steps": _text(known.steps, "d"),
+            "workers": _text(known.workers, "d"),
+            "samples/s": _text(known.samples_per_s, ",.0f"),
+            "sent a step, all ranks": ""
+            if known.wire_bytes_per_step is None
+            else format_bytes(known.wire_bytes_per_step),
+            f"best {metric}": _better(known, value),
         }
         return [(name, text) for name, text in texts.items() if text]
 
-    def _better(self, metric: str, last: float | None) -> str:
-        """Return the best result, whose weights `model` returns, where the last is another; else nothing."""
-        best, step = self.summary.get(f"best_{metric}"), self.summary.get("best_step")
-        if best is None or last is None or self.summary.get("tested") or f"{best:.4g}" == f"{last:.4g}":
-            return ""
-        return f"{best:.4g} at step {step}, of which model() has the weights"
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+def _better(known: RunSummary, last: float | None) -> str:
+    """Return the best result, whose weights `Outcome.model` returns, where the last is another; else nothing."""
+    if known.best is None or last is None or known.tested or f"{known.best:.4g}" == f"{last:.4g}":
+        return ""
+    return f"{known.best:.4g} at step {known.best_step}, of which model() has the weights"
 
 
 class RunFailed(Exception):
@@ -155,7 +167,7 @@ class RunFailed(Exception):
         self.outcome = outcome
 
     def __str__(self) -> str:
-        reason = " ".join(str(self.outcome.failure or self.outcome.summary.get("message") or "the run failed").split())
+        reason = " ".join(str(self.outcome.failure or self.outcome.figures.message or "the run failed").split())
         return f"{reason.rstrip('.')}; log: {failed_log(self.outcome.folder)}"
 
 
@@ -172,12 +184,10 @@ def failed_log(folder: Path) -> Path:
 
 def outcome_of(path: Path, status: str, signum: int = 0) -> Outcome:
     """Return how the run of a folder ended, with the numbers of its summary."""
-    summary = path / "summary.json"
-    if not summary.exists():
-        return Outcome(status, path, {}, signum)
-    numbers = json.loads(summary.read_text())
-    is_new = summary.stat().st_mtime >= (read_launch(path).launched_t or math.inf)
-    return Outcome(status, path, numbers, signum, numbers.get("words", ()) if is_new else ())
+    outcome, file = Outcome(status, path, read_summary(path), signum), path / SUMMARY_FILE
+    if not file.exists() or file.stat().st_mtime < (read_launch(path).launched_t or math.inf):
+        return outcome
+    return replace(outcome, words=outcome.figures.words)
 
 
 @dataclass(frozen=True)

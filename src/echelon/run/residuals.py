@@ -7,7 +7,6 @@ is in records already. From both follows how far predictions were off here, over
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from echelon.core.units import format_seconds
 from echelon.records.events import WayPredicted, WayTried
 from echelon.records.file import newest
 from echelon.records.segments import RECORD_FILE
+from echelon.records.summary import RunSummary, read_summary
 from echelon.reporting.report.records import CONFIG_FILE, RunRecord
-from echelon.reporting.report.write import SUMMARY_FILE
 from echelon.run.resolve import canonical
 
 _WAY = ("sync", "compression")
@@ -156,14 +155,12 @@ def _canonical(name: str, spec: str) -> str:
 def _predictions(folder: Path) -> Iterator[tuple[dict[str, str], float]]:
     """Yield what a run predicted, from its summary: settings by short name, and seconds of a step."""
     try:
-        values = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # it has not ended, or was cut off
+        summary = RunSummary.of(read_summary(folder))
+    except UserError:  # it was cut off, or is no summary of ours
         return
-    rows = values.get("predictions") if isinstance(values, dict) else None
-    for row in rows if isinstance(rows, list) else []:
-        settings, then_s = (row.get("settings"), row.get("then_s")) if isinstance(row, dict) else (None, None)
-        if isinstance(settings, dict) and isinstance(then_s, int | float) and then_s > 0:
-            yield {str(name).removeprefix("strategy."): str(text) for name, text in settings.items()}, float(then_s)
+    for row in summary.predictions:
+        if row.then_s > 0:
+            yield {name.removeprefix("strategy."): text for name, text in row.settings.items()}, row.then_s
 
 
 def history_words(residuals: Sequence[Residual]) -> Iterable[str]:

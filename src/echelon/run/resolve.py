@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from echelon.collectives.registry import PATHS
 from echelon.compression import registry as codecs
-from echelon.config import RunConfig
+from echelon.config import RunConfig, load_run_config
+from echelon.config.schema import ModelConfig
 from echelon.config.validate import CheckpointInterval, Nodes, parse_interval, parse_max_time, parse_nodes
 from echelon.core.address import Address, parse_voters
 from echelon.core.errors import UserError, naming
@@ -17,7 +18,7 @@ from echelon.core.layout import AUTO, Layout, parse_layout
 from echelon.core.link import Link, parse_link
 from echelon.core.spec import parse_spec
 from echelon.core.tokeniser import RUN_FILE, read_tokeniser
-from echelon.core.tuning import TUNINGS, check_packages, read_tuning
+from echelon.core.tuning import TUNINGS, check_packages, packages_of, read_tuning
 from echelon.core.units import parse_bytes, parse_seconds
 from echelon.launch.places import PlaceChoice, check_place
 from echelon.observe.loggers import check_loggers
@@ -28,7 +29,9 @@ from echelon.sync.registry import read as read_sync
 from echelon.tasks.registry import TaskChoice, check_task
 
 if TYPE_CHECKING:
+    from echelon.data import SourceChoice
     from echelon.launch.places.cluster import NodeRank
+    from echelon.models.tuning.plan import TuningPlan
     from echelon.optim.own import OptimizerFactory
     from echelon.sync.settings import SyncSettings
     from echelon.trainer.resolved import ResolvedRun
@@ -71,6 +74,21 @@ def _check_path(source: str) -> None:
 
 
 @dataclass(frozen=True)
+class ChosenModules:
+    """Modules and packages that hold what a description chooses, which processes may import before they are forked.
+
+    Attributes:
+        strategy: of `--sync`.
+        path: of `--collective`.
+        tuning: packages that `--tune` needs beside torch.
+    """
+
+    strategy: str
+    path: str
+    tuning: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class LaunchRequest:
     """What a description asks of machines, read once, without importing torch (`launch_request`).
 
@@ -82,6 +100,7 @@ class LaunchRequest:
         link: the shaped links between workers; None: loopback.
         place: where processes are started.
         uses_servers: parameters are held by servers, as the strategy's file declares.
+        modules: that hold what is chosen.
         node_rank: of this machine, where a place gave it one: it runs the processes itself.
     """
 
@@ -92,6 +111,7 @@ class LaunchRequest:
     link: Link | None
     place: PlaceChoice
     uses_servers: bool
+    modules: ChosenModules
     node_rank: NodeRank | None = None
 
 
@@ -127,6 +147,9 @@ def launch_request(config: RunConfig, node_rank: NodeRank | None = None) -> Laun
         link=link,
         place=place,
         uses_servers=with_servers,
+        modules=ChosenModules(
+            STRATEGIES.module_of(strategy.sync), PATHS.module_of(strategy.collective), packages_of(config.model.tune)
+        ),
         node_rank=node_rank,
     )
 
@@ -210,6 +233,48 @@ def agreements(sync: str, steps: int) -> int:
     return read_sync(sync).messages(steps)
 
 
+def source_of(config: RunConfig, folder: Path | None) -> SourceChoice:
+    """Return the data of a described run, not yet opened; imports torch.
+
+    Args:
+        folder: of the run, which keeps the tokeniser; None: it has none yet.
+
+    Raises:
+        UserError: a setting of how samples are made cannot be read.
+    """
+    from echelon.data import SourceChoice
+    from echelon.data.preparation import read_preparation
+
+    preparation = read_preparation(config.data, folder)
+    return SourceChoice(config.data, config.training.seed, preparation, config.task, folder)
+
+
+def tuning_of(model: ModelConfig) -> TuningPlan:
+    """Return what is trained of a described run's model; imports torch.
+
+    Raises:
+        UserError: a kind does not exist, or a setting is impossible.
+    """
+    from echelon.models.tuning.plan import tuning_plan
+
+    with naming("--tune"):
+        return tuning_plan(model.tune, model.frozen_norm)
+
+
+def _start_tuning(model: ModelConfig) -> TuningPlan | None:
+    """Return what was trained of the model of the run whose folder `--weights` names; None: it names none."""
+    from echelon.models.pretrained import folder_of_weights
+    from echelon.models.tuning.plan import tuning_plan
+    from echelon.trainer.folder import CONFIG_FILE, has_weights
+
+    folder = folder_of_weights(model.weights) if model.weights else None
+    if folder is None or not has_weights(folder):
+        return None
+    other = load_run_config(folder / CONFIG_FILE).model
+    with naming(f"--weights {model.weights}"):
+        return tuning_plan(other.tune, other.frozen_norm)
+
+
 def _log_limit(config: RunConfig) -> int:
     with naming("--log-limit"):
         limit = parse_bytes(config.launch.log_limit)
@@ -227,9 +292,8 @@ def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> Res
     Raises:
         UserError: a text cannot be read, or codec and optimizer contradict each other; names the setting and the fix.
     """
-    from echelon.data import SourceChoice
-    from echelon.models.tuning.plan import tuning_plan
     from echelon.optim.choice import OptimizerChoice
+    from echelon.optim.own import read_optimizer
     from echelon.trainer.layouts import read_cuts, read_tensor_plan
     from echelon.trainer.resolved import ResolvedRun
 
@@ -243,8 +307,7 @@ def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> Res
         compression = codecs.read(strategy.compression)
     with naming("--collective"):
         path = PATHS.build(strategy.collective)
-    with naming("--tune"):
-        tuning = tuning_plan(config.model.tune, config.model.frozen_norm)
+    call = read_optimizer(config.optimizer.name) if optimizer is None else None
     run = ResolvedRun(
         config=config,
         described=config,
@@ -254,9 +317,9 @@ def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> Res
         path=path,
         tensor_plan=parse_tensor_plan(read_tensor_plan(strategy.tensor_plan)),
         cuts=read_cuts(strategy.cuts),
-        optimizer=OptimizerChoice(config.optimizer.name, optimizer),
+        optimizer=OptimizerChoice(config.optimizer.name, optimizer, call),
         task=TaskChoice.of(config),
-        source=SourceChoice(config.data, config.training.seed, config.task, Path(config.run) if config.run else None),
+        source=source_of(config, Path(config.run) if config.run else None),
         nodes=request.nodes,
         link=request.link,
         place=request.place,
@@ -266,6 +329,7 @@ def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> Res
         checkpoint_every=checkpoint_interval(config),
         io_patience_s=parse_seconds(config.checkpoint.io_patience),
         max_time_s=parse_max_time(config.training.max_time),
-        tuning=tuning,
+        tuning=tuning_of(config.model),
+        start_tuning=_start_tuning(config.model),
     )
     return run.compressed_by(compression)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.collectives.registry import PATHS
 from echelon.config import Resolved, RunConfig
 from echelon.config.validate import Nodes, check_batch
 from echelon.coordinator.config import CONTINUES
@@ -18,7 +17,6 @@ from echelon.core.files import allow_open_files, full_disk_in_words
 from echelon.core.model_names import check_model_name, library_of
 from echelon.core.stop import StopFlag, Stopped, stop_if_asked, stop_on_signals
 from echelon.core.system import COMPILER
-from echelon.core.tuning import packages_of
 from echelon.launch.fork_server import is_running, start_import_server
 from echelon.launch.link import check_link
 from echelon.launch.logs import prepare_logs
@@ -52,7 +50,6 @@ from echelon.run.outcome import SUBMITTED, Outcome, outcome_of
 from echelon.run.rate_search import Search, as_search, check_no_search
 from echelon.run.rescan import take_new_samples
 from echelon.run.resolve import LaunchRequest, check_names, launch_request, resolve
-from echelon.sync.registry import STRATEGIES
 from echelon.tasks.registry import TaskObjects
 from echelon.trainer import folder as folders
 
@@ -283,7 +280,7 @@ def check(
 
     run = resolve(config, user_objects.optimizer if user_objects else None)
     if goes_on_in is None or not has_checkpoint(goes_on_in):
-        bring_weights(config.model)
+        bring_weights(config.model, run.tuning, run.start_tuning)
     check_callbacks(config.tracking.callbacks)
     for callback in user_objects.callbacks if user_objects else ():
         check_methods(callback)
@@ -591,9 +588,8 @@ def _begin_imports(request: LaunchRequest, opening: Opening | None = None) -> No
 def _shared(request: LaunchRequest) -> tuple[str, ...]:
     """Return the modules that a run's processes need, and whoever checks it."""
     config = request.config
-    strategy, recomputes = STRATEGIES.module_of(config.strategy.sync), config.training.recompute != "none"
-    compiler = (COMPILER,) if config.model.compile or recomputes else ()
-    return (*SHARED, strategy, *compiler, *(OF_SPLITS if request.layout.splits else ()))
+    compiler = (COMPILER,) if config.model.compile or config.training.recompute != "none" else ()
+    return (*SHARED, request.modules.strategy, *compiler, *(OF_SPLITS if request.layout.splits else ()))
 
 
 def _preload(request: LaunchRequest) -> tuple[str, ...]:
@@ -602,8 +598,8 @@ def _preload(request: LaunchRequest) -> tuple[str, ...]:
     servers = PRELOAD_ROLES if request.uses_servers else ()
     by_timm = is_of_timm(config.optimizer.name) or config.data.mixup or config.data.cutmix
     libraries = filter(None, (library_of(config.model.name), "timm" if by_timm else ""))
-    path, tuning = PATHS.module_of(config.strategy.collective), packages_of(config.model.tune)
-    return (*PRELOAD, path, *modules_of(config.data.source), *libraries, *tuning, *servers)
+    modules = request.modules
+    return (*PRELOAD, modules.path, *modules_of(config.data.source), *libraries, *modules.tuning, *servers)
 
 
 @dataclass(frozen=True)

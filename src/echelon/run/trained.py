@@ -9,18 +9,21 @@ from torch import nn
 
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
-from echelon.data import DataInfo, Source, open_data
+from echelon.core.features import USUAL_FEATURES, FeatureChoice
+from echelon.data import DataInfo, Source
 from echelon.data.kept_info import read_info
 from echelon.data.transforms import NO_TRANSFORMS, Transforms
 from echelon.models import build_model
 from echelon.models.keras_model import KerasModule
 from echelon.models.trial import own_copy
+from echelon.models.tuning.plan import UNTUNED, TuningPlan
 from echelon.run.machine import say
+from echelon.run.resolve import source_of, tuning_of
 from echelon.tasks.base import Task
 from echelon.tasks.registry import TaskChoice
 from echelon.trainer.assemble import UserObjects
 from echelon.trainer.inputs import model_input
-from echelon.trainer.start_weights import best_weights, rebuild, without_tuning
+from echelon.trainer.start_weights import best_weights
 
 KERAS_FILE = "model.keras"
 
@@ -36,6 +39,8 @@ class TrainedModel:
         folder: of the run, which keeps the tokeniser and what was measured of columns.
         source: the data itself; None: it was not opened.
         transforms: of the caller's own, for inputs.
+        tuning: what was trained of the model.
+        features: what a sound becomes.
     """
 
     model: nn.Module
@@ -45,6 +50,8 @@ class TrainedModel:
     folder: Path
     source: Source | None = None
     transforms: Transforms = NO_TRANSFORMS
+    tuning: TuningPlan = UNTUNED
+    features: FeatureChoice = USUAL_FEATURES
 
 
 def best_model(folder: Path, config: RunConfig, objects: UserObjects) -> nn.Module:
@@ -59,9 +66,9 @@ def best_model(folder: Path, config: RunConfig, objects: UserObjects) -> nn.Modu
     weights = best_weights(folder)
     if objects.model is None:
         return load_trained(folder, config, objects).model
-    model = own_copy(objects.model).cpu()
-    rebuild(model, config.model)
-    model.load_state_dict(without_tuning(weights, model, config.model))
+    model, tuning = own_copy(objects.model).cpu(), tuning_of(config.model)
+    tuning.rebuild(model)
+    model.load_state_dict(tuning.plain(weights, model))
     return model.eval()
 
 
@@ -79,9 +86,9 @@ def load_trained(
         UserError: no such checkpoint that is whole; the data is needed and gone; or the model is another.
     """
     weights = best_weights(folder, checkpoint)
-    info, source = read_info(folder), objects.source
+    info, source, choice = read_info(folder), objects.source, source_of(config, folder)
     if source is None and (with_data or info is None):
-        source = open_data(config.data, config.training.seed, config.task, folder)
+        source = choice.open()
     if source is not None:
         info = source.info
     assert info is not None
@@ -90,13 +97,16 @@ def load_trained(
         model = own_copy(objects.model).cpu()
     else:
         model = build_model(config.model, model_input(info, task))
-    rebuild(model, config.model)
+    tuning = tuning_of(config.model)
+    tuning.rebuild(model)
     try:
-        model.load_state_dict(without_tuning(weights, model, config.model))
+        model.load_state_dict(tuning.plain(weights, model))
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise UserError(f"{folder}: its weights do not fit the model {config.model.name} ({reason})") from error
-    return TrainedModel(model.eval(), info, task, config, folder, source, objects.transforms)
+    return TrainedModel(
+        model.eval(), info, task, config, folder, source, objects.transforms, tuning, choice.preparation.features
+    )
 
 
 def write_keras_file(path: Path, config: RunConfig, objects: UserObjects | None) -> None:

@@ -11,7 +11,7 @@ from statistics import fmean
 from echelon.study.base import COMPLETED, Study
 from echelon.study.grid import is_excluded
 from echelon.study.intervals import Interval, mean_interval, ratio_interval, reached_at
-from echelon.study.metric import PrimaryMetric
+from echelon.study.metric import UNRECORDED, PrimaryMetric
 from echelon.study.tables import PointRow, RunRow
 
 SAME_SPEED = 1.05
@@ -77,7 +77,7 @@ class ComparisonGroup:
     target: float | None
     comparisons: tuple[Comparison, ...]
     same_speed: float = SAME_SPEED
-    metric: PrimaryMetric = PrimaryMetric()  # noqa: RUF009 - frozen
+    metric: PrimaryMetric = UNRECORDED
 
 
 def set_targets(study: Study, runs: Sequence[RunRow], points: Sequence[PointRow]) -> list[RunRow]:
@@ -113,7 +113,7 @@ def target_of(study: Study, runs: Sequence[RunRow]) -> float | None:
 
 def metric_of(runs: Sequence[RunRow]) -> PrimaryMetric:
     """Return the metric that runs of the same study are compared by: that of the first that completed."""
-    return next((r.primary for r in runs if r.status == COMPLETED), PrimaryMetric())
+    return next((r.primary for r in runs if r.status == COMPLETED), UNRECORDED)
 
 
 def compare(study: Study, runs: Sequence[RunRow]) -> list[ComparisonGroup]:

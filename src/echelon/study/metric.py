@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from echelon.core.task import Metric
 from echelon.core.units import rounded
+from echelon.records.before_tasks import primary_of
 from echelon.study.intervals import Interval
 
 CHANCE_SIGMAS = 3.0
@@ -17,13 +18,13 @@ class PrimaryMetric(Metric):
     """The primary metric of a task, as candidates are compared by it.
 
     Differences of one in percent are said in points (hundredths), of other metrics in percent of the baseline's value.
-    The label is the word for it in sentences; the defaults are those of runs that record no task.
+    The label is the word for it in sentences.
     """
 
-    name: str = "top1"
-    direction: str = "max"
-    label: str = "accuracy"
-    percent: bool = True
+    @classmethod
+    def of(cls, metric: Metric) -> PrimaryMetric:
+        """Return a task's metric as candidates are compared by it."""
+        return cls(metric.name, metric.direction, metric.noun or metric.title, metric.percent, metric.chance)
 
     @property
     def unit(self) -> str:
@@ -80,3 +81,7 @@ class PrimaryMetric(Metric):
     def axis(self, digits: int) -> dict[str, str]:
         """Return the format of an axis' ticks."""
         return {"tickformat": f".{digits}%"} if self.percent else {}
+
+
+UNRECORDED = PrimaryMetric.of(primary_of(None))
+"""Of runs and tables that record no task."""

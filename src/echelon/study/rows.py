@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from echelon.core.task import BEFORE_TASKS
+from echelon.records.before_tasks import primary_of
 from echelon.records.kinds import Evaluation, ServerWindow, Steps, WorkerJoined
 from echelon.reporting.report.charts_server import staleness_counts
 from echelon.reporting.report.records import RunRecord, load_run
@@ -32,7 +32,7 @@ def rows_of(run: PlannedRun, folder: Path, status: str, message: str) -> tuple[R
     """
     record = load_run(folder)
     summary, timing = summarise(record), measure(record)
-    metric = _primary(record)
+    metric = PrimaryMetric.of(primary_of(record.last_start))
     whole = summary.whole
     points = [_point(run, (record, whole), number, e, metric) for number, e in enumerate(record.kept_evaluations())]
     torn = " ".join(record.notes)
@@ -55,18 +55,6 @@ def _rate(run: PlannedRun, record: RunRecord) -> float | None:
     """Return the learning rate that a run has, by its own description."""
     described = record.setting("optimizer", "lr") or run.settings.get("optimizer.lr")
     return None if described is None else float(described)
-
-
-def _primary(record: RunRecord) -> PrimaryMetric:
-    """Return the primary metric of a run's task; of runs before tasks were recorded, accuracy."""
-    start = record.last_start
-    if start is None:
-        return PrimaryMetric()
-    metric = start.task.primary
-    chance = 1 / len(start.classes) if metric.chance is None and start.task == BEFORE_TASKS and start.classes else None
-    return PrimaryMetric(
-        metric.name, metric.direction, metric.noun or metric.title, metric.percent, metric.chance or chance
-    )
 
 
 def _with_outcome(row: RunRow, summary: Summary, points: Sequence[PointRow], metric: PrimaryMetric) -> RunRow:

@@ -15,7 +15,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
-from echelon.study.metric import PrimaryMetric
+from echelon.records.before_tasks import with_chance
+from echelon.study.metric import UNRECORDED, PrimaryMetric
 
 Row = TypeVar("Row", "RunRow", "PointRow")
 Value = str | int | float | None
@@ -65,10 +66,10 @@ class RunRow:
     affinity: str | None = None
     parameters: int | None = None
     eval_samples: int | None = None
-    metric: str = PrimaryMetric.name
-    direction: str = PrimaryMetric.direction
-    metric_label: str = PrimaryMetric.label
-    percent: int = 1
+    metric: str = UNRECORDED.name
+    direction: str = UNRECORDED.direction
+    metric_label: str = UNRECORDED.label
+    percent: int = int(UNRECORDED.percent)
     chance: float | None = None
     best: float | None = None
     eval_loss: float | None = None
@@ -144,7 +145,7 @@ class PointRow:
     seconds: float
     wire_bytes: float
     loss: float | None
-    metric: str = PrimaryMetric.name
+    metric: str = UNRECORDED.name
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
@@ -189,16 +190,12 @@ def _cells_of(row: RunRow | PointRow) -> Cells:
 
 
 def _row_of(kind: type[Row], cells: Cells) -> Row:
-    """Build a row from its cells. A table from before there were tasks holds the number of `classes` and no metric."""
-    names = {f.name for f in fields(kind)} - set(_BY_METRIC)
+    names, cells = {f.name for f in fields(kind)} - set(_BY_METRIC), with_chance(cells)
     values: dict[str, Any] = {name: value for name, value in cells.items() if name in names}
     metrics = {name: float(v) for name, v in cells.items() if name not in names and isinstance(v, int | float)}
-    classes = metrics.pop("classes", None)
     if kind is RunRow:
         best = {name: metrics.pop(name) for name in list(metrics) if name.startswith("best_")}
-        values["best"] = best.get(f"best_{values.get('metric', PrimaryMetric.name)}")
-        if classes:
-            values["chance"] = 1 / classes
+        values["best"] = best.get(f"best_{values.get('metric', UNRECORDED.name)}")
     return kind(**values, metrics=metrics)
 
 

@@ -239,6 +239,30 @@ class DataFacts(InputFacts, Protocol):
 
 
 @dataclass(frozen=True)
+class TargetNames:
+    """What the outputs of a model for some data stand for, in their order.
+
+    Attributes:
+        noun: of several of them.
+        names: empty where nothing names them.
+        are_numbers: samples have the number of one of them, by which the model knows it.
+    """
+
+    noun: str
+    names: tuple[str, ...]
+    are_numbers: bool
+
+    @classmethod
+    def of(cls, data: DataFacts) -> TargetNames:
+        """Return those of data."""
+        return cls("classes", data.classes, True) if data.classes else cls("targets", data.target_names, False)
+
+    def are_numbered_as(self, other: TargetNames) -> bool:
+        """Whether a number is the same in both; so it is where neither has numbers."""
+        return self.names == other.names or not (self.are_numbers or other.are_numbers)
+
+
+@dataclass(frozen=True)
 class TaskSettings:
     """What the description of a run says of losses, and how many samples its report shows."""
 

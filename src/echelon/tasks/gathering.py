@@ -161,7 +161,7 @@ def meeting_device(tensor: Tensor, group: dist.ProcessGroup) -> torch.device:
 
 
 def bins_by_prediction(predicted: Tensor, true: Tensor, count: int) -> tuple[Sequence[float], Sequence[float]]:
-    """Return mean prediction and mean truth of `count` groups of equal size, by rising prediction; `(n,)` each."""
+    """Return mean prediction and mean truth of `count` groups of `(n,)` values, of equal size, by rising prediction."""
     order = predicted.argsort()
     groups = [group for group in np.array_split(order.numpy(), count) if len(group)]
     return [float(predicted[g].mean()) for g in groups], [float(true[g].mean()) for g in groups]

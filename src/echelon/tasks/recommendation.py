@@ -245,6 +245,8 @@ class _RankMetrics:
 def ranks_of(scores: Tensor, targets: Tensor) -> Tensor:
     """Return the rank of the item with target 1 among those whose target is not `NO_TARGET`, `(B,)` in float64.
 
+    Scores and targets are of B users and the N items that each is asked of, `(B, N)`.
+
     Rank 1 has the highest score. Others with the same score, or one that is no number, stand before the item; where no
     target is 1, or the item's score is no number, the rank is infinite.
     """

@@ -189,6 +189,7 @@ class _Groundwork:
             least_samples=self._at_once(self._last_batch),
             usual_samples=self._at_once(self.full_batch),
             balances=self.balances,
+            start_tuning=self.resolved.start_tuning,
         )
 
     @property

@@ -26,6 +26,7 @@ from echelon.records.file import newest
 from echelon.records.going import LAUNCH_FILE, LOCK_FILE, Launch, holder, read_launch, resumed_by
 from echelon.records.kinds import Start, Steps
 from echelon.records.segments import RECORD_FILE
+from echelon.records.summary import SUMMARY_FILE
 
 SECRET_FOLDER = "machines"  # below a run's folder: what its machines share
 CONFIG_FILE = "config.yaml"
@@ -207,7 +208,7 @@ def create(folder: Path, config: RunConfig, given_t: float | None = None, leads:
         UserError: the folder holds a run already, or cannot be written.
     """
     if never_began(folder):
-        for name in (RECORD_FILE, "summary.json", "report.html"):
+        for name in (RECORD_FILE, SUMMARY_FILE, "report.html"):
             (folder / name).unlink(missing_ok=True)
     else:
         _check_free(folder, config)

@@ -40,7 +40,7 @@ from echelon.trainer.own_trial import check_own_model, check_single_samples, mak
 from echelon.trainer.precision import PRECISIONS, build_scaler, check_narrow, to_fp8
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.split_sync import SplitSync
-from echelon.trainer.start_weights import is_of_rebuilt, start_from
+from echelon.trainer.start_weights import start_from, starts_rebuilt
 from echelon.trainer.state import RunParts
 from echelon.trainer.tables import build_by_rows, check_sparse_model
 from echelon.trainer.update import Update
@@ -180,8 +180,9 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
         )
     if config.model.sparse_tables:
         make_sparse(model, f"model {type(model).__name__}")
-    rebuilt = work.tuning.rebuild(model) if is_of_rebuilt(config.model) else None
-    if (loaded := start_from(model, config.model, work.info.classes or work.info.target_names)) is not None:
+    is_rebuilt = starts_rebuilt(config.model, work.tuning, work.start_tuning)
+    rebuilt = work.tuning.rebuild(model) if is_rebuilt else None
+    if (loaded := start_from(model, config.model, work.start_tuning, work.info)) is not None:
         work.loaded.append(loaded)
     if work.user_model is not None:
         (keep_no_cache if work.task.takes_records else give_logits)(work.user_model)
@@ -277,13 +278,13 @@ def build_split(run: ResolvedRun, work: Work, world: World, batch_parts: int) ->
     Raises:
         UserError: the model cannot be built, or not be split like this.
     """
-    unmade = _build_unmade(run, work, world)
-    model = unmade[0] if unmade else build_whole(run.config, work, world)
+    deferred = _build_deferred(run, work, world)
+    model = deferred[0] if deferred else build_whole(run.config, work, world)
     check_sparse_model(model, run, world.size)
-    return _split(run, model, world, work, unmade[1] if unmade else None, batch_parts)
+    return _split(run, model, world, work, deferred[1] if deferred else None, batch_parts)
 
 
-def _build_unmade(run: ResolvedRun, work: Work, world: World) -> tuple[nn.Module, DeferredInit] | None:
+def _build_deferred(run: ResolvedRun, work: Work, world: World) -> tuple[nn.Module, DeferredInit] | None:
     """Build the model without memory where it is to be split as its family says: each rank then makes its pieces alone.
 
     None where values are needed before: they are the caller's or a file's, tied (memory would be given twice), partly
@@ -355,7 +356,7 @@ def _with_cut_tables(model: nn.Module, rows: CutRows, world: World) -> SplitMode
 
 
 def _split(
-    run: ResolvedRun, model: nn.Module, world: World, work: Work, unmade: DeferredInit | None, batch_parts: int
+    run: ResolvedRun, model: nn.Module, world: World, work: Work, deferred: DeferredInit | None, batch_parts: int
 ) -> SplitModel:
     assert world.placement is not None
     config, layout = run.config, world.placement.layout
@@ -369,7 +370,7 @@ def _split(
         cuts=run.cuts,
         recompute=config.training.recompute,
         example=work.inputs(torch.empty(0, dtype=_real_dtype(model), device=world.device)),
-        unmade=unmade,
+        deferred=deferred,
         statistics=world.data_group if config.model.sync_batchnorm else None,
         still=work.tuned.still,
         samples=config.data.batch_size // batch_parts // config.training.accumulate,

@@ -50,6 +50,7 @@ class ResolvedRun:
         io_patience_s: how long training goes on while the run's folder cannot be written.
         max_time_s: in which a command is to end; infinity: no limit.
         tuning: what is trained of the model.
+        start_tuning: what was trained of the model of the run whose weights `--weights` names; None: it names none.
     """
 
     config: RunConfig
@@ -73,6 +74,7 @@ class ResolvedRun:
     io_patience_s: float
     max_time_s: float
     tuning: TuningPlan = UNTUNED
+    start_tuning: TuningPlan | None = None
 
     def layout_for(self, ranks: int) -> Layout:
         """Return the layout with every size known, for this number of ranks.

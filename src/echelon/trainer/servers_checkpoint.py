@@ -190,7 +190,7 @@ class ServersState:
             frozen = {"model": {name: tensor for name, tensor in held.items() if name in self._frozen}}
             known = store.has_base(self._frozen)
             base = BaseState(self._frozen, None if known else frozen) if self._frozen else None
-            served = {
+            of_servers = {
                 "table": self._table.fingerprint, "keys": keys, "buffers": copy.buffers,
                 "below": steps * self.parts, "beyond": to_runs(beyond), "parts": self.parts,
             }  # fmt: skip
@@ -198,7 +198,7 @@ class ServersState:
                 "model": {name: tensor for name, tensor in held.items() if name not in self._frozen},
                 "optimizer": {}, "scaler": {}, "ema": ema,
                 "cursor": asdict(cursor), "world_size": 1, SINCE: self._since,
-                RANKS: {}, "ps": served,
+                RANKS: {}, "ps": of_servers,
             }  # fmt: skip
             arriving = None if room is None else Arriving(room, [part_file(0)], lambda state, _: state, with_own=False)
             yield Captured(state, arriving, base)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from echelon.config import load_run_config
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
-from echelon.core.tuning import read_tuning
 from echelon.core.units import first_few
+from echelon.data.base import DataInfo
 from echelon.data.kept_info import read_info
 from echelon.models import LoadedWeights, load_state, load_weights, locate_weights
-from echelon.models.tuning.plan import tuning_plan
-from echelon.trainer.folder import CONFIG_FILE, check_weights, has_weights
+from echelon.models.tuning.plan import TuningPlan
+from echelon.tasks.base import TargetNames
+from echelon.trainer.folder import check_weights
 from echelon.trainer.saving import state_of
 from echelon.trainer.state import SINCE, averaged
 
@@ -24,7 +24,7 @@ from echelon.trainer.state import SINCE, averaged
 def best_weights(folder: Path, checkpoint: str = "best") -> Mapping[str, Tensor]:
     """Return the weights of a run's checkpoint by plain names, whatever its layout; on the CPU.
 
-    They are their moving average, where there is one. Adapters are apart: `without_tuning` adds them in.
+    They are their moving average, where there is one. Adapters are apart: `TuningPlan.plain` adds them in.
 
     Args:
         checkpoint: `best`, `newest`, or the number of its step.
@@ -45,29 +45,12 @@ def best_since(folder: Path) -> int:
     return int(state_of(folder, "best").get(SINCE, 0))
 
 
-def without_tuning(weights: Mapping[str, Tensor], model: nn.Module, config: ModelConfig) -> Mapping[str, Tensor]:
-    """Return a run's weights, any shape, as a model takes them that is built by name: adapters are added into layers.
-
-    Args:
-        config: of the run.
-    """
-    return tuning_plan(config.tune, config.frozen_norm).plain(weights, model)
-
-
-def rebuild(model: nn.Module, config: ModelConfig) -> None:
-    """Give a model that is built by name the modules that a run trained it with, in place.
-
-    Args:
-        config: of the run.
-
-    Raises:
-        UserError: what makes them is not there, or does not.
-    """
-    tuning_plan(config.tune, config.frozen_norm).rebuild(model)
-
-
-def bring_weights(config: ModelConfig) -> None:
+def bring_weights(config: ModelConfig, tuning: TuningPlan, trained: TuningPlan | None) -> None:
     """Refuse weights that are not there, before anything starts; published ones are downloaded where they can be.
+
+    Args:
+        tuning: what this run trains of the model.
+        trained: what the run has trained of it that `config.weights` names; None: it names none.
 
     Raises:
         UserError: names what is missing, and where it was looked for; or they are of modules that this run has not.
@@ -78,34 +61,37 @@ def bring_weights(config: ModelConfig) -> None:
     if not path.exists():
         raise UserError(f"--weights {config.weights}: no such file; name a file of weights, or a run's folder")
     check_weights(str(path))
-    is_of_rebuilt(config)
+    starts_rebuilt(config, tuning, trained)
 
 
-def is_of_rebuilt(config: ModelConfig) -> bool:
+def starts_rebuilt(config: ModelConfig, tuning: TuningPlan, trained: TuningPlan | None) -> bool:
     """Whether `config.weights` names a run whose model has modules that `--tune replace` put in, as here.
+
+    Args:
+        tuning, trained: as in `bring_weights`.
 
     Raises:
         UserError: it has others than here, and these would be missed.
     """
-    if not config.weights or not has_weights(path := locate_weights(config.weights, config.name)):
+    if not config.weights or trained is None:
         return False
-    other = load_run_config(path / CONFIG_FILE).model
-    trained, here = (tuning_plan(each.tune, each.frozen_norm) for each in (other, config))
-    if trained.rebuilds and not trained.rebuilds_as(here):
-        kinds = "+".join(str(spec) for spec in read_tuning(other.tune) if spec.name == "replace")
+    if trained.rebuilds and not trained.rebuilds_as(tuning):
         raise UserError(
-            f"--weights {config.weights}: its model has modules that were put in by --tune '{kinds}': give the same "
-            "here, joined by + with what else is tuned"
+            f"--weights {config.weights}: its model has modules that were put in by --tune "
+            f"'{trained.rebuilding_text}': give the same here, joined by + with what else is tuned"
         )
     return trained.rebuilds
 
 
-def start_from(model: nn.Module, config: ModelConfig, classes: Sequence[str] = ()) -> LoadedWeights | None:
+def start_from(
+    model: nn.Module, config: ModelConfig, trained: TuningPlan | None, data: DataInfo | None = None
+) -> LoadedWeights | None:
     """Give a model the weights that `config.weights` names; None: it names none.
 
     Args:
-        model: with modules put in by `--tune replace`, where `is_of_rebuilt`.
-        classes: of the data, or the names of its targets: a head that is kept for as many others is remarked on.
+        model: with modules put in by `--tune replace`, where it `starts_rebuilt`.
+        trained: as in `bring_weights`.
+        data: that is trained on: a head that is kept for as many other targets is remarked on; None: not looked at.
 
     Raises:
         UserError: they are not there, cannot be read, or do not fit.
@@ -113,18 +99,20 @@ def start_from(model: nn.Module, config: ModelConfig, classes: Sequence[str] = (
     if not config.weights:
         return None
     path = locate_weights(config.weights, config.name)
-    if has_weights(path):
-        weights = without_tuning(best_weights(path), model, load_run_config(path / CONFIG_FILE).model)
-        return _remarked(load_state(model, weights, str(path), config.head), path, classes)
-    return load_weights(model, path, config.head)
+    if trained is None:
+        return load_weights(model, path, config.head)
+    weights = trained.plain(best_weights(path), model)
+    loaded = load_state(model, weights, str(path), config.head)
+    return loaded if data is None else _remarked(loaded, path, data)
 
 
-def _remarked(loaded: LoadedWeights, run: Path, classes: Sequence[str]) -> LoadedWeights:
-    """Return what was loaded, with a remark where the run's head is kept for as many other classes or targets."""
+def _remarked(loaded: LoadedWeights, run: Path, data: DataInfo) -> LoadedWeights:
+    """Return what was loaded, with a remark where the run's head is kept for as many other targets."""
     kept = read_info(run)
-    trained = () if kept is None else kept.classes or kept.target_names
-    if loaded.made_anew or not classes or len(trained) != len(classes) or tuple(trained) == tuple(classes):
+    if kept is None or loaded.made_anew:
         return loaded
-    what = "classes" if kept is not None and kept.classes else "targets"
-    remark = f"its head is kept, and was for as many other {what} ({first_few(trained)}): --head new makes it anew"
-    return replace(loaded, remark=remark)
+    trained, here = TargetNames.of(kept), TargetNames.of(data)
+    if not here.names or len(trained.names) != len(here.names) or trained.names == here.names:
+        return loaded
+    others = f"as many other {trained.noun} ({first_few(trained.names)})"
+    return replace(loaded, remark=f"its head is kept, and was for {others}: --head new makes it anew")

@@ -137,11 +137,11 @@ def _check_servers(run: ResolvedRun, label: str, instead: str) -> None:
 
 def table_notes(run: ResolvedRun, model: nn.Module, ranks: int) -> list[str]:
     """Say, in sentences, what of a run's choices does not act on its sparse tables."""
-    served = run.sync.uses_servers
-    if (ranks == 1 and not served) or not sparse_tables(model):
+    has_servers = run.sync.uses_servers
+    if (ranks == 1 and not has_servers) or not sparse_tables(model):
         return []
     given = run.described.strategy
-    if not served and not run.sync.sums_in_backward:
+    if not has_servers and not run.sync.sums_in_backward:
         return [f"--sync {given.sync} sends sparse tables whole, whatever rows were touched"]
     notes = []
     if run.compression.encodes and not run.compression.codec.takes_rows:
@@ -149,7 +149,7 @@ def table_notes(run: ResolvedRun, model: nn.Module, ranks: int) -> list[str]:
             f"--compression {given.compression} acts on all but the sparse tables, whose rows travel as they are "
             "(int8, fp16 and bf16 act on rows)"
         )
-    if not served and not run.path.by_backend:
+    if not has_servers and not run.path.by_backend:
         notes.append(
             f"--collective {given.collective} acts on all but the sparse tables: rows go to each worker at once"
         )

@@ -7,14 +7,13 @@ import random
 import torch
 from torch import Tensor
 
-from echelon.collectives.messages import seal
-from echelon.collectives.pieces import PIECE_BYTES, Pieces
+from echelon.collectives.messages import PIECE_BYTES, MessageCutter, seal
 
 LONG = 3 * PIECE_BYTES
 SLOW_S, FAST_S = LONG / 1e6, LONG / 1e9
 
 
-def _exchange(ends: list[Pieces], seconds: list[float], places: list[int]) -> None:
+def _exchange(ends: list[MessageCutter], seconds: list[float], places: list[int]) -> None:
     """Pass a message from each end to the other ones among `places`, and check that they cut alike."""
     sent = {me: {place: seal(torch.zeros(LONG, dtype=torch.uint8), True) for place in places if place != me}
             for me in places}  # fmt: skip
@@ -29,14 +28,14 @@ def _exchange(ends: list[Pieces], seconds: list[float], places: list[int]) -> No
 
 
 def test_both_ends_cut_alike_whatever_each_measures_and_whoever_is_left_out() -> None:
-    choose, ends = random.Random(0), [Pieces() for _ in range(4)]
+    choose, ends = random.Random(0), [MessageCutter() for _ in range(4)]
     for _ in range(200):
         places = sorted(choose.sample(range(4), choose.choice((2, 3, 4))))
         _exchange(ends, [choose.choice((SLOW_S, FAST_S)) for _ in ends], places)
 
 
 def test_messages_are_cut_over_a_slow_link_and_whole_over_a_fast_one() -> None:
-    ends = [Pieces(), Pieces()]
+    ends = [MessageCutter(), MessageCutter()]
     assert len(ends[0].of_outgoing(1, LONG)) == 1, "nothing was measured yet"
     for _ in range(2):
         _exchange(ends, [SLOW_S, SLOW_S], [0, 1])
@@ -48,7 +47,7 @@ def test_messages_are_cut_over_a_slow_link_and_whole_over_a_fast_one() -> None:
 
 
 def test_waiting_for_a_late_rank_is_no_slow_link() -> None:
-    ends = [Pieces(), Pieces()]
+    ends = [MessageCutter(), MessageCutter()]
     _exchange(ends, [FAST_S, FAST_S], [0, 1])
     for _ in range(7):
         _exchange(ends, [SLOW_S, SLOW_S], [0, 1])

@@ -13,8 +13,7 @@ from echelon.config import DataConfig
 from echelon.config.build import build
 from echelon.core.errors import UserError
 from echelon.data import open_data
-from echelon.data.normalise import as_text, read_normalise
-from echelon.data.statistics import IMAGENET_MEAN, IMAGENET_STD
+from echelon.data.normalise import IMAGENET_MEAN, IMAGENET_STD, as_text, read_normalise
 from echelon.models.pretrained import pixels_of
 from echelon.run.defaults import with_task_defaults
 
@@ -44,8 +43,9 @@ def test_what_is_no_normalisation_is_refused_with_how_it_is_written(text: str) -
 
 
 def test_text_and_numbers_are_the_same() -> None:
-    assert read_normalise(as_text(IMAGENET_MEAN, IMAGENET_STD)) == (IMAGENET_MEAN, IMAGENET_STD)
-    assert read_normalise("auto") is None and read_normalise("measured") is None
+    known = read_normalise(as_text(IMAGENET_MEAN, IMAGENET_STD))
+    assert (known.mean, known.std) == (IMAGENET_MEAN, IMAGENET_STD)
+    assert not read_normalise("auto").mean and not read_normalise("measured").mean
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_published_weights_know_their_pixels(model: str, mean: tuple[float, ...]
     given = {"model.name": model, "model.weights": "pretrained", "data.source": "digits"}
     resolved = with_task_defaults(build(None, given))
     known = read_normalise(resolved.config.data.normalise)
-    assert known is not None and np.allclose(known[0], mean)
+    assert known.mean and np.allclose(known.mean, mean)
     assert resolved.origins["data.normalise"] == "--weights"
     asked = with_task_defaults(build(None, {**given, "data.normalise": "measured"}))
     assert asked.config.data.normalise == "measured"

@@ -18,7 +18,7 @@ from echelon.core.errors import UserError
 from echelon.data import Source, check_source, from_datasets, open_data, source_of
 from echelon.data.images import ImageArray, ImageFiles
 from echelon.data.labelled_files import FileNames
-from echelon.data.statistics import IMAGENET_MEAN
+from echelon.data.normalise import IMAGENET_MEAN
 from echelon.records.file import Recorder
 from echelon.records.kinds import Start
 from echelon.tasks.base import TaskSettings

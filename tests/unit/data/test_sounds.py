@@ -14,9 +14,10 @@ import echelon
 from echelon.config import DataConfig
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
+from echelon.core.features import FeatureChoice
 from echelon.data import EvalLoader, LoaderConfig, Shard, TrainLoader, open_data
 from echelon.data.labelled_files import FileNames, LabelledFiles
-from echelon.data.sound_features import BANDS, frame_count, log_mel, mel_filters, read_features
+from echelon.data.sound_features import BANDS, frame_count, log_mel, mel_filters, open_features
 from echelon.data.sounds import SoundFiles, SoundRows, measured
 from echelon.models import ModelInput, build_model
 
@@ -181,7 +182,9 @@ def test_files_that_are_no_sounds_are_left_out_where_they_are_only_predicted(tmp
     (tmp_path / "bad.wav").write_bytes(b"no sound at all")
     names = [str(tmp_path / f"{name}.wav") for name in ("bad", "good", "empty")]
     files = LabelledFiles("", FileNames(names), np.zeros(3, np.int64))
-    rows = SoundRows(measured(files, read_features("log_mel"), RATE, keeps_unreadable=True), None, skip_bad=True)
+    rows = SoundRows(
+        measured(files, open_features(FeatureChoice("log_mel")), RATE, keeps_unreadable=True), None, skip_bad=True
+    )
     inputs = {name: np.zeros((3, *spec.shape), np.float32) for name, spec in rows.specs[0].items()}
     bad = rows.fill(0, np.arange(3), inputs, np.zeros(3, np.int64))
     assert [each.position for each in bad] == [0, 2] and bad[1].reason == "it is empty"

@@ -15,6 +15,7 @@ from echelon.core.tokeniser import FOLDER_FILE, TokeniserChoice, read_tokeniser
 from echelon.data import tokenisers
 from echelon.data.base import DataRequest
 from echelon.data.columns import IDS, encode_texts
+from echelon.data.preparation import read_preparation
 from echelon.data.tokenisers import (
     PAD,
     RUN_FILE,
@@ -30,7 +31,8 @@ TEXTS = ["the cat sat on the mat", "the dog sat on the cat"] * 4
 
 
 def request(folder: Path, spec: str = "auto", run: Path | None = None) -> DataRequest:
-    return DataRequest(DataConfig(root=str(folder), tokeniser=spec), folder=run)
+    config = DataConfig(root=str(folder), tokeniser=spec)
+    return DataRequest(config, folder=run, preparation=read_preparation(config, run))
 
 
 @pytest.mark.parametrize("text", ["", "naïve ☃\n\n  two", "the cat\tsat"])

@@ -13,7 +13,7 @@ from echelon.config import build
 from echelon.core.errors import UserError
 from echelon.launch.places import PLACES, PlaceChoice
 from echelon.launch.places.cluster import ChainedJob, NodeRank, PlaceFiles, PlaceSilent, Submission
-from echelon.launch.places.ray import RayCluster, rank_variables, read_rank
+from echelon.launch.places.ray import RANK_VARIABLE, RayCluster
 from echelon.run.elsewhere import check_described
 
 SUBMISSION = Submission(Path("/home/me/runs/digits 1"), Path("/home/me"), "/opt/python")
@@ -93,14 +93,12 @@ def test_a_cluster_that_is_not_reached() -> None:
 
 def test_the_rank_that_the_job_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     node_rank = NodeRank(1, "node 3f2a", "10.0.0.1", "02-0")
-    assert (
-        _build("ray(nodes=2)").node_rank(rank_variables(node_rank)) == node_rank == read_rank(rank_variables(node_rank))
-    )
+    assert _build("ray(nodes=2)").node_rank({RANK_VARIABLE: node_rank.to_json()}) == node_rank
     with pytest.raises(UserError, match="started by echelon"):
         _build("ray(nodes=2)").node_rank({})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError, match="Ray gives 0 GPUs on this node, --on asks for 2"):
-        _build("ray(gpus=2)").node_rank(rank_variables(node_rank))
+        _build("ray(gpus=2)").node_rank({RANK_VARIABLE: node_rank.to_json()})
 
 
 def test_a_node_command_that_never_begins_is_not_started_for_ever(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_hosts_that_do_not_answer(programs: Path) -> None:
 
 
 def test_a_seat() -> None:
-    node_rank = _build("ssh(hosts=a+b)").node_rank({RANK_VARIABLE: '["1", "b", "10.0.0.1:29", "job"]'})
+    node_rank = _build("ssh(hosts=a+b)").node_rank({RANK_VARIABLE: NodeRank(1, "b", "10.0.0.1:29", "job").to_json()})
     assert node_rank == NodeRank(1, "b", "10.0.0.1:29", "job")
     with pytest.raises(UserError, match="is not set"):
         _build("ssh(hosts=a)").node_rank({})

@@ -32,7 +32,7 @@ from echelon.launch.rounds import (
     State,
     TermLead,
 )
-from echelon.launch.voters import TERMS, Seat, VoterMachine
+from echelon.launch.voters import TERMS, VoterMachine, VoterSetup
 from echelon.launch.voting import Ballot, Stamp, Vote
 from echelon.messages.identity import PUBLIC_SECRET, write_secret
 from echelon.records.file import Recorder, read_records
@@ -58,9 +58,9 @@ class Machine:
         write_secret(shared, PUBLIC_SECRET)
         scratch = root / f"{name}-scratch-{time.monotonic_ns()}"
         scratch.mkdir()
-        seat, secret = Seat(voters, number, self.folder, shared), SecretSource(shared, trusted_network=True)
+        setup, secret = VoterSetup(voters, number, self.folder, shared), SecretSource(shared, trusted_network=True)
         patience = Patience(self.folder)
-        self.rounds = VoterMachine(seat, secret, Arrival(name, 1, {}), SETTINGS, scratch, patience)
+        self.rounds = VoterMachine(setup, secret, Arrival(name, 1, {}), SETTINGS, scratch, patience)
         self.state: State = Ready()
         self.round: Round | None = None
         self.has_vanished = False
@@ -196,7 +196,7 @@ def test_the_next_voter_goes_on_with_terms_and_record_of_one_that_is_lost(tmp_pa
         assert [window.step for window in read_records(b.folder, Steps)] == [7]
         after.publish(Term(TERMS + 1, tuple(names[1:]), TERMS + 1, after.store))
         until(lambda: all(f and (t := f.newest()) and t.number == TERMS + 1 for f in members[1:]), b, c, d)
-        again = Machine(tmp_path, a.rounds._seat.voters, 0, "m0")
+        again = Machine(tmp_path, a.rounds._setup.voters, 0, "m0")
         until(lambda: again.round, b, c, d, again)
         assert again.round is not None and (again.round.machine, again.round.beside) == (0, 1)
         assert not again.rounds.leads and again.lead() is None

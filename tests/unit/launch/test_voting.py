@@ -16,9 +16,9 @@ from echelon.launch.voting import (
     Ballot,
     BeatAnswer,
     Journal,
-    Kept,
     Stamp,
     Vote,
+    VoterState,
     Voting,
 )
 from echelon.messages.plain import from_plain, to_plain
@@ -29,9 +29,9 @@ TICK_S = 0.1
 class Network:
     """Voters, and which of them hear each other; what is sent arrives at once, or not at all."""
 
-    def __init__(self, count: int, *kept: Kept) -> None:
+    def __init__(self, count: int, *kept: VoterState) -> None:
         self.now = 100.0
-        self.voters = [Voting(count, i, kept[i] if kept else Kept(), self.now) for i in range(count)]
+        self.voters = [Voting(count, i, kept[i] if kept else VoterState(), self.now) for i in range(count)]
         self.cut: set[tuple[int, int]] = set()
         self.dead: set[int] = set()
         self.led: list[tuple[int, int]] = []  # epoch and voter, in the order of elections
@@ -47,7 +47,7 @@ class Network:
     def restart(self, i: int) -> None:
         """End a voter's process and start it again: it knows what it has kept."""
         self.dead.discard(i)
-        self.voters[i] = Voting(len(self.voters), i, self.voters[i].kept, self.now)
+        self.voters[i] = Voting(len(self.voters), i, self.voters[i].state, self.now)
 
     def tick(self, complains: bool = False) -> None:
         self.now += TICK_S
@@ -72,7 +72,7 @@ class Network:
             beat = self.voters[i].beat(j, "", self.now)
             other.handle_beat(beat, self.now)
             if self.reach(j, i):
-                answer = BeatAnswer(other.epoch, j, beat.number, other.kept.journal.stamp)
+                answer = BeatAnswer(other.epoch, j, beat.number, other.state.journal.stamp)
                 self.voters[i].take_answer(answer)
 
     def wait(self, seconds: float, complains: bool = False) -> None:
@@ -162,7 +162,7 @@ def test_who_lacks_what_more_than_half_have_is_not_elected() -> None:
     assert network.voters[0].is_settled
     network.cut, network.dead = set(), {0}
     network.wait(30.0)
-    assert network.deciding() == [2] and network.voters[2].kept.journal.term == Term(1, ("a", "c"))
+    assert network.deciding() == [2] and network.voters[2].state.journal.term == Term(1, ("a", "c"))
 
 
 def test_what_a_leader_decides_alone_does_not_count() -> None:
@@ -175,14 +175,14 @@ def test_what_a_leader_decides_alone_does_not_count() -> None:
     network.voters[1].write(Journal(leader="b", term=Term(8, ("b", "c"))))
     network.cut = set()
     network.wait(3.0)
-    assert network.voters[0].kept.journal.term == Term(8, ("b", "c")), "a later leader's journal is newer"
+    assert network.voters[0].state.journal.term == Term(8, ("b", "c")), "a later leader's journal is newer"
 
 
 def test_a_vote_is_given_once_whatever_is_restarted() -> None:
-    voter = Voting(3, 2, Kept(), 0.0)
+    voter = Voting(3, 2, VoterState(), 0.0)
     first, second = (Ballot(1, candidate, Stamp(), is_trial=False) for candidate in (0, 1))
     assert voter.handle_ballot(first, 0.0).is_granted and not voter.handle_ballot(second, 0.0).is_granted
-    again = Voting(3, 2, from_plain(Kept, to_plain(voter.kept)), 0.0)
+    again = Voting(3, 2, from_plain(VoterState, to_plain(voter.state)), 0.0)
     assert not again.handle_ballot(second, 50.0).is_granted and again.handle_ballot(first, 50.0).is_granted
     assert not again.handle_ballot(replace(second, epoch=0), 50.0).is_granted
 
@@ -190,7 +190,7 @@ def test_a_vote_is_given_once_whatever_is_restarted() -> None:
 def test_a_voter_that_hears_its_leader_votes_for_nobody_and_one_that_began_anew_waits_for_it() -> None:
     network = Network(3)
     network.wait(5.0)
-    ballot = Ballot(9, 1, network.voters[2].kept.journal.stamp, is_trial=False)
+    ballot = Ballot(9, 1, network.voters[2].state.journal.stamp, is_trial=False)
     assert not network.voters[2].handle_ballot(ballot, network.now).is_granted
     network.restart(2)
     assert not network.voters[2].handle_ballot(ballot, network.now).is_granted, "it may have heard it just before"
@@ -238,7 +238,7 @@ def test_a_stale_answer_gives_no_lease() -> None:
 def test_only_the_newest_ballot_is_counted() -> None:
     network = Network(3)
     network.wait(BEAT_S)
-    voter = Voting(3, 0, Kept(epoch=4, voted_for=1), 0.0)
+    voter = Voting(3, 0, VoterState(epoch=4, voted_for=1), 0.0)
     assert voter.ballot(0.0) == Ballot(5, 0, Stamp(), is_trial=True)
     assert not voter.take_vote(Vote(4, True, 1, True, 4), 0.0) and voter.epoch == 4
     assert not voter.take_vote(Vote(5, True, 1, True, 4), 0.0) and voter.epoch == 5, "now it asks in earnest"

@@ -12,7 +12,8 @@ from echelon.config import build as build_config
 from echelon.config.build import SettingValue
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
-from echelon.data.sound_features import read_features
+from echelon.core.features import read_features
+from echelon.data.sound_features import open_features
 from echelon.models import ModelInput, build_model, load_weights
 from echelon.run.defaults import with_task_defaults
 from echelon.tasks.base import TightSample
@@ -31,7 +32,7 @@ def small(kind: str, **other: Any) -> Any:
 
 
 def inputs_for(folder: Path, outputs: int, transcribes: bool, tightest: TightSample | None = None) -> ModelInput:
-    specs = read_features(str(folder)).specs(LENGTH)
+    specs = open_features(read_features(str(folder))).specs(LENGTH)
     wrong = (lambda *_: "") if transcribes else None
     return ModelInput(outputs, 1, 1, several=specs, transcribes=transcribes, tightest=tightest, wrong_outputs=wrong)
 
@@ -88,7 +89,7 @@ def test_spectrograms_of_one_length_are_classified(tmp_path: Path) -> None:
     whisper = transformers.WhisperConfig(**ends, classifier_proj_size=8, max_source_positions=50, num_mel_bins=20)
     whisper.save_pretrained(tmp_path / "whisper")
     for name, shape in (("ast", (40, 32)), ("whisper", (20, 100))):
-        features = read_features(str(tmp_path / name))
+        features = open_features(read_features(str(tmp_path / name)))
         made = features.of(torch.randn(8000), 16_000)
         assert made.shape == shape == next(iter(features.specs(9).values())).shape
         assert build(tmp_path / name, 3, False)(**{next(iter(features.specs(9))): torch.tensor(made)[None]}).shape == (
@@ -103,16 +104,16 @@ def test_a_feature_extractor_and_a_model_that_do_not_fit_are_refused(tmp_path: P
     transformers.ASTConfig(max_length=40, num_mel_bins=32).save_pretrained(tmp_path)
     transformers.ASTFeatureExtractor(max_length=40, num_mel_bins=16).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"makes 40 frames of 16 mel bands, and config\.json takes 40 of 32"):
-        read_features(str(tmp_path))
+        open_features(read_features(str(tmp_path)))
 
 
 def test_rate_and_normalisation_are_those_of_the_folder(tmp_path: Path) -> None:
     small("Wav2Vec2").save_pretrained(tmp_path)
-    features: Any = read_features(str(tmp_path))
+    features: Any = open_features(read_features(str(tmp_path)))
     assert (features.rate, features.normalised) == (16_000, True)
     library = transformers.Wav2Vec2FeatureExtractor(sampling_rate=8000, do_normalize=True)
     library.save_pretrained(tmp_path)
-    features = read_features(str(tmp_path))
+    features = open_features(read_features(str(tmp_path)))
     assert (features.rate, features.normalised) == (8000, True)
     wave = torch.randn(100) + 1
     torch.testing.assert_close(
@@ -128,9 +129,9 @@ def test_rate_and_normalisation_are_those_of_the_folder(tmp_path: Path) -> None:
 def test_models_of_other_inputs_are_refused(config: str, reason: str, tmp_path: Path) -> None:
     getattr(transformers, f"{config}Config")().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=reason):
-        read_features(str(tmp_path))
+        open_features(read_features(str(tmp_path)))
     with pytest.raises(UserError, match="write log_mel, waveform, or a folder"):
-        read_features(str(tmp_path / "nowhere"))
+        open_features(read_features(str(tmp_path / "nowhere")))
 
 
 def test_a_model_is_refused_by_its_own_option_where_its_name_tells_the_features(
@@ -145,17 +146,17 @@ def test_a_model_is_refused_by_its_own_option_where_its_name_tells_the_features(
         ("bert", "^--features bert is of a ber"),
     ):
         with pytest.raises(UserError, match=said):
-            read_features(text)
+            open_features(read_features(text))
     with pytest.raises(UserError, match=r"^--model transformers/gone: name a folder with a preprocessor_config\.json"):
-        read_features("transformers/gone")
+        open_features(read_features("transformers/gone"))
     small("Wav2Vec2").save_pretrained("transformers/own")
-    assert read_features("transformers/own").rate == 16_000, "a folder that is there, by its path"
+    assert open_features(read_features("transformers/own")).rate == 16_000, "a folder that is there, by its path"
 
 
 def test_features_that_a_model_does_not_take_are_refused(tmp_path: Path) -> None:
     small("Wav2Vec2").save_pretrained(tmp_path)
     for text, reason in (("log_mel", "leave out --features log_mel"),):
-        data = ModelInput(3, 1, 1, several=read_features(text).specs(50))
+        data = ModelInput(3, 1, 1, several=open_features(read_features(text)).specs(50))
         with pytest.raises(UserError, match=reason):
             build_model(ModelConfig(name=f"transformers/{tmp_path}"), data)
     with pytest.raises(UserError, match=r"makes 24 frames of a\.wav, whose transcript needs 30"):

@@ -58,7 +58,7 @@ def test_a_model_starts_from_the_configured_file(tmp_path: Path) -> None:
     source = model("mlp")
     save_file(source.state_dict(), tmp_path / "w.safetensors")
     target = model("mlp")
-    loaded = start_from(target, ModelConfig(name="mlp", weights=str(tmp_path / "w.safetensors")))
+    loaded = start_from(target, ModelConfig(name="mlp", weights=str(tmp_path / "w.safetensors")), None)
     assert same(source, target)
     assert loaded is not None and not loaded.new and not loaded.unexpected and not loaded.reshaped
 

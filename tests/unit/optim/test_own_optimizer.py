@@ -16,7 +16,7 @@ from echelon.config.schema import OptimizerConfig
 from echelon.core.errors import UserError
 from echelon.optim.build import build_optimizer, build_schedule
 from echelon.optim.choice import OptimizerChoice
-from echelon.optim.own import described, has_sgd_momentum, is_own, read_optimizer
+from echelon.optim.own import OptimizerFactory, described, has_sgd_momentum, import_optimizer, is_own, read_optimizer
 from echelon.optim.probe import OwnTraits, probe
 from echelon.optim.traits import ELEMENTWISE, Reach
 from echelon.run.resolve import resolve
@@ -77,6 +77,12 @@ def test_what_no_run_can_be_trained_with_is_refused(kind: Callable[..., torch.op
     assert "\n" not in str(refusal.value) and str(refusal.value).startswith("--optimizer mine:Own")
 
 
+def named(text: str) -> OptimizerFactory:
+    call = read_optimizer(text)
+    assert call is not None
+    return import_optimizer(call, text)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -92,7 +98,7 @@ def test_what_no_run_can_be_trained_with_is_refused(kind: Callable[..., torch.op
 def test_a_name_that_leads_to_none_is_refused(text: str, words: str) -> None:
     assert is_own(text)
     with pytest.raises(UserError, match=words):
-        read_optimizer(text)
+        named(text)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +117,8 @@ def test_an_object_from_python_has_the_name_that_leads_to_it(
     assert described(given) == name
     if not name.startswith("object:"):
         parameters = [nn.Parameter(torch.ones(2))]
-        built, named = given(parameters, lr=1.0), read_optimizer(name)(parameters, lr=1.0)
-        assert (type(built), built.defaults) == (type(named), named.defaults)
+        built, again = given(parameters, lr=1.0), named(name)(parameters, lr=1.0)
+        assert (type(built), built.defaults) == (type(again), again.defaults)
     assert OptimizerChoice(name, given).factory is given
     with pytest.raises(UserError, match="the run's optimizer is 'mine:Other'"):
         _ = OptimizerChoice("mine:Other", given).factory

@@ -13,6 +13,7 @@ import soundfile
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data import DataInfo, Source, open_data
+from echelon.data.preparation import USUAL, read_preparation
 from echelon.data.sources import SourceChoice
 from echelon.run.evaluator import as_trained_on, left_out
 from tests.unit.data.images import make_image
@@ -29,7 +30,7 @@ def other(**facts: Any) -> Source:
 def test_classes_that_the_run_does_not_know_or_that_cannot_be_renumbered_are_refused() -> None:
     with pytest.raises(UserError, match="its classes are b, g, r; the run's are r, g, b: some are missing, or in anot"):
         as_trained_on(other(classes=("b", "g", "r")), KEPT)  # its parts are no known kind
-    with pytest.raises(UserError, match="the run knows no x, y, and the model knows a class by its number"):
+    with pytest.raises(UserError, match="the run knows no x, y, and the model knows each by its number"):
         as_trained_on(other(classes=("r", "x", "y")), KEPT)
 
 
@@ -91,7 +92,7 @@ def test_targets_are_in_the_units_of_the_run_and_sounds_at_its_rate(tmp_path: Pa
 
 def opened(path: Path, **settings: str) -> tuple[int, str]:
     """Return how many samples of other data are evaluated, and of which part."""
-    source, part = SourceChoice(DataConfig(source=str(path), **settings), 0).open_other()  # type: ignore[arg-type]
+    source, part = SourceChoice(DataConfig(source=str(path), **settings), 0, USUAL).open_other()  # type: ignore[arg-type]
     evaluated: Any = source.evaluation if source.test is None else source.test
     return len(evaluated), part
 
@@ -135,7 +136,7 @@ def test_one_row_alone_and_a_text_are_evaluated_whole(tmp_path: Path) -> None:
 def test_pairs_without_parts_are_evaluated_whole_and_none_is_said_to_be_held_out(tmp_path: Path) -> None:
     folder = make_parallel(tmp_path / "pairs", {"train": 20})
     config = DataConfig(str(folder), root=str(tmp_path), input="en", target="de", tokeniser="bpe(300)")
-    source, part = SourceChoice(config, 0, "translation").open_other()
+    source, part = SourceChoice(config, 0, read_preparation(config, None), "translation").open_other()
     evaluated: Any = source.evaluation
     assert (len(evaluated), part) == (20, "") and not any("held out" in note for note in source.notes)
 

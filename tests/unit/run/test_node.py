@@ -9,7 +9,7 @@ import pytest
 
 from echelon.config import RunConfig, load_run_config
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
-from echelon.launch.places.cluster import PlaceFiles
+from echelon.launch.places.cluster import NodeRank, PlaceFiles
 from echelon.launch.places.ssh import RANK_VARIABLE
 from echelon.run import node
 from echelon.run.elsewhere import VERSIONS_FILE, versions
@@ -22,7 +22,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = PlaceFiles(tmp_path)
     files.prepare()
     (files.folder / VERSIONS_FILE).write_text(json.dumps(versions()))
-    monkeypatch.setenv(RANK_VARIABLE, '["1", "b", "10.0.0.1:29", "job"]')
+    monkeypatch.setenv(RANK_VARIABLE, NodeRank(1, "b", "10.0.0.1:29", "job").to_json())
     for name in ("outlive_readers", "stop_at_once"):
         monkeypatch.setattr(node, name, lambda: None)
     return tmp_path

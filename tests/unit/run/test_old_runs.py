@@ -19,7 +19,8 @@ from echelon.checkpoint import CheckpointStore
 from echelon.config import DataConfig, ModelConfig, load_run_config, to_yaml
 from echelon.core.errors import UserError
 from echelon.data import open_data
-from echelon.data.kept_info import keep_info
+from echelon.data.kept_info import keep_info, read_info
+from echelon.models.tuning.plan import UNTUNED
 from echelon.records.file import read_records
 from echelon.records.kinds import Evaluation, Start, Steps
 from echelon.reporting.report.write import write_report
@@ -98,9 +99,11 @@ def test_a_head_that_is_kept_for_other_classes_is_remarked_on(run: Path) -> None
     keep_info(run, open_data(DataConfig(source="digits"), 0).info)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
     config = ModelConfig(name="mine:net", weights=str(run))
-    digits = [str(digit) for digit in range(10)]
-    assert "head is kept" not in str(start_from(model, config, digits))
-    loaded = start_from(model, config, [f"letter {digit}" for digit in digits])
+    info = read_info(run)
+    assert info is not None
+    assert "head is kept" not in str(start_from(model, config, UNTUNED, info))
+    letters = replace(info, classes=tuple(f"letter {name}" for name in info.classes))
+    loaded = start_from(model, config, UNTUNED, letters)
     assert "its head is kept, and was for as many other classes (0, 1, 2, 3, 4, ...): --head new" in str(loaded)
 
 
@@ -111,3 +114,10 @@ def test_what_is_tuned_from_it_reads_its_columns(run: Path) -> None:
     taken = tuned_from(run, {"data.source": "other.csv", "data.target": "z"})
     assert (taken["data.input"], taken["data.columns"]) == ("a,b", "b=category")
     assert taken["data.target"] == "z" and tuned_from(run, {})["data.target"] == "y"
+
+
+def test_how_it_was_tuned_is_read_where_others_start_from_it(run: Path) -> None:
+    config = load_run_config(run / "config.yaml")
+    for weights, is_run in ((str(run), True), (f"hf:{run}", True), ("pretrained", False), ("hf:no/such-name", False)):
+        starts = replace(config, run="", model=replace(config.model, name="timm/resnet18", weights=weights))
+        assert (resolve(starts).start_tuning is not None) == is_run, "nothing is asked of a hub, nor brought"

@@ -16,7 +16,7 @@ from echelon.study.base import Candidate, Terms
 from echelon.study.compare import Comparison, Verdict
 from echelon.study.folder import discard, run_folder
 from echelon.study.intervals import mean_interval, ratio_interval, reached_at
-from echelon.study.metric import PrimaryMetric
+from echelon.study.metric import UNRECORDED
 from echelon.study.report import StudyReport
 from echelon.study.words import sentence
 from tests.unit.study.fixtures import Planted, make_study
@@ -69,7 +69,7 @@ def test_verdicts_are_the_planted_ones(report: StudyReport, candidate: str, verd
 
 
 def test_of_the_baseline_no_comparison_is_said(report: StudyReport) -> None:
-    assert sentence(of(report, BASE), PrimaryMetric()) == "the baseline: the others are compared with it."
+    assert sentence(of(report, BASE), UNRECORDED) == "the baseline: the others are compared with it."
 
 
 def test_twice_as_slow_is_called_slower_by_twice(report: StudyReport) -> None:

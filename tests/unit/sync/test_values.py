@@ -55,8 +55,8 @@ def test_a_second_moment_that_decayed_to_nothing_is_not_negative() -> None:
     square.mul_(1e-12)
     fragment.count(10, 10)
     fragment.start(optimizer, plan, 10, None)
-    assert fragment.flight is not None
-    means = fragment.flight.means.result()
+    assert fragment.pending is not None
+    means = fragment.pending.means.result()
     assert means is not None
     means["weight:square_avg"] *= 1 + 2e-7  # as a weighted sum rounds
     fragment.apply(MeanRule(), optimizer, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from echelon.config import DataConfig
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
+from echelon.core.tokeniser import TokeniserChoice
 from echelon.data.base import DataInfo, DataRequest
 from echelon.data.columns import IDS, MASK, encode_texts
+from echelon.data.preparation import USUAL
 from echelon.models import ModelInput, build_model
 from echelon.models.builtin.text_classifier import TextClassifier
 from echelon.tasks.base import TaskSettings
@@ -22,7 +25,8 @@ TEXTS = ["the cat sat", "a dog ran to the cat", "", "dogs and cats and dogs"]
 
 
 def column(tmp_path: Path, texts: list[str] = TEXTS) -> object:
-    return encode_texts(DataRequest(DataConfig("table", root=str(tmp_path), tokeniser="bpe(300)")), texts, 2)
+    preparation = replace(USUAL, tokeniser=TokeniserChoice("bpe", 300))
+    return encode_texts(DataRequest(DataConfig("table", root=str(tmp_path)), preparation=preparation), texts, 2)
 
 
 def info(tmp_path: Path) -> DataInfo:

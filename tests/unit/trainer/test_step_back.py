@@ -18,6 +18,7 @@ from echelon.config import RunConfig, to_yaml
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.core.state_tree import StateView
+from echelon.models.tuning.plan import UNTUNED
 from echelon.records.file import Recorder
 from echelon.records.kinds import Checkpoint
 from echelon.run.ending import check_checkpoints
@@ -118,12 +119,12 @@ def test_who_would_start_processes_is_refused_before(run: Path, monkeypatch: pyt
     monkeypatch.setattr(files, "_QUICK_BYTES", size)
     (run / "checkpoints/step-00000030/tree.json").unlink()
     check_checkpoints(run)  # the other is whole
-    bring_weights(tuned)
+    bring_weights(tuned, UNTUNED, UNTUNED)
     (run / "checkpoints/step-00000020/tree.json").write_text("{}")
     with pytest.raises(UserError, match=r"no checkpoint here is whole \(2 tried\)"):
         check_checkpoints(run)
     with pytest.raises(UserError, match="no checkpoint here is whole"):
-        bring_weights(tuned)
+        bring_weights(tuned, UNTUNED, UNTUNED)
     with pytest.raises(UserError, match="no checkpoint here is whole"):
         tuned_from(run, {})
 

@@ -105,7 +105,7 @@ class Threshold(CorrectsMomentum, Eased, Sparse):
         return largest(x, count, state) if found is None else found
 
     def choose_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Tensor]:
-        """Do what `choose` does to each of several tensors; those as long are searched in few launches."""
+        """Do what `choose` does to each of several tensors [numel]; those as long are searched in few launches."""
         chosen: dict[int, Tensor] = {}
         for places in by_length(tensors):
             some, theirs = [tensors[i] for i in places], [states[i] for i in places]

@@ -133,7 +133,7 @@ class TopK(CorrectsMomentum, Eased, Sparse):
         return largest(x, count_for(self.share_sent(state), x.numel()), state)
 
     def choose_together(self, tensors: Sequence[Tensor], states: Sequence[State]) -> list[Tensor]:
-        """Do what `choose` does to each of several tensors, whose states have counted alike, in few launches."""
+        """Do what `choose` does to several tensors [numel] each, whose states have counted alike, in few launches."""
         chosen: dict[int, Tensor] = {}
         for places in by_length(tensors):
             count = count_for(self.share_sent(states[places[0]]), tensors[places[0]].numel())

@@ -117,7 +117,7 @@ class Transform(ABC):
         return [self.before(each, state) for each, state in zip(terms, states, strict=True)]
 
     def after_together(self, pending: Sequence[Tensor], sent: SentTogether, states: Sequence[State]) -> None:
-        """Do what `after` does with each of several tensors."""
+        """Do what `after` does with each of several tensors [numel]."""
         for tensor, each, state in zip(pending, sent.each, states, strict=True):
             self.after(tensor, each, state)
 

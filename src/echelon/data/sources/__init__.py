@@ -12,8 +12,8 @@ from echelon.core.registry import Registry
 from echelon.data.base import DataOutline, DataRequest, Source
 from echelon.data.by_url import check_there, local_path
 from echelon.data.measures import measured_as, measures_for
-from echelon.data.normalise import normalised, read_normalise
 from echelon.data.parts import TEST, VALIDATION
+from echelon.data.preparation import Preparation, read_preparation
 from echelon.data.sources.base import SourceKind
 from echelon.data.transforms import Transforms, own_transform
 from echelon.data.weights import check_weights
@@ -31,9 +31,10 @@ def open_data(
     folder: Path | None = None,
     tell_whole: Callable[[], None] | None = None,
 ) -> Source:
-    """Open data by name: `digits`, a torchvision name, a folder, a text, or `module:function`.
+    """Open data by name for a loop or a script of one's own; a run opens its `SourceChoice`.
 
-    A known name wins over a folder of that name; write `./cifar10` for the folder.
+    Names are `digits`, those of torchvision, a folder, a text, or `module:function`. A known name wins over a folder of
+    that name; write `./cifar10` for the folder.
 
     Args:
         config: the data's part of a run's description.
@@ -45,10 +46,7 @@ def open_data(
     Raises:
         UserError: there is no such data, it cannot be used, or there is no such task.
     """
-    encoding = Encoding.AUTO if task == AUTO else build_task(task).encoding
-    kind, request = _asked(DataRequest(config, seed, encoding, task, folder, tell_whole=tell_whole))
-    kept, source = measures_for(request), replace(kind.open(request), reads=kind.reads)
-    return normalised(source if kept is None else measured_as(source, kept), config.normalise)
+    return SourceChoice(config, seed, read_preparation(config, folder), task, folder).open(tell_whole)
 
 
 def outline_of(request: DataRequest) -> DataOutline | None:
@@ -99,12 +97,14 @@ class SourceChoice:
     Attributes:
         config: the data's part of the description.
         seed: of the split, where the data has none.
+        preparation: how samples are made of it.
         task: name of what is learnt.
         folder: of the run; None: it has none yet.
     """
 
     config: DataConfig
     seed: int
+    preparation: Preparation
     task: str = AUTO
     folder: Path | None = None
 
@@ -113,7 +113,7 @@ class SourceChoice:
         check_source(self.config.source)
 
     def check_options(self, transforms: Transforms) -> None:
-        """Refuse a file of weights, or transforms, that are not there, and a normalisation that is none.
+        """Refuse a file of weights, or transforms, that are not there.
 
         Args:
             transforms: a caller's own, which need no name.
@@ -122,7 +122,6 @@ class SourceChoice:
             UserError: names the setting.
         """
         check_weights(self.config.sample_weights)
-        read_normalise(self.config.normalise)
         own_transform("--transform", self.config.transform, transforms.training, self.seed)
         own_transform("--eval-transform", self.config.eval_transform, transforms.evaluation, self.seed)
 
@@ -135,9 +134,22 @@ class SourceChoice:
         if is_url(_on_this_machine(self.config.source)):
             local_path(self.config)
 
-    def open(self) -> Source:
-        """Open the data (`open_data`)."""
-        return open_data(self.config, self.seed, self.task, self.folder)
+    def open(self, tell_whole: Callable[[], None] | None = None) -> Source:
+        """Open the data.
+
+        Args:
+            tell_whole: as in `DataRequest`.
+
+        Raises:
+            UserError: there is no such data, it cannot be used, or there is no such task.
+        """
+        encoding = Encoding.AUTO if self.task == AUTO else build_task(self.task).encoding
+        request = DataRequest(
+            self.config, self.seed, encoding, self.task, self.folder, self.preparation, tell_whole=tell_whole
+        )
+        kind, request = _asked(request)
+        kept, source = measures_for(request), replace(kind.open(request), reads=kind.reads)
+        return (source if kept is None else measured_as(source, kept)).normalised(self.preparation.normalisation)
 
     def open_other(self) -> tuple[Source, str]:
         """Open data that is not the run's, to be evaluated.
@@ -146,10 +158,10 @@ class SourceChoice:
             the data, and the part that is evaluated, `test` or `val`; empty: all of it, as it has no parts.
 
         Raises:
-            UserError: as `open_data`.
+            UserError: as `open`.
         """
         whole: list[bool] = []
-        source = open_data(self.config, self.seed, self.task, self.folder, lambda: whole.append(True))
+        source = self.open(lambda: whole.append(True))
         return source, "" if whole else VALIDATION if source.test is None else TEST
 
 

@@ -14,10 +14,10 @@ from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.decode import CannotDecode
 from echelon.data.images import ImageArray, ImageFiles, ImageItems, ImageRanges, Images
-from echelon.data.normalise import MEASURED
+from echelon.data.normalise import IMAGENET_MEAN, IMAGENET_STD, MEASURED
 from echelon.data.order import Indices, split
 from echelon.data.sample_index import SampleIndex
-from echelon.data.statistics import IMAGENET_MEAN, IMAGENET_STD, SMALL_IMAGE, measure
+from echelon.data.statistics import SMALL_IMAGE, measure
 from echelon.records.file import newest
 from echelon.records.kinds import Start
 

@@ -16,7 +16,7 @@ from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES, FolderLinks, sc
 from echelon.data.labelled_files import AnyFiles
 from echelon.data.parts import TEST, TRAIN, VALIDATION, PartFolders, train_folder
 from echelon.data.sample_index import NamedSampleIndex, SampleIndex
-from echelon.data.sound_features import read_features
+from echelon.data.sound_features import open_features
 from echelon.data.sounds import SoundFiles, feature_notes, measured
 from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.data.sources.text_file import SUFFIXES
@@ -120,7 +120,7 @@ def classified_sounds(
     Raises:
         UserError: a file is no sound, or one alone is there to train on.
     """
-    features = read_features(request.config.features)
+    features = open_features(request.preparation.features)
     sounds = measured(files[TRAIN], features)
     validation, test = (measured(files[p], features, sounds.rate) if p in files else None for p in (VALIDATION, TEST))
     notes: tuple[str, ...] = ()

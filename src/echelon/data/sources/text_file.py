@@ -174,12 +174,12 @@ class MaskedWindows(DrawnSamples):
         """Write the windows of `draws`, masked, and the tokens that were there."""
         rows = draws % len(self)
         tokens = self._tokens[rows]
-        place, fate, other = np.split(uniforms(self._seed, epoch, draws, 3 * tokens.shape[1]), 3, axis=1)
+        place, outcome, other = np.split(uniforms(self._seed, epoch, draws, 3 * tokens.shape[1]), 3, axis=1)
         there = tokens != self._count
         rank = np.argsort(np.argsort(np.where(there, place, 1), axis=1), axis=1)
         chosen = rank < self._predicted[rows, None]  # those with the lowest numbers
         anything = (other * self._count).astype(np.int64)
-        changed = np.where(fate < _MASKED, self._count, np.where(fate < _MASKED + _RANDOM, anything, tokens))
+        changed = np.where(outcome < _MASKED, self._count, np.where(outcome < _MASKED + _RANDOM, anything, tokens))
         inputs[:] = np.where(chosen, changed, tokens)
         targets[:] = np.where(chosen, tokens, NO_TARGET)
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from echelon.core.errors import UserError
-from echelon.core.tokeniser import AUTO, CHARACTERS
+from echelon.core.tokeniser import AUTO, CHARACTERS, TokeniserChoice
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import SOUND_FILES, FileKind, FolderLinks, files_below
 from echelon.data.labelled_files import AnyFiles, FileNames, LabelledFiles
@@ -25,7 +25,7 @@ from echelon.data.order import Indices
 from echelon.data.parts import part_of
 from echelon.data.ragged import RaggedArray
 from echelon.data.sample_index import NamedSampleIndex, SampleIndex
-from echelon.data.sound_features import SoundFeatures, read_features
+from echelon.data.sound_features import SoundFeatures, open_features
 from echelon.data.sounds import SoundFiles, feature_notes, measured, transcript_spec
 from echelon.data.sources.base import SourceKind, held_out, held_out_of_begun
 from echelon.data.sources.sounds import Sounds, has_transcripts
@@ -166,7 +166,7 @@ def transcribed(
         raise UserError(f"data {request.config.source}: its transcripts are empty")
     tokeniser = _tokeniser_of(request, train.texts)
     parts = [part for part in (train, validation, test) if part is not None]
-    features, rate, sounds = read_features(request.config.features), 0, []
+    features, rate, sounds = open_features(request.preparation.features), 0, []
     for part in parts:
         plain = part.sounds(features, rate)
         rows = RaggedArray.of(tokeniser.encode(part.texts), NO_TARGET)
@@ -185,8 +185,9 @@ def plain_text(text: str) -> str:
 
 
 def _tokeniser_of(request: DataRequest, texts: Sequence[str]) -> Tokeniser:
-    if request.config.tokeniser == AUTO:
-        request = replace(request, config=replace(request.config, tokeniser=CHARACTERS))
+    if request.preparation.tokeniser.name == AUTO:
+        characters = replace(request.preparation, tokeniser=TokeniserChoice(CHARACTERS))
+        request = replace(request, preparation=characters)
     return tokeniser_for(request, texts)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from echelon.core.errors import UserError
 from echelon.data.columns import RUN_FILE as COLUMNS_FILE
 from echelon.data.recipe import pixels_beside, shorter_side
-from echelon.data.sound_features import read_features
+from echelon.data.sound_features import open_features
 from echelon.data.tokenisers import RUN_FILE as TOKENISER_FILE
 from echelon.run.trained import TrainedModel
 from echelon.tasks.nest import Nest
@@ -115,7 +115,7 @@ class Preprocessing:
     def of(cls, trained: TrainedModel) -> Preprocessing:
         """Return what a run does to its samples."""
         info, pictures = trained.info, bool(trained.info.mean)
-        sounds = read_features(trained.config.data.features) if info.rate else None
+        sounds = open_features(trained.features) if info.rate else None
         extractor = sounds.extractor(info.rate) if sounds else None
         fits = trained.task.unit == "pixel"  # nothing of a mask is cut off
         return cls(

@@ -18,7 +18,6 @@ from echelon.inference.exports.base import ExportFormat, Predictor
 from echelon.models.adapters import named_exactly
 from echelon.models.still_buffers import still_buffers
 from echelon.models.tuning.lora import Lora
-from echelon.models.tuning.plan import tuning_plan
 from echelon.run.trained import TrainedModel
 from echelon.tasks import nest
 from echelon.trainer.start_weights import best_since, best_weights
@@ -74,10 +73,10 @@ def _described(trained: TrainedModel, path: Path) -> Any:
         UserError: the run has no adapters, or has trained what peft cannot put beside them; or its model has other
             modules than the one that it started from.
     """
-    lora = next((each for each in _plan(trained).kinds if isinstance(each, Lora)), None)
+    lora = next((each for each in trained.tuning.kinds if isinstance(each, Lora)), None)
     if lora is None:
         raise UserError(f"{path}: the run has no adapters, it was not trained with --tune lora: write .safetensors")
-    if _plan(trained).rebuilds:
+    if trained.tuning.rebuilds:
         raise UserError(
             f"{path}: peft puts adapters into the model that the run started from, and --tune replace has put other "
             "modules into it: write .safetensors, which holds the whole model"
@@ -145,12 +144,8 @@ def _moving_statistics(model: nn.Module) -> list[str]:
     ]
 
 
-def _plan(trained: TrainedModel) -> Any:
-    return tuning_plan(trained.config.model.tune, trained.config.model.frozen_norm)
-
-
 def _tuned(trained: TrainedModel) -> nn.Module:
     """Return a copy of the model in which what the best checkpoint has trained is told by `requires_grad`."""
     model = copy.deepcopy(trained.model)
-    _plan(trained).at(best_since(trained.folder)).apply(model)
+    trained.tuning.at(best_since(trained.folder)).apply(model)
     return model

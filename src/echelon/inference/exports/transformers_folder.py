@@ -10,7 +10,7 @@ import torch
 
 from echelon.core.errors import UserError
 from echelon.data.columns import MOST_TOKENS
-from echelon.data.sound_features import read_features
+from echelon.data.sound_features import open_features
 from echelon.data.tokenisers import LibraryTokeniser
 from echelon.inference.exports.base import ExportFormat, Predictor
 from echelon.inference.exports.torch_program import quiet
@@ -37,7 +37,7 @@ class TransformersFolder(ExportFormat):
         model.config.architectures = [type(model).__name__]
         with quiet():
             model.save_pretrained(path)
-        if (rate := trained.info.rate) and (extractor := read_features(trained.config.data.features).extractor(rate)):
+        if (rate := trained.info.rate) and (extractor := open_features(trained.features).extractor(rate)):
             extractor.save_pretrained(path)
         if isinstance(tokeniser := trained.info.tokeniser, LibraryTokeniser):  # others are our own
             _of_transformers_too(tokeniser, trained.task.encoding.judges_text).save_pretrained(path)

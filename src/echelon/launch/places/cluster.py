@@ -12,7 +12,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
@@ -46,6 +46,19 @@ class NodeRank:
     address: str
     start: str
     machines: int = 0
+
+    def to_json(self) -> str:
+        """Return it as text, by which a node command learns of its rank."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> NodeRank:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: it is no JSON.
+        """
+        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import math
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from echelon.core.errors import UserError
@@ -240,7 +240,7 @@ class RayCluster(Cluster):
             raise UserError(f"{RANK_VARIABLE} is not set: this is started by {JOB_MODULE}, as a job of Ray's")
         if self.gpus and visible_gpus() != self.gpus:
             raise UserError(f"Ray gives {visible_gpus()} GPUs on this node, --on asks for {self.gpus}")
-        return read_rank(environment)
+        return NodeRank.from_json(environment[RANK_VARIABLE])
 
     def _client(self) -> JobSubmissionClient:
         """Return a connection to Ray's own interface for jobs.
@@ -260,16 +260,6 @@ class RayCluster(Cluster):
 
 
 PLACE = RayCluster
-
-
-def rank_variables(node_rank: NodeRank) -> dict[str, str]:
-    """Return the environment by which a node command learns of its rank (`read_rank`)."""
-    return {RANK_VARIABLE: json.dumps(asdict(node_rank))}
-
-
-def read_rank(environment: Mapping[str, str]) -> NodeRank:
-    """Read what `rank_variables` wrote."""
-    return NodeRank(**json.loads(environment[RANK_VARIABLE]))
 
 
 def _failure(message: str | None) -> str:

@@ -191,13 +191,12 @@ class Ssh(Cluster):
     def _start_script(self, submission: Submission, node_rank: NodeRank) -> str:
         run = self._run_there(submission.run)
         command = [self._python(submission), *submission.command[1:-1], run]
-        values = [str(node_rank.number), node_rank.name, node_rank.address, node_rank.start]
         return _PART.format(job=node_rank.start, number=node_rank.number) + _START.format(
             folder=shlex.quote(self._folder_there(submission)),
             run=shlex.quote(run),
             run_words=run.replace('"', "").replace("$", "").replace("`", "").replace("\\", ""),
             variable=RANK_VARIABLE,
-            node_rank=shlex.quote(json.dumps(values)),
+            node_rank=shlex.quote(node_rank.to_json()),
             command=shlex.join(command),
             number=node_rank.number,
         )
@@ -469,10 +468,9 @@ class Ssh(Cluster):
             UserError: this was not started by `submit`.
         """
         try:
-            number, name, address, start = json.loads(environment[RANK_VARIABLE])
+            return NodeRank.from_json(environment[RANK_VARIABLE])
         except (KeyError, ValueError):
             raise UserError(f"{RANK_VARIABLE} is not set: this is started over ssh, on each host") from None
-        return NodeRank(int(number), name, address, start)
 
 
 PLACE = Ssh

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from echelon.core.errors import UserError
+from echelon.core.spec import Spec
 from echelon.core.tuning import ALL, TUNINGS, read_tuning
 from echelon.models.keras_model import KerasModule
 from echelon.models.still_buffers import keep_still
@@ -47,12 +48,14 @@ class TuningPlan:
         kinds: its parts.
         trains_norm: whether BatchNorm whose parameters are frozen takes in the statistics of new batches.
         epoch: since which it is as it is, counted from 0: kinds that begin later are not looked at.
+        specs: the kinds as described, in their order.
     """
 
     text: str = ALL
     kinds: tuple[TuningKind, ...] = ()
     trains_norm: bool = False
     epoch: int = 0
+    specs: tuple[Spec, ...] = ()
 
     @property
     def changes_later(self) -> bool:
@@ -174,6 +177,11 @@ class TuningPlan:
         return self._rebuilding == other._rebuilding
 
     @property
+    def rebuilding_text(self) -> str:
+        """The kinds that put modules in, as described."""
+        return "+".join(str(spec) for spec, kind in zip(self.specs, self.kinds, strict=True) if kind.rebuilds)
+
+    @property
     def _rebuilding(self) -> list[TuningKind]:
         return [kind for kind in self.kinds if kind.rebuilds]
 
@@ -198,7 +206,8 @@ def tuning_plan(text: str, frozen_norm: str) -> TuningPlan:
     Raises:
         UserError: a kind does not exist, or a setting is impossible.
     """
-    return TuningPlan(text, tuple(TUNINGS.bind(spec) for spec in read_tuning(text)), frozen_norm == "train")
+    specs = tuple(read_tuning(text))
+    return TuningPlan(text, tuple(TUNINGS.bind(spec) for spec in specs), frozen_norm == "train", specs=specs)
 
 
 def _owners(names: Set[str]) -> set[str]:

@@ -212,7 +212,7 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy whole tensors, the same on every rank, into a split model.
+    """Copy whole tensors, of the model's shapes before the split and the same on every rank, into a split model.
 
     Raises:
         ValueError: names or shapes are not the model's.

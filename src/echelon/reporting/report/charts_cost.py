@@ -24,8 +24,8 @@ def time_charts(record: RunRecord, timing: Timing | None) -> list[Chart]:
 def traffic_charts(record: RunRecord) -> list[Chart]:
     """Bytes sent: over the run, and by group of parameters; what share of elements a sparse codec sent."""
     windows = record.kept_windows()
-    served = record.has_servers
-    return [c for c in (_bytes(windows, served), _groups(windows, served), _density(windows)) if c]
+    has_servers = record.has_servers
+    return [c for c in (_bytes(windows, has_servers), _groups(windows, has_servers), _density(windows)) if c]
 
 
 def phase_order(names: list[str]) -> list[str]:
@@ -126,7 +126,7 @@ def _mean_phase(window: Steps, name: str) -> float:
     return sum(rank[column] for rank in window.phases) / len(window.phases)
 
 
-def _bytes(windows: list[Steps], served: bool) -> Chart | None:
+def _bytes(windows: list[Steps], has_servers: bool) -> Chart | None:
     if not any(w.wire_bytes for w in windows):
         return None
     total, points = 0.0, [(float(windows[0].step - windows[0].count), 0.0)]
@@ -134,7 +134,7 @@ def _bytes(windows: list[Steps], served: bool) -> Chart | None:
         total += w.wire_bytes
         points.append((float(w.step), total))
     kept = pick(points, _MOST_POINTS)
-    senders = "workers and servers" if served else "all ranks together"
+    senders = "workers and servers" if has_servers else "all ranks together"
     said = f"{format_bytes(total)} sent by {senders} over {windows[-1].step} steps."
     layout = {"xaxis": count_axis("step", windows[-1].step), "yaxis": byte_axis("sent since the start", [total])}
     trace = line("bytes", [s for s, _ in kept], [b for _, b in kept], "communicate", fill="tozeroy")
@@ -156,7 +156,7 @@ def _density(windows: list[Steps]) -> Chart | None:
     return Chart("density", "Density of what is sent", said, said, [trace], layout, 260)
 
 
-def _groups(windows: list[Steps], served: bool) -> Chart | None:
+def _groups(windows: list[Steps], has_servers: bool) -> Chart | None:
     sums: dict[str, float] = {}
     for w in windows:
         for name, n_bytes in w.wire_bytes_by_group.items():
@@ -181,7 +181,7 @@ def _groups(windows: list[Steps], served: bool) -> Chart | None:
     layout = {"xaxis": axis(visible=False), "yaxis": {**ticks, "autorange": "reversed", "showgrid": False}}
     said = "Most bytes: " + ", ".join(f"{safe(n)} {format_bytes(b / steps)} per step" for n, b in top[:3]) + "."
     title, caption = "Bytes by parameter group", "Per step, all ranks together."
-    if served:
+    if has_servers:
         title = "Bytes pushed and pulled"
         caption = "Per step: gradients that workers push, parameters that servers send to those that pull them."
     return Chart("groups", title, caption, said, [trace], layout, max(200, 110 + 28 * len(top)))

@@ -152,7 +152,7 @@ class RunRecord:
         return bool(self.of(ServerWindow)) or any(start.served for start in self.of(Start))
 
     @property
-    def served(self) -> bool:
+    def waits_for_servers(self) -> bool:
         """Whether all that workers wait for is servers: they hold the parameters, and each worker has a whole model."""
         return self.has_servers and not any(start.splits_model for start in self.of(Start))
 

@@ -90,7 +90,7 @@ class Summary:
     communication: Communication | None
     waterfall: Waterfall | None
     whole: WholeRun | None
-    served: bool
+    waits_for_servers: bool
     searched: bool
     objects: tuple[str, ...] = ()
     folder: str = ""
@@ -103,6 +103,7 @@ class Summary:
         values["whole"] = self.whole and {
             "seconds": self.whole.seconds, "steps_s": self.whole.steps_s, "pauses": dict(self.whole.pauses),
         }  # fmt: skip
+        values["served"] = values.pop("waits_for_servers")
         values["bound"], values["bound_share"] = self.bound.kind, self.bound.share
         values["predictions"] = [{**asdict(p), "gain": p.gain} for p in self.predictions]
         values["advice"] = [{**asdict(a), "sentence": a.sentence()} for a in self.advice]
@@ -164,7 +165,7 @@ def summarise(record: RunRecord) -> Summary:
         communication=timing.communication if timing else None,
         waterfall=waterfall,
         whole=whole,
-        served=record.served,
+        waits_for_servers=record.waits_for_servers,
         searched=record.searched,
         objects=tuple(start.objects) if start else (),
         folder=record.folder,

@@ -77,7 +77,7 @@ def headlines(s: Summary) -> list[Headline]:
         unit, speed = s.task.speed(s.samples_per_s)
         found.append(Headline(unit, f"{speed:,.0f}", f"{format_seconds(s.step_s)} a step"))
     if s.wire_bytes_per_step is not None:
-        senders = "by workers and servers" if s.served else "by all ranks"
+        senders = "by workers and servers" if s.waits_for_servers else "by all ranks"
         found.append(Headline("sent a step", format_bytes(s.wire_bytes_per_step), senders))
     if s.workers:
         restarts = f"{s.restarts} restart{'s' * (s.restarts != 1)}"

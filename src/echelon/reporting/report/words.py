@@ -25,7 +25,7 @@ def closing_words(summary: Summary) -> list[str]:
     if summary.searched:  # nothing was trained: its speed, its last loss and the like are nothing to conclude from
         return words
     words += _accuracy(summary)
-    words += whole_run_words(summary.whole, summary.served)
+    words += whole_run_words(summary.whole, summary.waits_for_servers)
     words += _bound(summary) + list(summary.notes)
     words += [a.sentence() for a in summary.advice[:_MOST_ADVICE]]
     words += [i.sentence(summary.step_s) for i in summary.incidents]
@@ -38,11 +38,11 @@ def closing_words(summary: Summary) -> list[str]:
     return words
 
 
-def whole_run_words(whole_run: WholeRun | None, served: bool = False) -> list[str]:
+def whole_run_words(whole_run: WholeRun | None, waits_for_servers: bool = False) -> list[str]:
     """Say how long a run took from its first step to its last result, and which share steps and each pause have.
 
     Args:
-        served: one worker pauses while the others go on.
+        waits_for_servers: one worker pauses while the others go on.
     """
     if whole_run is None or whole_run.seconds <= 0:
         return []
@@ -51,7 +51,7 @@ def whole_run_words(whole_run: WholeRun | None, served: bool = False) -> list[st
     told = [f"{pause_name(name)} {shares_of[name]:.1%}" for name in ordered]
     twice = -whole_run.pauses.get(OTHER, 0.0) / whole_run.seconds
     less = f", less {twice:.1%} that clocks count twice" if twice > _LEAST_PAUSE else ""
-    mean = " (means of the workers)" if served and told else ""
+    mean = " (means of the workers)" if waits_for_servers and told else ""
     shares = f"{', '.join(told)}{mean}{less}".removeprefix(", ")
     took = format_seconds(whole_run.seconds)
     paused = f": steps {whole_run.steps_s / whole_run.seconds:.1%}, {shares}" if shares else ", nearly all in steps"
@@ -163,9 +163,13 @@ def _bound(s: Summary) -> list[str]:
         names = {
             "input": "Loading data",
             "compute": "Computing (forward, backward and update)",
-            "communication": "Waiting for servers" if s.served else "Communication",
+            "communication": "Waiting for servers" if s.waits_for_servers else "Communication",
         }
-        idle = "Waiting for a batch (while others evaluate, begin or end)" if s.served else "What is in no phase"
+        idle = (
+            "Waiting for a batch (while others evaluate, begin or end)"
+            if s.waits_for_servers
+            else "What is in no phase"
+        )
         words = [f"{names.get(s.bound.kind, idle)} bounds this run: {share} of a step of {step}."]
         words += _rank_words(s)
     return words + _slow_steps(s)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from echelon.core.files import write_atomic
 from echelon.core.json_values import encodable
+from echelon.records.summary import SUMMARY_FILE
 from echelon.reporting.report.charts_cost import time_charts, traffic_charts
 from echelon.reporting.report.charts_events import timeline_chart
 from echelon.reporting.report.charts_learning import learning_charts
@@ -35,7 +36,6 @@ from echelon.reporting.report.timing import measure
 from echelon.reporting.report.words import closing_words, evaluation_words
 
 REPORT_FILE = "report.html"
-SUMMARY_FILE = "summary.json"
 
 
 def write_report(run: Path, alone: bool = False, known: RunRecord | None = None) -> Summary:

@@ -172,7 +172,7 @@ class Averaging:
             self._agree_at_end()
             return
         taking = [f for i, f in enumerate(self._fragments) if plan.is_due(i, step)]
-        landing = [f for f in self._fragments if f.flight and f.flight.due == step]
+        landing = [f for f in self._fragments if f.pending and f.pending.due == step]
         if not taking and not landing:
             return
         self._context.clock.enter(Phase.COMMUNICATE)
@@ -190,7 +190,7 @@ class Averaging:
         plan, optimizer, step = self._plan, self._context.optimizer, self._step
         self._context.clock.enter(Phase.COMMUNICATE)
         for fragment in self._fragments:
-            if fragment.flight is not None:
+            if fragment.pending is not None:
                 fragment.apply(self._rule, optimizer, plan)
         whole = [plan.is_due(i, step) and not plan.overlap for i in range(len(self._fragments))]
         for fragment, is_whole in zip(self._fragments, whole, strict=True):
@@ -261,7 +261,7 @@ class Averaging:
     @property
     def in_flight(self) -> bool:
         """Whether a mean is on its way."""
-        return any(fragment.flight is not None for fragment in self._fragments)
+        return any(fragment.pending is not None for fragment in self._fragments)
 
     def steps_to_agreement(self, averages: bool = False) -> int | None:
         """Return the steps to the next moment at which replicas have just applied a mean of the whole model.
@@ -410,7 +410,7 @@ class Averaging:
         if self._first is not None or self._step == 0:  # local steps begin where the synchronous ones have led all
             return Agreement.REACHED
         travels = plan.overlap_at(self._step)
-        if travels and any(f.flight and f.flight.due == self._step + travels for f in fragments):
+        if travels and any(f.pending and f.pending.due == self._step + travels for f in fragments):
             return Agreement.BEGUN
         if all(fragment.equal for fragment in fragments):
             return Agreement.REACHED

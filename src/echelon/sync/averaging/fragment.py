@@ -72,7 +72,7 @@ class Fragment:
         expected: seen by all replicas since then, samples that could not be decoded included.
         equal: nothing has moved on any replica since they took an agreed value.
         fresh: no step was made since what was agreed on last was applied.
-        flight: what is on its way.
+        pending: what is on its way.
         moved_on: the replica has trained while what was agreed on last travelled, and goes on with that, too.
         with_unsent: this replica went on from what was agreed on and what its codec had not sent of its own.
     """
@@ -82,7 +82,7 @@ class Fragment:
         self.values = values
         self.samples = self.expected = 0
         self.equal, self.fresh = True, False
-        self.flight: PendingAverage | None = None
+        self.pending: PendingAverage | None = None
         self.moved_on = self.with_unsent = False
         self._exchange = exchange
         self._left_out: dict[str, Tensor] = {}
@@ -125,7 +125,7 @@ class Fragment:
             means = background.submit(lambda: self._mean(values, deltas, samples, expected, plan))
         travels = plan.overlap_at(step)
         progress = deltas if plan.keep_progress and travels else {}
-        self.flight = PendingAverage(step + travels, means, progress, plan.outer_lr, samples)
+        self.pending = PendingAverage(step + travels, means, progress, plan.outer_lr, samples)
 
     def _mean(
         self, values: Sequence[Value], deltas: dict[str, Tensor], samples: int, expected: int, plan: AveragingPlan
@@ -149,9 +149,9 @@ class Fragment:
 
         What a codec has not sent of this replica's own is part of what it goes on from (see `Averaging`).
         """
-        assert self.flight is not None
-        means, deltas, outer_lr = self.flight.means.result(), self.flight.deltas, self.flight.outer_lr
-        self.flight = None
+        assert self.pending is not None
+        means, deltas, outer_lr = self.pending.means.result(), self.pending.deltas, self.pending.outer_lr
+        self.pending = None
         if means is None:
             return
         self.with_unsent, self.moved_on = self._leaves_unsent, bool(deltas)
@@ -192,22 +192,22 @@ class Fragment:
 
     def on_its_way(self, value: Value, due: int) -> Tensor | None:
         """Return what replicas agree on with the mean that is due after that step; None if there is none."""
-        if self.flight is None or self.flight.due != due:
+        if self.pending is None or self.pending.due != due:
             return None
-        means = self.flight.means.result()
+        means = self.pending.means.result()
         if means is None or value.name not in means:
             return None
-        return self._anchor[value.name] + _outer_step(value, means[value.name], self.flight.outer_lr)
+        return self._anchor[value.name] + _outer_step(value, means[value.name], self.pending.outer_lr)
 
     def known_of(self, replica: SavedReplica, plan: AveragingPlan, centred: bool) -> StateTree:
         """Return what is agreed on already, by name: all that was just applied, a mean on its way of the last step, or
         the centre's parameters.
         """
-        anchor, flight = replica.fragment["anchor"], replica.fragment["flight"]
+        anchor, pending = replica.fragment["anchor"], replica.fragment["flight"]
         if replica.fresh and not plan.alpha:
             return {v.name: self._as_held(v, anchor[v.name]) for v in self.values}
-        if plan.keep_progress and flight and flight["due"] == replica.step + plan.overlap:
-            means, outer_lr = flight["means"] or {}, float(flight.get("outer_lr", 1.0))
+        if plan.keep_progress and pending and pending["due"] == replica.step + plan.overlap:
+            means, outer_lr = pending["means"] or {}, float(pending.get("outer_lr", 1.0))
             moved = [(v, _outer_step(v, means[v.name], outer_lr)) for v in self.values if v.name in means]
             return {v.name: self._as_held(v, anchor[v.name] + step) for v, step in moved}
         at_centre = [v for v in self.values if centred and v.kind == "parameter"]
@@ -217,7 +217,7 @@ class Fragment:
         """Return, by name, what is in values since this replica's codec has not sent it; nothing while a mean is on its
         way, for what the codec has not sent of that one is not in them yet.
         """
-        if not self.with_unsent or self.flight is not None:
+        if not self.with_unsent or self.pending is not None:
             return {}
         unsent = {value.name: self._unsent(value) for value in self.values}
         return {name: tensor for name, tensor in unsent.items() if tensor is not None}
@@ -259,17 +259,17 @@ class Fragment:
 
     def settle(self) -> None:
         """Wait until what is on its way has arrived; it is applied when it is due."""
-        if self.flight is not None:
-            self.flight.means.result()
+        if self.pending is not None:
+            self.pending.means.result()
 
     def state_dict(self) -> StateTree:
         """Return everything that a resume needs, not copied; waits for what is on its way."""
-        flight: StateTree = {}
+        pending: StateTree = {}
         waiting = {f"sent.error/{name}/0": total for name, total in self._left_out.items()}
-        if self.flight is not None:
-            flight = {
-                "due": self.flight.due, "means": self.flight.means.result(), "deltas": self.flight.deltas,
-                "outer_lr": self.flight.outer_lr, "samples": self.flight.samples,
+        if self.pending is not None:
+            pending = {
+                "due": self.pending.due, "means": self.pending.means.result(), "deltas": self.pending.deltas,
+                "outer_lr": self.pending.outer_lr, "samples": self.pending.samples,
             }  # fmt: skip
         return {
             "anchor": dict(self._anchor),
@@ -279,7 +279,7 @@ class Fragment:
             "fresh": self.fresh,
             "moved_on": self.moved_on,
             "with_unsent": self.with_unsent,
-            "flight": flight,
+            "flight": pending,
             "codec": self._exchange.state_dict() if self._exchange else waiting,
         }
 
@@ -343,32 +343,32 @@ class Fragment:
             if merged:  # all ranks have the same of what is in their values, whatever their shares of a batch
                 self._exchange.load_state_dict(codec_state.without_owners(merged) if with_unsent else merged)
         else:
-            replaced = self.flight is not None and not self.flight.deltas  # values will be, by what lands
+            replaced = self.pending is not None and not self.pending.deltas  # values will be, by what lands
             self._left_out = {} if with_unsent and not replaced else codec_state.left_out(merged)
-        if self.flight and self.flight.deltas and (means := self.flight.means.result()):
-            self.flight.deltas = self._taken_over(self.flight, means, replicas, is_known)
-            self.flight.samples = 1  # all ranks have the same
+        if self.pending and self.pending.deltas and (means := self.pending.means.result()):
+            self.pending.deltas = self._taken_over(self.pending, means, replicas, is_known)
+            self.pending.samples = 1  # all ranks have the same
 
     def _taken_over(
-        self, flight: PendingAverage, means: dict[str, Tensor], replicas: Sequence[SavedReplica], is_known: bool
+        self, pending: PendingAverage, means: dict[str, Tensor], replicas: Sequence[SavedReplica], is_known: bool
     ) -> dict[str, Tensor]:
         """Return what the values that all former ranks agreed on have of a mean on its way.
 
         Args:
             is_known: they are what the mean makes of the anchor, the outer step included.
         """
-        flights = [replica.fragment["flight"] for replica in replicas]
-        weights = [int(each.get("samples", 0)) for each in flights]
+        travelling = [replica.fragment["flight"] for replica in replicas]
+        weights = [int(each.get("samples", 0)) for each in travelling]
         taken = dict(means)
         for value in self.values:
             mean = means[value.name]
             if is_known:
-                taken[value.name] = _outer_step(value, mean, flight.outer_lr)
+                taken[value.name] = _outer_step(value, mean, pending.outer_lr)
             elif replicas[0].fragment.get("with_unsent"):
                 unsent = self._unsent(value)
                 taken[value.name] = mean if unsent is None else mean + unsent
             elif sum(weights):  # what the codec made of them brings what it had left out before
-                deltas = [(each["deltas"][value.name], n) for each, n in zip(flights, weights, strict=True) if n]
+                deltas = [(each["deltas"][value.name], n) for each, n in zip(travelling, weights, strict=True) if n]
                 taken[value.name] = _weighted_mean(deltas, sum(weights), mean.dtype).to(mean.device)
         return taken
 
@@ -390,13 +390,13 @@ class Fragment:
     def _load_shared(self, state: StateView) -> None:
         device = self.values[0].tensor.device if self.values else torch.device("cpu")
         self._anchor = {name: tensor.to(device).clone() for name, tensor in state["anchor"].items()}
-        self.flight = None
+        self.pending = None
         if state["flight"]:
             saved = state["flight"]["means"]
             means = PendingMean.at_once(None if saved is None else {n: t.to(device) for n, t in saved.items()})
             deltas = {n: t.to(device) for n, t in state["flight"].get("deltas", {}).items()}
             outer_lr, samples = float(state["flight"].get("outer_lr", 1.0)), int(state["flight"].get("samples", 0))
-            self.flight = PendingAverage(int(state["flight"]["due"]), means, deltas, outer_lr, samples)
+            self.pending = PendingAverage(int(state["flight"]["due"]), means, deltas, outer_lr, samples)
 
 
 def _weighted_mean(copies: Sequence[tuple[Tensor, int]], total: int, dtype: torch.dtype) -> Tensor:

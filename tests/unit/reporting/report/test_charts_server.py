@@ -123,7 +123,7 @@ def test_strange_records_are_survived(tmp_path: Path) -> None:
 def test_what_split_workers_wait_for_is_more_than_servers(tmp_path: Path) -> None:
     for layout, served in (({"dp": 2}, True), ({"dp": 2, "pp": 2}, False), (None, True)):
         start = {**LINES[0], "backend": "zmq", "layout": layout}
-        assert load_run(run_of(tmp_path, [start, *LINES[1:]])).served == served
+        assert load_run(run_of(tmp_path, [start, *LINES[1:]])).waits_for_servers == served
 
 
 def test_one_replica_has_nothing_to_compress(tmp_path: Path) -> None:

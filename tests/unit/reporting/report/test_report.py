@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from echelon.core.errors import UserError
+from echelon.records.summary import RunSummary
 from echelon.reporting.report import Summary, closing_words, write_report
 from echelon.reporting.report.incidents import find_incidents
 from echelon.reporting.report.records import load_run
@@ -50,6 +51,12 @@ def test_summary_file_holds_what_was_promised(tmp_path: Path) -> None:
     assert sum(stored["phases"].values()) == pytest.approx(summary.step_s, rel=0.02)
     assert stored["wire_bytes_per_step"] == pytest.approx(SHORT.wire_bytes_per_step)
     assert not list(tmp_path.glob(".*"))
+    known = RunSummary.of(stored)
+    assert known.best == summary.best == stored["best_top1"] and known.best_step == summary.best_step
+    for name in ("message", "metrics", "tested", "wall_s", "epochs", "steps", "workers", "samples_per_s"):
+        assert getattr(known, name) == stored[name] == getattr(summary, name), name
+    assert [row.then_s for row in known.predictions] == [row["then_s"] for row in stored["predictions"]]
+    assert stored["served"] is False
 
 
 SLOWER = (0.040, 0.030, 0.060, 0.000, 0.005, 0.002)

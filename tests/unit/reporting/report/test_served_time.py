@@ -66,7 +66,7 @@ def test_steps_and_pauses_are_the_whole_run(record: RunRecord) -> None:
     assert (whole.seconds, whole.steps_s) == pytest.approx((4.0, 2.25))
     assert whole.steps_s + sum(whole.pauses.values()) == pytest.approx(whole.seconds)
     assert whole.pauses["evaluation"] == pytest.approx(1.75) and whole.pauses["other"] == pytest.approx(0)
-    assert whole_run_words(whole, served=True) == [
+    assert whole_run_words(whole, waits_for_servers=True) == [
         "From the first step to the last evaluation or checkpoint it took 4 s: steps 56.2%, evaluation 43.8% "
         "(means of the workers)."
     ]
