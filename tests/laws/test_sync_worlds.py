@@ -438,3 +438,32 @@ def test_owners_among_others_take_over_what_waits(sync: str, after: list[int]) -
     for rank, (waited, waits) in enumerate(found):
         assert (waits is None) == (rank not in after)
         assert waits is None or torch.allclose(waits, waited, rtol=1e-9, atol=1e-12)
+
+
+def _behind(rank: Rank, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what waits before a step's sums, after them, and in another group, where others have made the update, and
+    have scaled the losses otherwise by it.
+    """
+    parts = make_parts(Trial("allreduce", "topk(0.03, warmup_steps=0)", model=Matrices, growth=100))
+    train(parts, rank, 0, 4)
+    before = _waiting(parts.sync.state_dict())
+    parts.sync.begin_step(1, 1)
+    with parts.sync.micro_batch(last=True):
+        x = torch.from_numpy(targets(4))
+        parts.scaler.scale(parts.sync.module(x)).backward()
+    after, scaler = _waiting(parts.sync.state_dict()), parts.scaler.state_dict()
+    build = parts.sync.leave()
+    parts.scaler.load_state_dict({**scaler, "scale": scaler["scale"] * factor})
+    parts.sync.settle_step(made=True)
+    made = build(dist.group.WORLD, paths.build("backend"))
+    waits = _waiting(made.state_dict())
+    made.close()
+    return before, after, waits
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.0, 0.5])
+def test_who_lacks_an_update_remembers_gradients_as_they_are_scaled_since(factor: float) -> None:
+    """Where it was left out, for its gradients had overflowed, they are forgotten."""
+    for before, after, waits in run_ranks(_behind, 2, factor):
+        assert not torch.allclose(before, after)
+        torch.testing.assert_close(waits, factor * (before if factor < 1 else after), rtol=1e-9, atol=1e-12)
