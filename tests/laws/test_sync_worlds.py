@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -467,3 +469,23 @@ def test_who_lacks_an_update_remembers_gradients_as_they_are_scaled_since(factor
     for before, after, waits in run_ranks(_behind, 2, factor):
         assert not torch.allclose(before, after)
         torch.testing.assert_close(waits, factor * (before if factor < 1 else after), rtol=1e-9, atol=1e-12)
+
+
+def _let_go(rank: Rank, accumulate: int) -> bool:
+    """Return whether what reduced gradients in a group is gone once that is left, though the model stays."""
+    parts = make_parts(Trial("allreduce"))
+    for _ in range(2):
+        parts.sync.begin_step(1, 1)
+        for micro_batch in range(accumulate):
+            with parts.sync.micro_batch(last=micro_batch == accumulate - 1):
+                parts.sync.module(torch.from_numpy(targets(0))).backward()
+        parts.sync.step()
+    hook = weakref.ref(parts.sync._hook)  # it has the group
+    parts.sync.leave()
+    gc.collect()
+    return hook() is None
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_group_that_is_left_is_not_kept_by_the_model(accumulate: int) -> None:
+    assert run_ranks(_let_go, 2, accumulate) == [True, True]

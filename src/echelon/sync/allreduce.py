@@ -240,6 +240,8 @@ class AllReduce:
             self._hook.close()
             self._kept, self._sent_before = self._hook.memories(), dict(sent)  # it may be left again before it is built
             self._kept_scale = context.loss_scale()
+        if self._unreached:
+            self._unreached.close()
         self._hook = self._unreached = self._rows = None
         self._ddp, self.module, self._context = None, context.model, context  # the group is not kept by who has left it
 
@@ -402,6 +404,8 @@ class AllReduce:
 
     def close(self) -> None:
         """End the hook's communication thread."""
+        if self._unreached:
+            self._unreached.close()
         if self._hook:
             self._hook.close()
 
