@@ -32,6 +32,7 @@ class Drawing(nn.Module):
         self.first, self.last = nn.Linear(1, 16), nn.Linear(16, 2)
         self.norm = nn.BatchNorm1d(16) if draws else nn.Identity()
         self.dropout = nn.Dropout(0.5 if draws else 0.0)
+        self.register_buffer("passes", torch.zeros(()))
         self.fault = Fault()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -46,6 +47,7 @@ class Drawing(nn.Module):
             Fault.trains = True
             self._note(len(x))
             self.fault.at("forward")
+            self.passes = self.passes + 1  # another tensor each time
         hidden = self.dropout(torch.relu(self.norm(self.first(x / SAMPLES))))
         if hidden.requires_grad:
             hidden.register_hook(self._in_backward)
