@@ -291,10 +291,11 @@ def _since(batches: EpochOrder, recorded: int, step: int, world: World) -> list[
 
 
 def _completed(results: Sequence[StepResult], world: World) -> list[StepResult]:
-    """Return a part, about as large for each member, of results that stand for whole batches: the dead ones' sums are missing.
+    """Return this member's part, about as large as others', of results that stand for whole batches.
 
-    Whoever dies before they are recorded, the others know as much of these steps as they do, newcomers included. Steps
-    at the beginning of which no member knows anything are left out.
+    In the sums over the members those of the dead are missing: they are scaled. Whoever dies before they are recorded,
+    the others know as much of these steps as they do, newcomers included. Steps at the beginning of which no member
+    knows anything are left out.
     """
     if not results:
         return []
