@@ -163,13 +163,13 @@ def train_in_folder(model: nn.Module, **settings: Any) -> None:
     import echelon
 
     folder, workers, *written = sys.argv[1:]
-    given: dict[str, Any] = {"elastic": "on", "epochs": EPOCHS}
+    asked: dict[str, Any] = {"elastic": "on", "epochs": EPOCHS}
     for setting in written:
         name, _, value = setting.partition("=")
-        given[name] = int(value) if value.isdigit() else value
+        asked[name] = int(value) if value.isdigit() else value
     ended = echelon.train(
         model, run=folder, workers=int(workers), batch_size=BATCH, schedule="constant", weight_decay=0.0, device="cpu",
-        threads=1, **settings, **given,
+        threads=1, **settings, **asked,
     )  # fmt: skip
     sys.exit(ended.exit_code)
 

@@ -134,7 +134,7 @@ def _install_terms(fault: Fault) -> None:
     from echelon.trainer import elastic
     from echelon.trainer.window import Window
 
-    def given(function: Wrapped) -> Wrapped:
+    def with_points(function: Wrapped) -> Wrapped:
         def broadcast(state: Any, *arguments: Any) -> Any:
             sends = state is not None
             fault.at("sends" if sends else "receives")
@@ -146,7 +146,7 @@ def _install_terms(fault: Fault) -> None:
 
     _wrap(elastic, "enter_term", _around(fault, "enter"))
     _wrap(elastic, "_exchange", _around(fault, "told"))
-    _wrap(elastic, "broadcast_state", given)
+    _wrap(elastic, "broadcast_state", with_points)
     _wrap(Window, "__init__", _around(fault, "window"))
 
 

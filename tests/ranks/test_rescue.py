@@ -64,7 +64,7 @@ CASES_OF_LAYOUTS: dict[str, dict[str, Sequence[Fault]]] = {
 }
 LONG = {
     ("dp=2,tp=2", "after its update"), ("dp=2,pp=2", "in an evaluation"), ("dp=2,fsdp=2", "two at once"),
-    ("fsdp=4", "with its sums"), ("dp=4,zero1", "after its update"),
+    ("fsdp=4", "with its sums"), ("dp=4,zero1", "between the parts that are shared"),
 }  # fmt: skip
 
 
