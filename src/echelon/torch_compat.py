@@ -266,6 +266,14 @@ def registered_tensors(module: nn.Module) -> dict[str, Tensor | None]:
     return {**module._parameters, **module._buffers}
 
 
+def registered_buffers(model: nn.Module) -> list[dict[str, Tensor | None]]:
+    """Return what modules of a model have registered of buffers of their own, by name: live, of those that have some.
+
+    A buffer that is assigned anew is another tensor under the same name.
+    """
+    return [module._buffers for module in model.modules() if module._buffers]
+
+
 def copy_with(
     module: nn.Module, children: Mapping[str, nn.Module | None], tensors: Mapping[str, Tensor | None]
 ) -> nn.Module:

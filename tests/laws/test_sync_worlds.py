@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -438,3 +440,60 @@ def test_owners_among_others_take_over_what_waits(sync: str, after: list[int]) -
     for rank, (waited, waits) in enumerate(found):
         assert (waits is None) == (rank not in after)
         assert waits is None or torch.allclose(waits, waited, rtol=1e-9, atol=1e-12)
+
+
+FACTORS = (2.0, 1.0, 0.5)
+
+
+def _behind(rank: Rank) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return what waits before a step's sums, after them, and in another group, where others have made the update, and
+    have scaled the losses otherwise by each of some factors.
+    """
+    seen = []
+    for factor in FACTORS:
+        parts = make_parts(Trial("allreduce", "topk(0.03, warmup_steps=0)", model=Matrices, growth=100))
+        train(parts, rank, 0, 4)
+        before = _waiting(parts.sync.state_dict())
+        parts.sync.begin_step(1, 1)
+        with parts.sync.micro_batch(last=True):
+            parts.scaler.scale(parts.sync.module(torch.from_numpy(targets(4)))).backward()
+        after, scaler = _waiting(parts.sync.state_dict()), parts.scaler.state_dict()
+        build = parts.sync.leave()
+        parts.scaler.load_state_dict({**scaler, "scale": scaler["scale"] * factor})
+        parts.sync.settle_step(made=True)
+        made = build(dist.group.WORLD, paths.build("backend"))
+        seen.append((before, after, _waiting(made.state_dict())))
+        made.close()
+    return seen
+
+
+def test_who_lacks_an_update_remembers_gradients_as_they_are_scaled_since() -> None:
+    """Where it was left out, for its gradients had overflowed, they are forgotten."""
+    for seen in run_ranks(_behind, 2):
+        for factor, (before, after, waits) in zip(FACTORS, seen, strict=True):
+            assert not torch.allclose(before, after)
+            torch.testing.assert_close(waits, factor * (before if factor < 1 else after), rtol=1e-9, atol=1e-12)
+
+
+def _let_go(rank: Rank) -> list[bool]:
+    """Return whether what reduced gradients in a group is gone once that is left, though the model stays: of steps of
+    one pass, and of two.
+    """
+    gone = []
+    for accumulate in (1, 2):
+        parts = make_parts(Trial("allreduce"))
+        for _ in range(2):
+            parts.sync.begin_step(1, 1)
+            for micro_batch in range(accumulate):
+                with parts.sync.micro_batch(last=micro_batch == accumulate - 1):
+                    parts.sync.module(torch.from_numpy(targets(0))).backward()
+            parts.sync.step()
+        hook = weakref.ref(parts.sync._hook)  # it has the group
+        parts.sync.leave()
+        gc.collect()
+        gone.append(hook() is None)
+    return gone
+
+
+def test_a_group_that_is_left_is_not_kept_by_the_model() -> None:
+    assert run_ranks(_let_go, 2) == [[True, True], [True, True]]

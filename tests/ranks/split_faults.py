@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from echelon.models.base import ModelInput
 from echelon.models.builtin.small_vit import Size, SmallViT
@@ -50,10 +51,47 @@ def _points_of(function: Callable[..., Any], before: str = "", after: str = "") 
     return wrapped
 
 
+def _points_of_launch(function: Callable[..., Any], point: str) -> Callable[..., Any]:
+    """Return a collective that comes to a point once it is under way."""
+
+    @wraps(function)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        work = function(*arguments, **{**named, "async_op": True})
+        come_to(point)
+        if named.get("async_op"):
+            return work
+        return work.wait()
+
+    return wrapped
+
+
+def _install_sums() -> None:
+    """Come to `reduce scatter`, of a part of the model, and to `share`, of each replica's parameters in turn."""
+    from echelon.parallel.zero import DividedUpdate
+
+    module: Any = dist
+    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # what FSDP calls, by torch's version
+        if hasattr(dist, name):
+            setattr(module, name, _points_of_launch(getattr(dist, name), "reduce scatter"))
+    broadcast, share = dist.broadcast, DividedUpdate.share
+
+    def shared(divided: DividedUpdate) -> None:
+        """Share, and come to the point before each part of it, and after the last."""
+        module.broadcast = _points_of(broadcast, before="share")
+        try:
+            share(divided)
+        finally:
+            module.broadcast = broadcast
+        come_to("shared")
+
+    divides: Any = DividedUpdate
+    divides.share = shared
+
+
 @cache
 def install() -> None:
     """Let this process come to the points."""
-    from echelon.trainer import batches, rescue, saving, step, update
+    from echelon.trainer import batches, rescue, saving, second_copy, step, update
 
     changed: Any = step.Step
     changed.forward_backward = _points_of(changed.forward_backward, before="step")
@@ -68,6 +106,9 @@ def install() -> None:
     changed.save = _points_of(changed.save, before="rescue")
     changed = rescue._SurvivorsState
     changed.finish = _points_of(changed.finish, before="rescued part")
+    changed = second_copy.ShardCopy
+    changed.take = _points_of(changed.take, before="copy", after="copied")
+    _install_sums()
     changed = torch.autograd
     changed.backward = _points_of(changed.backward, before="backward")
     module: Any = batches

@@ -16,21 +16,25 @@ import pytest
 import torch
 
 from echelon.checkpoint import RANKS
+from echelon.checkpoint.tree import flatten
 from echelon.trainer.saving import state_of
 from tests.ranks.counting_parts import (
     BATCH,
     EPOCHS,
     FAULTS,
+    LAYERS,
     LEFT,
+    OVERFLOWS,
     PACE,
+    SAMPLES,
     SPEEDS,
     STEPS,
     WIDTH,
     left_behind,
     moved,
-    remembered,
     waiting,
 )
+from tests.ranks.drawing_parts import DRAWS, NOTES, notes_of
 from tests.ranks.run_many import python_path
 from tests.ranks.runs import SMALL, Run, Runs
 
@@ -44,6 +48,8 @@ class Case:
     name: str
     workers: int
     faults: tuple[tuple[str, str, int], ...]
+    pace_s: float = 0.0
+    layers: int = 1
 
     @property
     def mark(self) -> pytest.MarkDecorator:
@@ -51,31 +57,66 @@ class Case:
         return pytest.mark.long if self.name in IN_EACH_PHASE else pytest.mark.slow
 
 
+AND_BACK = (("rank1.0", "backward", 6), ("rank0.0", "forward, waits", 8))  # rank 1 dies, and rank 0 waits for it
+ONE_COMES = (("rank1.0", "backward", 6), ("rank0.0", "forward, waits", 13))  # in the midst of an epoch
+OF_A_BUCKET = 1600  # float64 weights a sample: DDP's first bucket is full with 1 MiB
 NO_SPEEDS: Mapping[str, float] = {}
 IN_EACH_PHASE = (
-    "in a sum", "between the halves of a sum", "the one that leads between averages", "while a mean travels",
-    "along a path of ours",
+    "in a sum", "between the halves of a sum", "the one that leads between averages", "in the sum of an average",
+    "while a mean travels", "along a path of ours", "the one that leads, as it gives what is trained",
+    "the one that leads, before it seals a checkpoint",
 )  # fmt: skip
 CASES = (
     Case("in forward", 2, (("rank1.0", "forward", 5),)),
     Case("in backward, before its gradient is summed", 3, (("rank1.0", "backward", 6),)),
-    Case("in a sum", 3, (("rank2.0", "sum", 7),)),
+    Case("some time in a step", 3, (("rank2.0", "sum", 7),)),
+    Case("before the second sum", 3, (("rank2.0", "bucket", 7),), layers=3),
+    Case("in a sum", 3, (("rank2.0", "bucket, in it", 7),), layers=3),
+    Case("with all sums, as others may be", 3, (("rank0.0", "summed bucket", 7),), layers=3),
     Case("before the update", 3, (("rank1.0", "before update", 9),)),
     Case("after the update", 2, (("rank1.0", "after update", 9),)),
     Case("in an evaluation", 3, (("rank1.0", "evaluation", 2),)),
     Case("while a checkpoint is taken", 3, (("rank0.0", "state", 1),)),
+    Case("while it writes its part of a checkpoint", 3, (("rank2.0", "part", 2),)),
+    Case("the one that leads, while it writes its part", 3, (("rank0.0", "part", 2),)),
+    Case("the one that leads, before it seals a checkpoint", 3, (("rank0.0", "manifest", 2),)),
+    Case("the one that leads, once it has sealed it", 2, (("rank0.0", "sealed", 2),)),
     Case("the one that leads", 3, (("rank0.0", "forward", 12),)),
     Case("two at once", 4, (("rank1.0", "backward", 6), ("rank3.0", "backward", 6))),
     Case("one after the other", 3, (("rank1.0", "backward", 6), ("rank2.0", "forward", 8))),
     Case("one as the others begin a term without another", 3, (("rank1.0", "backward", 6), ("rank2.0", "window", 1))),
 )
+IN_RECOVERY = (
+    ("allreduce", Case("as it tells where it is", 3, (("rank1.0", "backward", 6), ("rank2.0", "told", 1)))),
+    ("allreduce", Case("the one that leads, as it gives what is trained", 3, (*AND_BACK, ("rank0.0", "sends", 1)))),
+    ("allreduce", Case("once it has given", 3, (*AND_BACK, ("rank0.0", "sent", 1)))),
+    ("allreduce", Case("a newcomer as it receives", 3, (*AND_BACK, ("rank1.1", "receives", 1)))),
+    ("allreduce", Case("a newcomer that has received", 2, (*AND_BACK, ("rank1.1", "received", 1)))),
+    ("allreduce", Case("the other, soon after one has come", 2, (*ONE_COMES, ("rank0.0", "forward", 15)), pace_s=0.3)),
+    ("local(4)", Case("the one that leads, as it gives", 3, (*AND_BACK, ("rank0.0", "sends", 1)))),
+    ("local(4)", Case("a newcomer that has received", 3, (*AND_BACK, ("rank1.1", "received", 1)))),
+)
 
 
 def start(
-    runs: Runs, case: Case, *settings: str, pace_s: float = 0.0, width: int = 1, speeds: Mapping[str, float] = NO_SPEEDS
+    runs: Runs,
+    case: Case,
+    *settings: str,
+    pace_s: float = 0.0,
+    width: int = 1,
+    speeds: Mapping[str, float] = NO_SPEEDS,
+    overflows: int = -1,
 ) -> Run:
-    """Start a counting run with the faults of a case; `speeds`: seconds that a member needs for a sample."""
-    environment = {FAULTS: json.dumps(case.faults), PACE: str(pace_s), WIDTH: str(width), SPEEDS: json.dumps(speeds)}
+    """Start a counting run with the faults of a case.
+
+    Args:
+        speeds: seconds that a member needs for a sample.
+        overflows: a sample whose gradient is infinite.
+    """
+    environment = {
+        FAULTS: json.dumps(case.faults), PACE: str(pace_s or case.pace_s), SPEEDS: json.dumps(speeds),
+        WIDTH: str(width if case.layers == 1 else OF_A_BUCKET), LAYERS: str(case.layers), OVERFLOWS: str(overflows),
+    }  # fmt: skip
     if width > 1:
         environment[LEFT] = str(runs.root)
     environment["PYTHONPATH"] = python_path()
@@ -91,6 +132,15 @@ def check_counted(run: Run) -> None:
     check_recorded(run)
 
 
+def check_losses(run: Run, layers: int = 1) -> None:
+    """Check that each step is recorded with the loss of its whole batch: weights of rows that have moved once an epoch
+    before it, whose batches all ranks have.
+    """
+    width = 1 if layers == 1 else layers * OF_A_BUCKET
+    steps = STEPS // EPOCHS
+    assert run.losses() == pytest.approx({step: -width * ((step - 1) // steps) for step in range(1, STEPS + 1)})
+
+
 def check_recorded(run: Run, count: int = STEPS) -> None:
     """Check that each step is recorded once."""
     text = run.text()[-3000:]
@@ -104,9 +154,57 @@ def test_every_sample_counts_once_whoever_dies_where(case: Case, tmp_path: Path)
         run = start(runs, case, "checkpoint_every=3")
         assert run.end() == 0, run.text()[-3000:]
         check_counted(run)
+        check_losses(run, case.layers)
         deaths = run.events("worker_died")  # more of them where gloo does not notice a broken connection: it ends then
         assert len(deaths) >= len(case.faults) and all("the others go on" in d["message"] for d in deaths)
         assert not run.events("resumed") and run.records("start")[0]["attempt"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [11, 12])  # the first and the second pass of a step
+def test_a_step_of_micro_batches_counts_once_whoever_dies_in_it(number: int, tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        run = start(runs, Case("in a micro-batch", 3, (("rank1.0", "backward", number),)), "accumulate=2")
+        assert run.end() == 0, run.text()[-3000:]
+        check_counted(run)
+        check_losses(run)
+        assert run.events("worker_died") and not run.events("resumed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["none", "topk(1.0, momentum=0, values=fp32, warmup_steps=0)"])
+def test_a_step_that_overflowed_is_left_out_by_all_whoever_dies_in_it(codec: str, tmp_path: Path) -> None:
+    """The gradient of a sample is infinite: of each epoch its batch is left out, and losses are scaled half as much.
+
+    Of the two that may die, the one that has it does, and the others compute that step again.
+    """
+    dying = Case("where it overflows", 3, (("rank1.0", "overflow", 1), ("rank2.0", "overflow", 1)))
+    settings = ("precision=fp16", f"compression={codec}")
+    with Runs(tmp_path) as runs:
+        run = start(runs, dying, *settings, width=32, overflows=50)
+        assert run.end() == 0, run.text()[-3000:]
+        check_recorded(run)
+        assert run.events("worker_died") and not run.events("resumed")
+        state, counts = state_of(run.folder, "newest"), moved(run.folder)
+        assert float(state["scaler"]["scale"]) == 2.0 ** (16 - EPOCHS)
+        assert torch.equal(counts[50], torch.zeros_like(counts[50]))
+        of_all = torch.full_like(counts[0], EPOCHS * (SAMPLES - BATCH))
+        torch.testing.assert_close(counts.sum(dim=0), of_all, rtol=1e-6, atol=0)  # what is encoded is rounded
+
+
+@pytest.mark.parametrize(
+    ("sync", "case"),
+    [pytest.param(sync, case, marks=case.mark, id=f"{sync} {case.name}") for sync, case in IN_RECOVERY],
+)
+def test_a_death_in_recovery_starts_another_one(sync: str, case: Case, tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        run = start(runs, case, f"sync={sync}")
+        assert run.end() == 0, run.text()[-3000:]
+        check_counted(run)
+        if sync == "allreduce":
+            check_losses(run)
+        fatal = [fault for fault in case.faults if "waits" not in fault[1]]
+        assert len(run.events("worker_died")) >= len(fatal) and not run.events("resumed"), run.text()[-3000:]
 
 
 @pytest.mark.long
@@ -134,11 +232,16 @@ def test_who_dies_before_all_of_a_term_are_connected_is_not_waited_for(tmp_path:
         assert later and later[-1]["t"] - alone["t"] < 100.0 and not run.events("resumed"), run.text()[-3000:]
 
 
+TOPK, POWER = "topk(0.05, warmup_steps=0, finish_steps=0)", "powersgd(2, warmup_steps=0, finish_steps=0)"
 CODED = (
-    ("topk(0.05, warmup_steps=0, finish_steps=0)", Case("between the halves of a sum", 3, (("rank2.0", "spread", 7),))),
-    ("topk(0.05, warmup_steps=0, finish_steps=0)", Case("alone from then on", 2, (("rank1.0", "collect", 9),))),
-    ("powersgd(2, warmup_steps=0, finish_steps=0)", Case("after the update", 3, (("rank0.0", "after update", 9),))),
-    ("powersgd(2, warmup_steps=0, finish_steps=0);ring", Case("along a path", 3, (("rank1.0", "after update", 9),))),
+    (TOPK, Case("between the halves of a sum", 3, (("rank2.0", "spread", 7),))),
+    (TOPK, Case("alone from then on", 2, (("rank1.0", "collect", 9),))),
+    (
+        "topk(0.05, warmup_steps=0, finish_steps=0)",
+        Case("with the sum, as others may be", 3, (("rank0.0", "summed", 8),)),
+    ),
+    (POWER, Case("after the update", 3, (("rank0.0", "after update", 9),))),
+    (f"{POWER};ring", Case("along a path", 3, (("rank1.0", "after update", 9),))),
 )
 
 
@@ -166,45 +269,6 @@ def test_survivors_keep_what_their_codecs_have_not_sent(codec: str, case: Case, 
             # Each rank remembers its own gradients without the means: the dead one's of two epochs, here.
             assert missing.min() > -0.67 and missing.max() < 1.34, text
         assert any("had not sent yet is lost" in event["message"] for event in run.events("members"))
-
-
-ROUNDS = (
-    ("local(4)", Case("in the midst of a round", 3, (("rank1.0", "backward", 7),))),
-    (
-        "diloco(4, outer_lr=1, outer_momentum=0)",
-        Case("the one that leads between averages", 3, (("rank0.0", "forward", 12),)),
-    ),
-    ("easgd(4)", Case("alone from then on", 2, (("rank1.0", "after update", 10),))),
-    ("local(4, overlap=2)", Case("while a mean travels", 3, (("rank1.0", "backward", 10),))),
-    ("local(4, overlap=2)", Case("the one that leads once it has landed", 3, (("rank0.0", "forward", 12),))),
-    ("local(4, overlap=1)", Case("alone while means land", 2, (("rank1.0", "after update", 14),))),
-    ("local(4, overlap=3, warmup=0)", Case("in the first round", 3, (("rank2.0", "backward", 3),))),
-    ("local(4, overlap=2)", Case("before the first mean has landed", 3, (("rank2.0", "forward", 2),))),
-    ("local(4, start=12)", Case("in a synchronous step before the rounds", 3, (("rank1.0", "backward", 6),))),
-    ("local(4, start=12)", Case("after the last synchronous update", 3, (("rank0.0", "after update", 12),))),
-    ("local(4, start=12, overlap=2)", Case("in the first round after them", 3, (("rank0.0", "backward", 14),))),
-    ("diloco(4, outer_lr=1, outer_momentum=0, overlap=2, alpha=0)",
-     Case("a travelling outer step", 3, (("rank1.0", "backward", 10),))),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("sync", "case"), [pytest.param(sync, case, marks=case.mark, id=f"{sync} {case.name}") for sync, case in ROUNDS]
-)
-def test_a_round_that_lost_a_replica_is_trained_again(sync: str, case: Case, tmp_path: Path) -> None:
-    """With equal shares a mean of replicas moves each weight once an epoch, whatever died; a centre follows behind."""
-    with Runs(tmp_path) as runs:
-        run = start(runs, case, f"sync={sync}")
-        assert run.end() == 0, run.text()[-3000:]
-        assert not run.events("resumed") and len(run.events("worker_died")) >= 1
-        check_recorded(run)
-        if sync.startswith("diloco") and "overlap" in sync:  # what is trained while a mean travels is not kept
-            assert moved(run.folder).sum() > 0 and moved(run.folder).max() <= EPOCHS + 1e-9
-        elif not sync.startswith("easgd"):
-            weights = moved(run.folder)
-            assert torch.allclose(weights, torch.full_like(weights, EPOCHS), atol=1e-9), run.text()[-3000:]
-        else:
-            assert moved(run.folder).min() > 0 and moved(run.folder).max() <= EPOCHS + 1e-9
 
 
 PATHS = (
@@ -239,6 +303,51 @@ def test_paths_of_ours_run_between_those_that_are_left(path: str, case: Case, tm
         assert run.end() == 0, run.text()[-3000:]
         check_counted(run)
         assert len(run.events("worker_died")) >= len(case.faults) and not run.events("resumed")
+
+
+def start_drawing(runs: Runs, case: Case, *settings: str, draws: bool, folder: str = "run") -> Run:
+    """Start a run of two layers with the faults of a case; `draws`: with BatchNorm and dropout."""
+    environment = {FAULTS: json.dumps(case.faults), NOTES: str(runs.root), DRAWS: str(int(draws))}
+    environment["PYTHONPATH"] = python_path()
+    path = runs.root / folder
+    program = (sys.executable, "-m", "tests.ranks.drawing_parts", str(path), str(case.workers), *settings)
+    return runs.start(folder=folder, program=program, environment=environment)
+
+
+@pytest.mark.slow
+def test_who_is_alone_begins_a_step_again_as_it_was(tmp_path: Path) -> None:
+    """Weights, BatchNorm statistics and the generator of dropout are those that the lost step began with."""
+    with Runs(tmp_path) as runs:
+        case = Case("in the second micro-batch", 2, (("rank1.0", "backward", 12),))
+        run = start_drawing(runs, case, "accumulate=2", "balance=off", draws=True)
+        assert run.end() == 0, run.text()[-3000:]
+        assert run.events("worker_died") and not run.events("resumed")
+        check_recorded(run)
+        notes = [{**note, "samples": 0} for note in notes_of(tmp_path, "rank0.0")]
+        samples = [note["samples"] for note in notes_of(tmp_path, "rank0.0")]
+        again = samples.index(BATCH // 2)
+        assert samples[:again].count(BATCH // 4) == 12, "the one that died was in the second pass of the sixth step"
+        assert notes[again] == notes[again - 2] != notes[again - 1]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_back_before_the_next_step_changes_no_bit(tmp_path: Path) -> None:
+    """Shares of batches stay as they were, and what the one that comes is given is what it had."""
+    settings = ("balance=off", "ema=0.9", "clip_norm=0.5", "seed=1")
+    waits = Case("after the update", 2, (("rank1.0", "after update", 5), ("rank0.0", "after update, waits", 5)))
+    with Runs(tmp_path) as runs:
+        run = start_drawing(runs, waits, *settings, draws=False)
+        undisturbed = start_drawing(runs, Case("none", 2, ()), *settings, draws=False, folder="undisturbed")
+        assert run.end() == 0 and undisturbed.end() == 0, run.text()[-3000:]
+        assert run.events("worker_died") and not run.events("resumed")
+        assert [record["world_size"] for record in run.records("start")] == [2, 2], run.text()[-3000:]
+        state, expected = (flatten(state_of(each.folder, "newest"))[1] for each in (run, undisturbed))
+        shared = [name for name in expected if not name.startswith(RANKS)]
+        assert len(shared) >= 8
+        for name in shared:
+            assert torch.equal(state[name], expected[name]), name
+        known = [{step: loss for step, loss in each.losses().items() if step > 5} for each in (run, undisturbed)]
+        assert known[0] == known[1]  # of those before, the record has what the one that was left had of them
 
 
 BALANCED = Case("shares by speed", 3, (("rank0.0", "backward", 21), ("rank1.0", "error in forward", 30)))
@@ -326,31 +435,6 @@ def test_what_tuning_freezes_stays_whoever_leads(tmp_path: Path) -> None:
                 assert torch.equal(state[name], tensor), f"{name} is frozen"
         resumed = runs.start("resume", run.folder, "--epochs", "9", "--max-steps", "70", folder="run")
         assert resumed.end() == 0, resumed.text()[-3000:]
-
-
-@pytest.mark.parametrize(
-    ("sync", "codec"),
-    [
-        pytest.param("local(4, warmup=0)", "topk(0.05, warmup_steps=0, finish_steps=0)", marks=pytest.mark.long),
-        pytest.param("local(4, overlap=1, warmup=0)", "topk(0.05, warmup_steps=0, finish_steps=0)",
-                     marks=pytest.mark.long),
-        pytest.param("local(4, warmup=0)", "powersgd(2, warmup_steps=0, finish_steps=0)", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_codecs_of_averages_keep_what_they_have_not_sent(sync: str, codec: str, tmp_path: Path) -> None:
-    """Who dies in the first round has nothing in memory: what has moved and what waits is each sample once an epoch."""
-    case = Case("in the first round", 3, (("rank1.0", "backward", 2),))
-    with Runs(tmp_path) as runs:
-        run = start(runs, case, f"sync={sync}", f"compression={codec}", pace_s=0.15, width=32)
-        assert run.end() == 0, run.text()[-3000:]
-        check_recorded(run)
-        assert run.events("worker_died") and not run.events("resumed")  # two where gloo does not notice, as above
-        assert [record["world_size"] for record in run.records("start")][:2] == [3, 2]
-        ranks = state_of(run.folder, "newest")[RANKS].values()
-        waits = -remembered([each["sync"]["fragments"][0]["codec"] for each in ranks], 32) / BATCH
-        assert waits.abs().max() > 0.1 or codec.startswith("powersgd"), "something waits"
-        counted = moved(run.folder) + waits
-        torch.testing.assert_close(counted, torch.full_like(counted, EPOCHS), rtol=0, atol=1e-5)
 
 
 @pytest.mark.long

@@ -47,9 +47,24 @@ CASES_OF_COPIES: dict[str, Sequence[Fault]] = {
     "two at once": [("rank0", "sums", 5), ("rank2", "sums", 5)],
     "the one that leads, as they save": [("rank2", "sums", 8), ("rank0", "rescued part", 1)],
 }
+CASES_OF_LAYOUTS: dict[str, dict[str, Sequence[Fault]]] = {
+    "dp=2,fsdp=2": {**CASES, "in a sum": [("rank2", "reduce scatter", 20)]},
+    "fsdp=4": {
+        **CASES_OF_COPIES,
+        "in a sum": [("rank2", "reduce scatter", 20)],
+        "before it gives its gradients for a copy": [("rank1", "copy", 7)],
+        "with the gradients of its neighbour": [("rank2", "copied", 7)],
+    },
+    "dp=4,zero1": {
+        **CASES_OF_COPIES,
+        "before any of them shares": [("rank1", "share", 25)],
+        "between the parts that are shared": [("rank1", "share", 27)],
+        "the one that leads, once all is shared": [("rank0", "shared", 7)],
+    },
+}
 LONG = {
     ("dp=2,tp=2", "after its update"), ("dp=2,pp=2", "in an evaluation"), ("dp=2,fsdp=2", "two at once"),
-    ("fsdp=4", "with its sums"), ("dp=4,zero1", "after its update"),
+    ("fsdp=4", "with its sums"), ("dp=4,zero1", "between the parts that are shared"),
 }  # fmt: skip
 
 
@@ -118,8 +133,8 @@ def check_undisturbed(run: Run, layout: str, *settings: str) -> None:
 
 
 def _cases() -> Iterator[Any]:
-    for layout, cases in [(layout, CASES) for layout in REPLICAS] + [(layout, CASES_OF_COPIES) for layout in COPIES]:
-        for case, faults in cases.items():
+    for layout in (*REPLICAS, *COPIES):
+        for case, faults in CASES_OF_LAYOUTS.get(layout, CASES).items():
             mark = pytest.mark.long if (layout, case) in LONG else pytest.mark.slow
             yield pytest.param(layout, faults, marks=mark, id=f"{layout}, {case}")
 

@@ -90,6 +90,7 @@ class AllReduce:
         self._exchange = context.cut_rows.exchange if context.cut_rows else None
         self._sent_before: dict[str, int] = {}  # in groups of before
         self._kept: StepMemories | None = None  # of the codec in the group that was left
+        self._kept_scale = 1.0  # of the gradients that it remembers
         self._common: StateView = {}  # of the codec, from a rank that is further
         self._agreed: dict[bool, list[Tensor]] = {}  # buffers since the last step, by whether of moving averages
         if context.group is None:
@@ -238,6 +239,9 @@ class AllReduce:
         if self._hook:
             self._hook.close()
             self._kept, self._sent_before = self._hook.memories(), dict(sent)  # it may be left again before it is built
+            self._kept_scale = context.loss_scale()
+        if self._unreached:
+            self._unreached.close()
         self._hook = self._unreached = self._rows = None
         self._ddp, self.module, self._context = None, context.model, context  # the group is not kept by who has left it
 
@@ -245,7 +249,7 @@ class AllReduce:
             """Build the strategy for a group."""
             made = AllReduce(replace(context, group=group, path=path))
             made._sent_before = dict(sent)
-            made._take_over(self._kept, self._common)
+            made._take_over(self._kept, self._common, self._kept_scale)
             self._kept, self._common = None, {}
             return made
 
@@ -257,10 +261,12 @@ class AllReduce:
         """Hear, between two groups, whether the step that was begun last counts: if not, codecs forget it.
 
         Where it was made by others alone, this rank's memories are those after it all the same: what they have summed
-        this rank had sent.
+        this rank had sent. But where losses are scaled less since then, all have left the step out, for its gradients
+        had overflowed, and codecs forget it.
         """
         if self._kept is not None:
-            self._kept = self._kept.settled(made)
+            overflowed = self._context.loss_scale() < self._kept_scale
+            self._kept = self._kept.settled(made and not overflowed)
 
     def shared_memory(self) -> StateTree:
         """Return what a codec has alike on all ranks, between two groups."""
@@ -270,13 +276,16 @@ class AllReduce:
         """Take over, between two groups, what `shared_memory` returned on a rank that is further."""
         self._common = state
 
-    def _take_over(self, memories: StepMemories | None, shared: StateView) -> None:
+    def _take_over(self, memories: StepMemories | None, shared: StateView, scale: float) -> None:
+        """Go on with memories of gradients that were scaled so, and with what a rank that is further has shared."""
         hook = self._hook
         if hook is None or hook.codec is None or self._context.group is None:
             return
         if memories is not None:
             numels = {name: parameter.numel() for name, parameter in self._context.model.named_parameters()}
             hook.load_state_dict(carried(memories.after, numels, self._context.group.size()))
+            if (change := self._context.loss_scale() / scale) != 1.0:
+                hook.rescale(change)
         if shared:
             hook.load_common(merge([shared], {}))
 
@@ -395,6 +404,8 @@ class AllReduce:
 
     def close(self) -> None:
         """End the hook's communication thread."""
+        if self._unreached:
+            self._unreached.close()
         if self._hook:
             self._hook.close()
 

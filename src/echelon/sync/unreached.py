@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from echelon.collectives.hook import GradientHook
 from echelon.models.tables import sparse_tables
@@ -34,6 +35,7 @@ class UnreachedParameters:
         self._reached: set[int] | None = None  # in the last pass; None: gradients tell, for no pass came before
         self._zeroed: list[nn.Parameter] = []  # what this rank reached in no pass of the step
         self._left_out = False
+        self._notes: list[RemovableHandle] = []
         self.silent: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def accumulating(self) -> None:
@@ -41,11 +43,17 @@ class UnreachedParameters:
         if self._reached is None:
             self._reached = set()
             for parameter in self._parameters:
-                parameter.register_post_accumulate_grad_hook(self._note)
+                self._notes.append(parameter.register_post_accumulate_grad_hook(self._note))
 
     def _note(self, parameter: Tensor) -> None:
         assert self._reached is not None
         self._reached.add(id(parameter))
+
+    def close(self) -> None:
+        """Let go of the parameters, which would keep the group."""
+        for note in self._notes:
+            note.remove()
+        self._notes.clear()
 
     @contextmanager
     def completing(self) -> Iterator[None]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from echelon.core.state_tree import StateView
 from echelon.core.task import BestResult, Stagnation
 from echelon.records.kinds import Number
 from echelon.sync.base import Overlapped
-from echelon.torch_compat import foreach_copy_
+from echelon.torch_compat import foreach_copy_, registered_buffers
 from echelon.trainer.generators import Generators, GeneratorStates
 from echelon.trainer.loop import TrainingRun
 from echelon.trainer.state import Cursor, RunParts
@@ -25,9 +25,17 @@ class _Copies:
     """Copies of a model's buffers, written over in each step; those on the CPU by one operation.
 
     A BatchNorm alone has three buffers, and with the caches as a step leaves them each operation takes a microsecond.
+    A forward pass may assign a buffer anew: then they are laid out again.
     """
 
-    def __init__(self, live: Sequence[Tensor]) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        live = list(self._model.buffers())
+        self._registered = registered_buffers(self._model)
+        self._held = [buffer for own in self._registered for buffer in own.values()]
         self.copies = [buffer.clone() for buffer in live]
         flat = [i for i, buffer in enumerate(live) if _is_plain(buffer)]
         flat.sort(key=lambda i: -live[i].element_size())  # so that each begins at a multiple of its elements' size
@@ -39,8 +47,14 @@ class _Copies:
         others = [i for i in range(len(live)) if i not in set(flat)]
         self._others = [self.copies[i] for i in others], [live[i] for i in others]
 
+    def _is_as_laid_out(self) -> bool:
+        present = [buffer for own in self._registered for buffer in own.values()]
+        return len(present) == len(self._held) and all(map(is_, present, self._held))
+
     def take(self) -> list[Tensor]:
         """Copy the buffers, over the last copy; returns the copies, in the model's order."""
+        if not self._is_as_laid_out():
+            self._lay_out()
         if self._live:
             np.concatenate(self._live, out=self._whole)
         if self._others[0]:
@@ -58,15 +72,14 @@ class KeptDraws:
 
     def __init__(self, model: nn.Module, of_layers: bool = True) -> None:
         """Take the model; `of_layers`: they draw from torch's generator as it is, else it is seeded in each step."""
-        self._copies, self._generators = _Copies(list(model.buffers())), Generators(of_layers)
+        self._copies, self._generators = _Copies(model), Generators(of_layers)
         self._draws = Draws(self._generators.states(), self._copies.take(), {})
 
     def take(self) -> Draws:
         """Copy the buffers, over the last copy; returns them with the generators' states."""
-        self._copies.take()
-        states = self._generators.states()
-        if states is not self._draws.generators:
-            self._draws = replace(self._draws, generators=states)
+        buffers, states = self._copies.take(), self._generators.states()
+        if states is not self._draws.generators or buffers is not self._draws.buffers:
+            self._draws = replace(self._draws, generators=states, buffers=buffers)
         return self._draws
 
 

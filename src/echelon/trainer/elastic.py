@@ -291,20 +291,36 @@ def _since(batches: EpochOrder, recorded: int, step: int, world: World) -> list[
 
 
 def _completed(results: Sequence[StepResult], world: World) -> list[StepResult]:
-    """Return results whose sums over the members stand for the whole batches: in them, the dead ones' are missing.
+    """Return this member's part, about as large as others', of results that stand for whole batches.
 
-    Steps at the beginning of which no member knows anything are left out.
+    In the sums over the members those of the dead are missing: they are scaled. Whoever dies before they are recorded,
+    the others know as much of these steps as they do, newcomers included. Steps at the beginning of which no member
+    knows anything are left out.
     """
     if not results:
         return []
-    units = torch.tensor([r.units for r in results], dtype=torch.float64, device=world.device)
-    whole = torch.tensor([r.global_units for r in results], dtype=torch.float64, device=world.device)
+    known = [[float(r.units), float(r.samples), r.loss.item(), r.score.item()] for r in results]
+    sums = torch.tensor(known, dtype=torch.float64, device=world.device)
+    whole = torch.tensor([r.global_units for r in results], device=world.device)
     if world.group is not None:
-        dist.all_reduce(units, group=world.group)
+        dist.all_reduce(sums, group=world.group)
         dist.all_reduce(whole, dist.ReduceOp.MAX, group=world.group)
-    scales = [total / known if known else 0.0 for known, total in zip(units.tolist(), whole.tolist(), strict=True)]
-    first = next((i for i, scale in enumerate(scales) if scale), len(scales))
-    return [
-        replace(r, loss=r.loss * scale, score=r.score * scale, samples=round(r.samples * scale))
-        for r, scale in zip(results[first:], scales[first:], strict=True)
-    ]
+    rows = [(*row, total) for row, total in zip(sums.tolist(), whole.tolist(), strict=True)]
+    first = next((i for i, (units, *_) in enumerate(rows) if units), len(rows))
+    return [_part(result, row, world) for result, row in zip(results[first:], rows[first:], strict=True)]
+
+
+def _part(result: StepResult, row: tuple[float, float, float, float, int], world: World) -> StepResult:
+    """Return a member's part of a step of which all know some units, samples, loss and score, and the units of all."""
+    units, samples, loss, score, whole = row
+    scale = whole / units if units else 0.0
+
+    def own(total: int) -> int:
+        """Return this member's part of a number."""
+        return total * (world.rank + 1) // world.size - total * world.rank // world.size
+
+    share = scale * own(whole) / max(1, whole)
+    both = torch.tensor([loss, score], dtype=torch.float64, device=world.device) * share
+    return replace(
+        result, loss=both[0], score=both[1], samples=own(round(samples * scale)), units=own(whole), global_units=whole
+    )

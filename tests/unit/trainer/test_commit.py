@@ -36,6 +36,35 @@ def test_generators_and_buffers_go_back_to_the_newest_copy(in_place: bool) -> No
         assert drawn == (torch.rand(1).item(), random.random(), np.random.rand())
 
 
+class _Assigning(nn.Module):
+    """Assigns a buffer anew in each pass, and registers another one late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Count passes."""
+        self.seen = self.seen + 1
+        if self.seen == 2:
+            self.register_buffer("late", torch.ones(2))
+        return x
+
+
+def test_buffers_that_are_assigned_anew_go_back_too() -> None:
+    model = nn.Sequential(_Assigning(), nn.BatchNorm1d(3))
+    kept, run = KeptDraws(model), _run(model)
+    for _ in range(4):
+        draws, before = Draws.of(run, kept), {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model(torch.randn(4, 3))
+        after = [buffer.clone() for buffer in model.buffers()]
+        if len(after) == len(before):
+            draws.restore(run)
+            assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+            for buffer, value in zip(model.buffers(), after, strict=True):
+                buffer.copy_(value)
+
+
 def test_a_model_without_buffers_has_nothing_to_copy() -> None:
     assert KeptDraws(nn.Linear(2, 2)).take().buffers == []
 

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from echelon.collectives.transfer import PeerLostError
 from echelon.core.task import Stagnation
 from echelon.trainer import elastic
 from echelon.trainer.commit import Commit
+from echelon.trainer.step import StepResult
 
 
 class Codecs:
@@ -54,3 +56,28 @@ def test_a_step_that_is_not_brought_here_may_be_done_again(
     with pytest.raises(PeerLostError):
         loop._agree(run, batches, world)
     assert codecs.settled == settled
+
+
+def test_a_step_is_whole_however_often_ranks_change_before_it_is_recorded() -> None:
+    """Of a batch of 12 samples one of two workers has 5, and the other one has died."""
+    world: Any = SimpleNamespace(rank=0, size=1, group=None, device=torch.device("cpu"))
+    known = StepResult(torch.tensor(2.5), torch.tensor(1.0), samples=5, units=5, global_units=12)
+    for _ in range(2):
+        (known,) = elastic._completed([known], world)
+        assert (float(known.loss), float(known.score), known.samples) == (6.0, 2.4, 12)
+
+
+def test_members_have_parts_of_a_step_that_make_it_up() -> None:
+    """Whichever of three is left then, it knows as much of it as the others, newcomers included."""
+    known = StepResult(torch.tensor(6.0), torch.tensor(3.0), samples=6, units=6, global_units=13)
+    parts = []
+    for rank in range(3):
+        world: Any = SimpleNamespace(rank=rank, size=3, group=None, device=torch.device("cpu"))
+        parts += elastic._completed([known], world)
+    assert sum(float(part.loss) for part in parts) == pytest.approx(13.0)
+    assert sum(float(part.score) for part in parts) == pytest.approx(6.5)
+    assert sum(part.samples for part in parts) == sum(part.units for part in parts) == 13
+    alone: Any = SimpleNamespace(rank=0, size=1, group=None, device=torch.device("cpu"))
+    for part in parts:
+        (again,) = elastic._completed([part], alone)
+        assert float(again.loss) == pytest.approx(13.0) and again.samples == 13
