@@ -180,9 +180,9 @@ class Pace:
         blocks: how many to ask for at once.
     """
 
-    def __init__(self, hurry: threading.Event, share: float = SHARE) -> None:
-        """Take a share of the link's time; all of it once `hurry` is set."""
-        self._hurry, self._share = hurry, share
+    def __init__(self, hurry: threading.Event) -> None:
+        """Take `SHARE` of the link's time; all of it once `hurry` is set."""
+        self._hurry, self._share = hurry, SHARE
         self._least_s = float("inf")  # that any answer took: the way there and back
         self.blocks = 1
 
