@@ -286,10 +286,11 @@ class CheckpointStore:
         return files.temporary(self.folder / f"{'base' if of_base else 'parts'}-{token:016x}")
 
     def give_up_arriving(self) -> None:
-        """Give up the checkpoint that waits for parts, if one does: a rank that was to write one is gone.
+        """Give up checkpoints that wait for parts: a rank that was to write one is gone, or has another number.
 
-        One whose parts are all there is written to its end.
+        One whose parts are all there is written to its end. What lies on other machines stays there.
         """
+        self._coming.clear()
         if self._arriving is not None:
             self._arriving.given_up.set()
 

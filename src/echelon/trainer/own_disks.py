@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -286,11 +288,15 @@ def _keys(world: World) -> RunKeys:
 
 
 def _own_host(world: World) -> str:
-    """Return this machine's address for the others: the one on the way to where the ranks met.
+    """Return this machine's address for the others: that of gloo's interface, else that on the way to where ranks met.
 
     Raises:
         UserError: no way leads there.
     """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    for each in psutil.net_if_addrs().get(interface, []):
+        if each.family == socket.AF_INET:
+            return str(each.address)
     if world.meeting is not None:
         met = parse_rendezvous(world.meeting.address)
     elif STORE_VARIABLE not in os.environ and "MASTER_ADDR" in os.environ:
