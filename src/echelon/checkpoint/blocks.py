@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-BLOCK_BYTES = 64 << 10
+BLOCK_BYTES = 16 << 10  # holds a link of 10 Mbit/s for 13 ms: what steps send waits no longer
 DIGEST_BYTES = 16
 _LENGTH = struct.Struct("<Q")
 _ELEMENT_BYTES = 4  # whose bytes are coded apart: exponents are alike, mantissas are noise
@@ -111,6 +111,11 @@ class KnownBlocks:
         except OSError:
             return None
         return block if digest_of(block) == digest else None
+
+
+def load_codec() -> None:
+    """Import what codes blocks; a thread had better not: a process that is forked meanwhile would wait without end."""
+    import pyarrow  # noqa: F401
 
 
 def coded(block: bytes) -> tuple[bytes, bool]:

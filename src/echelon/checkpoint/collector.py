@@ -15,7 +15,7 @@ from echelon.checkpoint.hashed_file import yield_to_training
 from echelon.checkpoint.incomplete import IncompleteCheckpoint, PartNote
 from echelon.checkpoint.parts import WRITING_PART, StoredPart, part_file
 from echelon.checkpoint.store import CheckpointStore, Complete
-from echelon.checkpoint.transfer import NoAnswer, Pace, PartLink
+from echelon.checkpoint.transfer import NoAnswer, TransferPace, PartLink
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience
 from echelon.core.state_tree import StateView
@@ -59,7 +59,7 @@ class PartCollector:
         self._wakes = self._seen = 0
         self._context = new_context()
         self._sender = Sender(keys, "collector")
-        self._pace = Pace(self._hurry)
+        self._pace = TransferPace(self._hurry)
         self._links = {
             rank: PartLink(self._context, self._sender, address, self._pace, self._over)
             for rank, address in addresses.items()
@@ -127,7 +127,8 @@ class PartCollector:
             if not all(self._pull(oldest, rank) for rank in oldest.missing):
                 self._check_moves(oldest)
                 return False
-            self._store.complete(oldest, as_saved if oldest.lacking.is_agreed else self._complete)
+            brought_s, self._pace.busy_s = self._pace.busy_s, 0.0
+            self._store.complete(oldest, as_saved if oldest.lacking.is_agreed else self._complete, brought_s)
         except NoAnswer:
             self._check_moves(oldest)
             return False
@@ -249,6 +250,6 @@ class PartCollector:
         return self._patience.insist(WRITING_PART, action)
 
 
-def as_saved(state: StateView, parts: Sequence[StoredPart]) -> StateView:
+def as_saved(state: StateView, stored: Sequence[StoredPart]) -> StateView:
     """Return the state as it was saved: its replicas had just agreed."""
     return state

@@ -57,7 +57,14 @@ Complete = Callable[[StateView, Sequence[StoredPart]], StateView]
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on the disk. `blocked_s`: how long the caller of `save` waited; `reason`: as given to it."""
+    """A checkpoint on the disk.
+
+    Attributes:
+        blocked_s: how long the caller of `save` waited.
+        total_s: from then until it was whole.
+        reason: as given to `save`.
+        alone_s: how long it would have taken without training beside; None: as long as it did.
+    """
 
     step: int
     path: Path
@@ -66,6 +73,7 @@ class Saved:
     blocked_s: float
     total_s: float
     reason: str = ""
+    alone_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -431,14 +439,17 @@ class CheckpointStore:
         """Go on with what another process saved and lacks parts: they are here, or on their way."""
         self._coming.add(incomplete.lacking.token)
 
-    def complete(self, incomplete: IncompleteCheckpoint, complete: Complete) -> None:
+    def complete(self, incomplete: IncompleteCheckpoint, complete: Complete, brought_s: float = 0.0) -> None:
         """Make a checkpoint of one whose parts have all come; any thread may call it, one at a time.
+
+        Args:
+            brought_s: for how long the link to them was used.
 
         Raises:
             DamagedError: what is here of it is not what was written.
             UserError: the disk takes nothing for longer than patience lasts.
         """
-        lacking = incomplete.lacking
+        lacking, begun_s = incomplete.lacking, time.monotonic()
         self._insist(self.claim)
         with self._changes:
             target, manifest = self._insist(lambda: self._write_complete(incomplete, complete))
@@ -447,10 +458,12 @@ class CheckpointStore:
         self._coming.discard(lacking.token)
         if self._on_saved is not None:
             total_s = max(0.0, time.time() - lacking.saved_t)
-            reason, blocked_s = lacking.reason, lacking.blocked_s
-            self._on_saved(
-                Saved(incomplete.step, target.path, manifest.metric, manifest.n_bytes, blocked_s, total_s, reason)
-            )
+            alone_s = brought_s + time.monotonic() - begun_s
+            saved = Saved(
+                incomplete.step, target.path, manifest.metric, manifest.n_bytes, lacking.blocked_s, total_s,
+                lacking.reason, alone_s,
+            )  # fmt: skip
+            self._on_saved(saved)
 
     def _write_complete(self, incomplete: IncompleteCheckpoint, complete: Complete) -> tuple[CheckpointEntry, Manifest]:
         """Write the whole checkpoint beside what lacks parts, which stays; of what ranks wrote it has links."""

@@ -171,13 +171,14 @@ class PartServer:
         return BlocksAnswer(question.number, [is_coded for _, is_coded in pieces]), [data for data, _ in pieces]
 
 
-class Pace:
+class TransferPace:
     """How much of a link's time a transfer takes: it rests for a multiple of what each answer took.
 
     What a link takes for an answer grows with what else it carries, and so does the rest: no rate needs to be known.
 
     Attributes:
         blocks: how many to ask for at once.
+        busy_s: for how long answers with blocks were waited for so far.
     """
 
     def __init__(self, hurry: threading.Event) -> None:
@@ -185,6 +186,7 @@ class Pace:
         self._hurry, self._share = hurry, SHARE
         self._least_s = float("inf")  # that any answer took: the way there and back
         self.blocks = 1
+        self.busy_s = 0.0
 
     def asked(self, seconds: float) -> None:
         """Take note of how long an answer without blocks took."""
@@ -193,6 +195,7 @@ class Pace:
     def rest_s(self, seconds: float) -> float:
         """Return for how long to leave the link alone after an answer with blocks, which took so long."""
         self._least_s = min(self._least_s, seconds)
+        self.busy_s += seconds
         held_s = seconds - self._least_s
         if held_s < _SHORT_S:
             self.blocks = min(_MOST_BLOCKS, 2 * self.blocks)
@@ -215,7 +218,9 @@ class PartLink:
     Raises `NoAnswer` where the rank is silent, or `over` was set: the question may be asked again.
     """
 
-    def __init__(self, context: Context, sender: Sender, address: str, pace: Pace, over: threading.Event) -> None:
+    def __init__(
+        self, context: Context, sender: Sender, address: str, pace: TransferPace, over: threading.Event
+    ) -> None:
         """Connect; nothing is sent yet."""
         known = vocabulary(PartAnswer, PartIsComing, BlocksAnswer)
         self._channel = Channel(context, sender, address, _LIMITS, known)

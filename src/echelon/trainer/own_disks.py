@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.checkpoint import WRITING_PART, CheckpointStore
-from echelon.checkpoint.blocks import coded, decoded
+from echelon.checkpoint.blocks import coded, decoded, load_codec
 from echelon.checkpoint.collector import PartCollector, as_saved
 from echelon.checkpoint.files import DamagedError, sha256_of
 from echelon.checkpoint.incomplete import HomeParts, IncompleteCheckpoint, Lacking, PartNote, incompletes
@@ -64,9 +64,8 @@ class OwnDisks:
             store: of this rank's machine.
             complete: see `PartCollector`.
         """
-        import pyarrow  # noqa: F401 - here, not in a thread: a process that is forked meanwhile would wait without end
-
-        self.away, self._rank = tuple(away), world.rank
+        load_codec()
+        self.away = tuple(away)
         self._home = HomeParts(store.folder.parent, world.rank)
         self._server: PartServer | None = None
         self._collector: PartCollector | None = None
@@ -95,10 +94,6 @@ class OwnDisks:
         assert self._server is not None
         self._server.expect(token)
         return self._home.path(token)
-
-    def lacking(self, token: int, world: World, is_agreed: bool) -> Lacking:
-        """Return what a checkpoint lacks on rank 0's disk."""
-        return Lacking(token, world.size, self.away, is_agreed)
 
     def is_idle(self, hurries: bool) -> bool:
         """Whether nothing is on its way to this rank that a checkpoint lacks; without a hurry that is not asked.
@@ -149,6 +144,8 @@ def complete_from_machines(store: CheckpointStore, world: World, complete: Compl
     Raises:
         UserError: the disk takes nothing for too long, or another run is saving there.
     """
+    if world.meeting is not None:  # machines may have disks of their own: not when the first checkpoint is due
+        load_codec()
     present = _usable(store) if world.leads else []
     told = text_from_rank_0(json.dumps([to_plain(_Offer.of(each)) for each in present]), world)
     offers = [from_plain(_Offer, values) for values in json.loads(told)]
@@ -312,9 +309,9 @@ def _own_host(world: World) -> str:
         ) from error
 
 
-def _addresses(own: str, world: World) -> list[str]:
+def _addresses(address: str, world: World) -> list[str]:
     """Return where each rank answers; empty: one that sees rank 0's disk. All ranks call it."""
-    row = torch.tensor(list(own.encode().ljust(_ADDRESS_BYTES, b"\0")), dtype=torch.uint8, device=world.device)
+    row = torch.tensor(list(address.encode().ljust(_ADDRESS_BYTES, b"\0")), dtype=torch.uint8, device=world.device)
     rows = [torch.empty_like(row) for _ in range(world.size)]
     dist.all_gather(rows, row, group=world.group)
     return [bytes(each.tolist()).rstrip(b"\0").decode() for each in rows]

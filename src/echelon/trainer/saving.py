@@ -332,11 +332,11 @@ class RanksState:
         self._writer.write({folder / file: part for folder, part in parts.items()})
         return parts
 
-    def _part_of(self, own: StateView, shared: StateView, shards: Mapping[str, Tensor]) -> RankPart:
+    def _part_of(self, local: StateView, shared: StateView, shards: Mapping[str, Tensor]) -> RankPart:
         """Return what this rank writes; what others have alike is not written where it would have to travel."""
-        alike = self._parts.sync.alike(own["sync"]) if "sync" in own else []
+        alike = self._parts.sync.alike(local["sync"]) if "sync" in local else []
         writers = [rank for rank in self._world.replica_ranks if rank not in (self._away or ())]
-        part = RankPart.of(self._world.rank, own, shared, shards, AlikeTensors(alike, writers))
+        part = RankPart.of(self._world.rank, local, shared, shards, AlikeTensors(alike, writers))
         return replace(part, is_read_soon=self._parts.sync.has_replica_state)
 
     def _completed(self, state: StateView, stored: Sequence[StoredPart]) -> StateView:
@@ -449,7 +449,7 @@ class Saver:
         best: the best result so far.
         stagnation: how many evaluations in a row gave no better one (see `count_evaluation`).
         owes_evaluation: the one that an epoch's end was to have waits for the replicas' next agreement.
-        write_s: how long it took to write the last checkpoint.
+        write_s: how long it took to write the last checkpoint, or would have taken without training beside.
         passed_over: what is wrong with checkpoints that `restore` found damaged.
         on_saved: is told of each checkpoint on the disk, by the thread that wrote it.
     """
@@ -676,7 +676,7 @@ class Saver:
 
     def _saved(self, saved: Saved) -> None:
         """Record a checkpoint that is on the disk; called from the thread that wrote it."""
-        self.write_s = saved.total_s
+        self.write_s = saved.total_s if saved.alone_s is None else saved.alone_s
         line = Checkpoint(saved.step, saved.blocked_s, saved.total_s, saved.n_bytes, str(saved.path), saved.reason)
         self._record.write(line)
         if self.on_saved is not None:

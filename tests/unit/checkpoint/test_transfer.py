@@ -14,7 +14,7 @@ from echelon.checkpoint.blocks import BLOCK_BYTES
 from echelon.checkpoint.files import note_sum
 from echelon.checkpoint.incomplete import HomeParts
 from echelon.checkpoint.tensors import write_file
-from echelon.checkpoint.transfer import NoAnswer, Pace, PartLink, PartServer
+from echelon.checkpoint.transfer import NoAnswer, TransferPace, PartLink, PartServer
 from echelon.messages.endpoint import Sender
 from echelon.messages.identity import derive_keys
 from echelon.messages.sockets import new_context
@@ -41,7 +41,7 @@ def link(server: PartServer) -> Iterator[PartLink]:
     context, over = new_context(), threading.Event()
     hurry = threading.Event()
     hurry.set()
-    with closing(PartLink(context, Sender(KEYS, "test"), server.address, Pace(hurry), over)) as opened:
+    with closing(PartLink(context, Sender(KEYS, "test"), server.address, TransferPace(hurry), over)) as opened:
         yield opened
     context.destroy()
 
@@ -78,7 +78,7 @@ def test_parts_that_are_needed_no_more_are_removed_and_newer_ones_stay(
 def test_who_has_not_the_runs_keys_is_not_answered(server: PartServer) -> None:
     context, over = new_context(), threading.Event()
     stranger = PartLink(
-        context, Sender(derive_keys(bytes(31) + b"x"), "test"), server.address, Pace(threading.Event()), over
+        context, Sender(derive_keys(bytes(31) + b"x"), "test"), server.address, TransferPace(threading.Event()), over
     )
     threading.Timer(0.5, over.set).start()
     with closing(stranger), pytest.raises(NoAnswer):
@@ -88,7 +88,7 @@ def test_who_has_not_the_runs_keys_is_not_answered(server: PartServer) -> None:
 
 def test_a_transfer_takes_a_tenth_of_the_links_time_and_less_of_a_busy_one() -> None:
     hurry = threading.Event()
-    pace = Pace(hurry)
+    pace = TransferPace(hurry)
     pace.asked(0.1)  # there and back
     assert pace.rest_s(0.12) == pytest.approx(9 * 0.02)
     assert pace.rest_s(0.15) == pytest.approx(9 * 0.05), "others use the link: what is sent takes longer"
@@ -97,7 +97,7 @@ def test_a_transfer_takes_a_tenth_of_the_links_time_and_less_of_a_busy_one() -> 
 
 
 def test_a_fast_link_is_asked_for_more_at_once() -> None:
-    pace = Pace(threading.Event())
+    pace = TransferPace(threading.Event())
     pace.asked(0.001)
     for _ in range(10):
         pace.rest_s(0.002)
