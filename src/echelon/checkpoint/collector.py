@@ -15,7 +15,7 @@ from echelon.checkpoint.hashed_file import yield_to_training
 from echelon.checkpoint.incomplete import IncompleteCheckpoint, PartNote
 from echelon.checkpoint.parts import WRITING_PART, StoredPart, part_file
 from echelon.checkpoint.store import CheckpointStore, Complete
-from echelon.checkpoint.transfer import NoAnswer, TransferPace, PartLink
+from echelon.checkpoint.transfer import NoAnswer, PartLink, TransferPace
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience
 from echelon.core.state_tree import StateView

@@ -14,7 +14,7 @@ from echelon.checkpoint.blocks import BLOCK_BYTES
 from echelon.checkpoint.files import note_sum
 from echelon.checkpoint.incomplete import HomeParts
 from echelon.checkpoint.tensors import write_file
-from echelon.checkpoint.transfer import NoAnswer, TransferPace, PartLink, PartServer
+from echelon.checkpoint.transfer import NoAnswer, PartLink, PartServer, TransferPace
 from echelon.messages.endpoint import Sender
 from echelon.messages.identity import derive_keys
 from echelon.messages.sockets import new_context
