@@ -206,6 +206,8 @@ class PartCollector:
         """Bring the blocks that are not written; returns whether all are."""
         token, rank = at
         left = [number for number in range(len(listed)) if number not in written]
+        if left:
+            self._links[rank].measure(token)
         while left:
             if self._over.is_set():
                 return False

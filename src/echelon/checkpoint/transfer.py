@@ -241,6 +241,12 @@ class PartLink:
             raise NoAnswer
         return PartNote(answer.host, answer.n_bytes, answer.sha256), listed
 
+    def measure(self, token: int) -> None:
+        """Learn how long an answer without blocks takes."""
+        begun_s = time.monotonic()
+        self._ask(BlocksQuestion(self._next(), token, []))
+        self._pace.asked(time.monotonic() - begun_s)
+
     def blocks(self, token: int, numbers: Sequence[int], listed: BlockList) -> list[bytes]:
         """Return blocks of a part, each compared with its digest, and leave the link alone for a while after."""
         begun_s = time.monotonic()

@@ -60,6 +60,7 @@ def test_a_part_comes_block_by_block_once_it_is_written(home: HomeParts, server:
     assert described is not None
     note, listed = described
     assert home.is_there(TOKEN, 3, note)
+    link.measure(TOKEN)
     before = server.sent_bytes
     assert b"".join(link.blocks(TOKEN, range(len(listed)), listed)) == path.read_bytes()
     assert server.sent_bytes - before < BLOCK_BYTES // 10, "zeros travelled as they are"
