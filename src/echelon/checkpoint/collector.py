@@ -96,10 +96,14 @@ class PartCollector:
             self._hurry.set()
         return self._seen == self._wakes
 
-    def close(self) -> None:
-        """Bring nothing any more."""
+    def end(self) -> None:
+        """Let the thread end, without waiting for it: a checkpoint whose parts have all come may still become whole."""
         self._over.set()
         self._hurry.set()
+
+    def close(self) -> None:
+        """Bring nothing any more."""
+        self.end()
         self._thread.join(_JOIN_S)
 
     def _run(self) -> None:

@@ -110,9 +110,13 @@ class PartServer:
         with self._lock:
             self._recent.append(token)
 
+    def end(self) -> None:
+        """Let the thread end, without waiting for it."""
+        self._over.set()
+
     def close(self) -> None:
         """Answer no more."""
-        self._over.set()
+        self.end()
         self._thread.join(_JOIN_S)
 
     def _serve(self) -> None:

@@ -103,6 +103,12 @@ class OwnDisks:
         """
         return self._collector is None or self._collector.is_idle(hurries)
 
+    def end(self) -> None:
+        """Let what goes on end by itself: others wait for this rank."""
+        for each in (self._server, self._collector):
+            if each is not None:
+                each.end()
+
     def close(self) -> None:
         """Bring nothing any more."""
         for each in (self._server, self._collector):

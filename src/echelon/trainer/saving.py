@@ -352,13 +352,16 @@ class RanksState:
             UserError: the disk is full, or cannot be written.
         """
         self._writer.wait()
+        disks = self._disks
         self.leave()
+        if disks is not None:
+            disks.close()
 
     def leave(self) -> None:
-        """Let what other machines have of checkpoints stay there: ranks go on that are not all of these."""
+        """Let what other machines have of checkpoints stay there: other ranks go on than these."""
         if self._disks is not None:
             self._bytes_before, disks, self._disks = self.bytes_sent, self._disks, None
-            disks.close()
+            disks.end()
 
     def prepare(self, store: CheckpointStore, begins: bool) -> WriterState:
         """Return how all ranks' writers stand, to all alike; all ranks call it together.
