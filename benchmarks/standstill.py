@@ -1,21 +1,24 @@
 """How long `echelon train` stands still for a checkpoint and for an evaluation over a slow link, beside loopback.
 
 A folder of images made with a seed, a small CNN with BatchNorm (0.8 M parameters), 2 workers x 1 thread. Each way of
-agreeing trains over loopback and over the link in turn; the pauses are those in the run's record. Needs root.
+agreeing trains over loopback and over the link in turn; the pauses are those in the run's record. Needs root. With
+`--own-disks` the run over the link is one of two machines with a folder each, which rank 0 sees one of.
 
-    python -m benchmarks.standstill [--link 10mbit] [--rounds 2] [--ways 'allreduce;topk(0.01)' ...]
+    python -m benchmarks.standstill [--own-disks] [--link 10mbit] [--rounds 2] [--ways 'allreduce;topk(0.01)' ...]
     python -m benchmarks.standstill --render     # the table of all results so far
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +35,12 @@ from benchmarks._common import (
     read_results,
     update_section,
 )
+from echelon.launch.link import ShapedNetwork, parse_link
 from echelon.records.file import read_records
 from echelon.records.kinds import End, LinkTraffic, Pause, Steps
 
 NAME, TITLE = "standstill", "Standstill for checkpoints and evaluations"
-LOOPBACK = "loopback"
+LOOPBACK, OWN_DISKS = "loopback", "own disks"
 WAYS = ["allreduce;topk(0.01)", "allreduce;sign", "local(8, overlap=2);sign", "diloco(20);int8", "ps(mode=sync);none"]
 PAUSES = ("checkpoint", "evaluation")
 CLASSES, TRAINING, TEST, SIDE = 10, 240, 100, 28
@@ -77,11 +81,11 @@ def train(data: Path, folder: Path, way: str, place: str, options: argparse.Name
         "--workers", "2", "--epochs", str(options.epochs), "--batch-size", "128", "--sync", sync,
         "--compression", compression, "--checkpoint-every", str(options.every), "--run", str(folder),
     ]  # fmt: skip
-    if place != LOOPBACK:
-        command += ["--link", place]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=REPOSITORY)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
+    if place == OWN_DISKS:
+        sent_bytes = run_on_machines(command, folder, options.link)
+    else:
+        run_all([command if place == LOOPBACK else [*command, "--link", place]])
+        sent_bytes = [host.sent_bytes for link in read_records(folder, LinkTraffic) for host in link.hosts]
     pauses = read_records(folder, Pause)
     windows, ends = read_records(folder, Steps), read_records(folder, End)
     return {
@@ -89,8 +93,48 @@ def train(data: Path, folder: Path, way: str, place: str, options: argparse.Name
         "steps": sum(window.count for window in windows),
         "steps_s": sum(window.seconds for window in windows),
         "other_bytes": sum(w.other_wire_bytes for w in windows) + sum(e.other_wire_bytes or 0 for e in ends),
-        "sent_bytes": [host.sent_bytes for link in read_records(folder, LinkTraffic) for host in link.hosts],
+        "sent_bytes": sent_bytes,
     }
+
+
+def run_on_machines(command: Sequence[str], folder: Path, link: str) -> list[int]:
+    """Run a command on two machines, which are network namespaces here; returns the bytes that each sent.
+
+    Args:
+        folder: of the first machine; the other one has another.
+    """
+    secret = {**os.environ, "ECHELON_RUN_SECRET": secrets.token_hex(32)}
+    with ShapedNetwork(2, parse_link(link)) as network:
+        where = ["--nodes", "2", "--rendezvous", f"{network.addresses[0]}:29400", "--workers", "1", "--threads", "1"]
+        folders = [str(folder), f"{folder}-elsewhere"]
+        run_all(
+            [[*network.command_prefix(i), *command, *where, "--run", folders[i], "--device", "cpu"] for i in range(2)],
+            secret,
+        )
+        return [network.counters(i).sent_bytes for i in range(2)]
+
+
+def run_all(commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None) -> None:
+    """Run commands beside each other.
+
+    Raises:
+        RuntimeError: one fails, or takes too long.
+    """
+    started = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY, env=environment
+        )
+        for command in commands
+    ]
+    try:
+        for command, process in zip(commands, started, strict=True):
+            output, _ = process.communicate(timeout=DEADLINE_S)
+            if process.returncode:
+                raise RuntimeError(f"{' '.join(command)} failed: {output.strip().splitlines()[-1:]}")
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -98,35 +142,39 @@ def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         data = Path(temporary) / "images"
         make_images(data)
-        contenders = [(way, place) for way in options.ways for place in (LOOPBACK, options.link)]
+        slow = OWN_DISKS if options.own_disks else options.link
+        contenders = [(way, place) for way in options.ways for place in (LOOPBACK, slow)]
         for turn, (way, place) in interleave(contenders, options.rounds):
             found = train(data, Path(temporary) / f"run-{turn}-{contenders.index((way, place))}", way, place, options)
-            about = {"way": way, "place": place, "link": options.link, "command": command_line("benchmarks.standstill")}
+            about = {"way": way, "place": place, "link": options.link, "slow": slow}
+            about["command"] = command_line("benchmarks.standstill")
             append_result(NAME, {**about, **found})
             print(way, place, found, flush=True)
 
 
 def render(options: argparse.Namespace) -> None:
     """Write the table of the results of one link."""
-    results = [result for result in read_results(NAME) if result["link"] == options.link]
+    slow = OWN_DISKS if options.own_disks else options.link
+    results = [r for r in read_results(NAME) if r["link"] == options.link and r.get("slow", r["link"]) == slow]
     if not results:
         raise SystemExit("nothing was measured on this link")
     rows = []
     for way in dict.fromkeys(result["way"] for result in results):
         own = [result for result in results if result["way"] == way]
         for name in PAUSES:
-            at = {place: _pauses(own, name, place) for place in (LOOPBACK, options.link)}
+            at = {place: _pauses(own, name, place) for place in (LOOPBACK, slow)}
             rows.append([way, name, *(_seconds(values) for values in at.values()), _ratio(*at.values())])
     header = [
         "way",
         "pause",
         "loopback: median s (n)",
-        f"{options.link}: median s (n)",
+        f"{options.link}{', own disks' if options.own_disks else ''}: median s (n)",
         "ratio of medians (90% interval)",
     ]
     last = results[-1]
     body = f"{markdown_table(header, rows)}\n\n{environment_line(last['command'], last['environment'])}"
-    update_section(TITLE, f"Seconds in which all ranks wait, from the record; interval by bootstrap.\n\n{body}")
+    title = f"{TITLE}, each machine with its own disk" if options.own_disks else TITLE
+    update_section(title, f"Seconds in which all ranks wait, from the record; interval by bootstrap.\n\n{body}")
 
 
 def _pauses(results: Sequence[dict[str, Any]], name: str, place: str) -> list[float]:
@@ -153,6 +201,7 @@ def main() -> None:
     """Measure, or only render."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--link", default="10mbit")
+    parser.add_argument("--own-disks", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--epochs", type=int, default=3)

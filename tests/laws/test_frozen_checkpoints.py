@@ -74,6 +74,8 @@ class RunOfTrial:
         with self.state.captured(Cursor(step=step), self.store) as captured:
             if captured is not None:
                 self.store.save(step, captured.tree, arriving=captured.arriving, base=captured.base)
+        while self.state.prepare(self.store, begins=False) is not WriterState.IDLE:
+            pass
         self.state.finish()
         self.store.wait()
         if self.trainer.world.group is not None:
@@ -125,9 +127,10 @@ def resumed(rank: Rank | None, trials: Sequence[Trial], folder: Path) -> None:
 
 
 def resumed_apart(rank: Rank, trials: Sequence[Trial], folder: Path) -> None:
-    """Do the same where each rank has a disk of its own: rank 0's checkpoint is all there is."""
-    resumed(rank, trials, folder / f"disk{rank.index}")
-    assert rank.index == 0 or not (folder / f"disk{rank.index}").exists()
+    """Do the same where each rank has a disk of its own: only rank 0's has checkpoints."""
+    own = folder / f"disk{rank.index}"
+    resumed(rank, trials, own)
+    assert rank.index == 0 or [path.name for path in own.iterdir()] == ["parts"]
 
 
 def check(trials: Sequence[Trial], folder: Path, ranks: int = 2) -> None:

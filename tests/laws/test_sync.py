@@ -192,9 +192,14 @@ class Large(Quadratic):
         self.a = nn.Parameter(torch.full((16 * FEATURES, 32), 2.0, dtype=torch.float64))
 
 
-def _through_a_folder(rank: Rank, folder: Path, trials: list[Trial]) -> list[dict[str, int]]:
-    """Save to a folder and go on, restore into new objects and go on: the same bits? Returns the sizes of its files."""
+def _through_a_folder(rank: Rank, folder: Path, trials: list[Trial], own_disks: bool = False) -> list[dict[str, int]]:
+    """Save to a folder and go on, restore into new objects and go on: the same bits? Returns the sizes of its files.
+
+    Args:
+        own_disks: each rank has a folder of its own.
+    """
     sizes = []
+    folder = folder / f"disk{rank.index}" if own_disks else folder
     for i, trial in enumerate(trials):
         parts, at = make_parts(trial), 4 + i % 3
         train(parts, rank, 0, at)
@@ -209,8 +214,8 @@ def _through_a_folder(rank: Rank, folder: Path, trials: list[Trial]) -> list[dic
         assert cursor is not None and cursor.step == at
         for step, (a, b) in enumerate(zip(expected, train(again, rank, at, STEPS), strict=True), at):
             assert _equal(a, b), f"{trial} resumed at step {at} differs at step {step}"
-        (saved,) = (folder / str(i) / "checkpoints").glob("step-*")
-        sizes.append({file.name: file.stat().st_size for file in saved.glob("*.safetensors")})
+        for saved in (folder / str(i) / "checkpoints").glob("step-*"):
+            sizes.append({file.name: file.stat().st_size for file in saved.glob("*.safetensors")})
         for p in (parts, again):
             p.sync.close()
     return sizes
@@ -230,6 +235,17 @@ def test_a_checkpoint_has_once_what_all_ranks_have(tmp_path: Path) -> None:
         assert models * model <= sum(found.values()) < (models + 0.5) * model, found
         parts = [size for name, size in found.items() if name.startswith("part")]
         assert max(parts) - min(parts) <= 1.1 * model, found
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_resume_from_disks_of_their_own_is_bit_identical(tmp_path: Path, world: int) -> None:
+    """Law 2, where each rank writes its part to a disk that rank 0 does not see; alike tensors stay where they are."""
+    large = [Trial(spec, momentum=0.9, model=Large) for spec in ("diloco(4, outer_momentum=0.9)", "local(4)")]
+    others = [trial for trial in _trials() if trial.compression in ("none", "topk(0.1)")]
+    sizes = run_ranks(_through_a_folder, world, tmp_path, [*large, *others], True)
+    assert len(sizes[0]) == len(large) + len(others) and not any(sizes[1:]), "rank 0 alone has whole checkpoints"
+    model = sum(tensor.nbytes for tensor in Large().parameters())
+    assert sizes[0][0]["part-00001.safetensors"] < 2.5 * model, "what the ranks have alike has travelled"
 
 
 def save_in_middle(rank: Rank, trials: list[Trial]) -> list[tuple[object, object]]:

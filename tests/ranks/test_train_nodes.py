@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import statistics
 import sys
 from pathlib import Path
 
@@ -51,6 +52,46 @@ def test_machines_with_disks_of_their_own_share_the_secret_by_the_environment(tm
         assert _sizes(first) == [2] and first.summary()["status"] == "completed"
         assert not list(tmp_path.glob("*/machines/secret"))
         assert SECRET not in first.text() + second.text()
+
+
+@pytest.mark.long
+def test_machines_with_disks_of_their_own_stand_still_for_no_link_and_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """Killed while a checkpoint's part is on its way, they go on from it: the part is where its rank has written it."""
+    settings = ("--model", "resnet20", "--sync", "local(4, overlap=2)", "--compression", "sign", "--max-steps", "40",
+                "--eval-every", "0", "--checkpoint-every", "8")  # fmt: skip
+    with ShapedNetwork(2, parse_link("10mbit")) as network, Runs(tmp_path) as runs:
+
+        def start() -> tuple[Run, Run]:
+            """Give the same command on both machines."""
+            first, second = (
+                start_machine(runs, network, i, *settings, "--nodes", "2", folder="ab"[i], secret=SECRET)
+                for i in range(2)
+            )
+            return first, second
+
+        first, second = start()
+        first.wait_for(lambda: _lacking(first), "a checkpoint that lacks a part")
+        for run in (first, second):
+            for pid in marked_processes(run.mark):
+                os.kill(pid, signal.SIGKILL)
+            run.process.wait()
+        reached = _lacking(first)
+        assert reached > max((r["step"] for r in first.records("checkpoint")), default=0)
+        part_s = max(path.stat().st_size for path in (tmp_path / "b" / "parts").glob("*.safetensors")) * 8 / 10e6
+        again = start()
+        assert [run.end() for run in again] == [0, 0], again[0].text() + again[1].text()
+    alone = runs.train("digits", "--workers", "2", *settings, folder="alone")
+    assert alone.end() == 0, alone.text()
+    assert first.records("start")[-1]["start_step"] == reached and losses_of(first.folder) == alone.losses()
+    pauses = [r["seconds"] for r in first.records("pause") if r["name"] == "checkpoint"]
+    assert statistics.median(pauses) < part_s / 3, f"a part takes {part_s:.1f} s over the link: {pauses}"
+    assert not list((tmp_path / "a" / "checkpoints").glob("incomplete-*")), "all are whole at the end"
+
+
+def _lacking(run: Run) -> int:
+    """Return the newest step whose checkpoint lacks a part of which it is known where it lies; 0: there is none."""
+    known = (path.parent.parent.name for path in (run.folder / "checkpoints").glob("incomplete-*/arrived/part-*.json"))
+    return max((int(name.split("-")[1]) for name in known), default=0)
 
 
 @pytest.mark.slow

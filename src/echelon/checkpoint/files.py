@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -333,7 +333,7 @@ def seal(
     files: dict[str, FileSum] = {}
     for path in sorted(folder.iterdir()):
         sync(path)
-        files[path.name] = FileSum(path.stat().st_size, (known or {}).get(path.name) or _sha256(path))
+        files[path.name] = FileSum(path.stat().st_size, (known or {}).get(path.name) or sha256_of(path))
     sums = {name: asdict(file) for name, file in files.items()}
     body: dict[str, object] = {"format": FORMAT, "step": step, "metric": None if metric is None else repr(metric)}
     if base:
@@ -347,7 +347,7 @@ def seal(
 
 def manifest_sum(folder: Path) -> str:
     """Return the SHA-256 of a folder's manifest, which covers all that is in it. Raises OSError."""
-    return _sha256(folder / MANIFEST)
+    return sha256_of(folder / MANIFEST)
 
 
 def write_durable(path: Path, data: bytes) -> None:
@@ -358,14 +358,15 @@ def write_durable(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def verify(entry: CheckpointEntry, most_bytes: float = math.inf) -> Manifest:
+def verify(entry: CheckpointEntry, most_bytes: float = math.inf, beside: Set[str] = frozenset()) -> Manifest:
     """Compare every byte of a checkpoint with its checksums. Raises DamagedError, or OSError on a failing disk.
 
     Args:
         most_bytes: of a larger checkpoint the contents are not compared.
+        beside: names in its folder that do not belong to it.
     """
     manifest, files = _read_manifest(entry)
-    present = {path.name for path in entry.path.iterdir()} - {MANIFEST, MANIFEST_SUM}
+    present = {path.name for path in entry.path.iterdir()} - {MANIFEST, MANIFEST_SUM} - beside
     if present != files.keys():
         missing, added = sorted(files.keys() - present), sorted(present - files.keys())
         raise DamagedError(f"missing files {missing}, files that do not belong there {added}")
@@ -374,7 +375,7 @@ def verify(entry: CheckpointEntry, most_bytes: float = math.inf) -> Manifest:
         size = path.stat().st_size
         if not path.is_file() or size != expected.bytes:
             raise DamagedError(f"{name} has {size} bytes, not {expected.bytes}: it was cut or overwritten")
-        if manifest.n_bytes <= most_bytes and _sha256(path) != expected.sha256:
+        if manifest.n_bytes <= most_bytes and sha256_of(path) != expected.sha256:
             raise DamagedError(f"the checksum of {name} does not match: its contents changed after it was written")
     return manifest
 
@@ -382,6 +383,11 @@ def verify(entry: CheckpointEntry, most_bytes: float = math.inf) -> Manifest:
 def read_manifest(entry: CheckpointEntry) -> Manifest:
     """Read a checkpoint's manifest alone, verified by its own checksum. Raises DamagedError, OSError."""
     return _read_manifest(entry)[0]
+
+
+def file_sums(entry: CheckpointEntry) -> dict[str, FileSum]:
+    """Return what a checkpoint's manifest says of its files, by name. Raises DamagedError, OSError."""
+    return _read_manifest(entry)[1]
 
 
 def scored(present: Sequence[CheckpointEntry]) -> list[tuple[float, CheckpointEntry]]:
@@ -426,10 +432,11 @@ def _read(path: Path) -> bytes:
 
 
 def _sum_line(path: Path) -> bytes:
-    return f"{_sha256(path)}  {path.name}\n".encode()
+    return f"{sha256_of(path)}  {path.name}\n".encode()
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal. Raises OSError."""
     with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,14 @@ from torch import Tensor
 from echelon.checkpoint import files
 from echelon.checkpoint.files import CheckpointEntry, DamagedError, Manifest
 from echelon.checkpoint.hashed_file import yield_to_training
+from echelon.checkpoint.incomplete import (
+    IncompleteCheckpoint,
+    Lacking,
+    incomplete_path,
+    incompletes,
+    superseded,
+    write_lacking,
+)
 from echelon.checkpoint.parts import (
     RANKS,
     GivenUp,
@@ -43,10 +51,20 @@ _LOCK_DEADLINE_S = 10.0
 
 R = TypeVar("R")
 
+Complete = Callable[[StateView, Sequence[StoredPart]], StateView]
+"""Makes the state that is saved of what was given and of the ranks' parts."""
+
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on the disk. `blocked_s`: how long the caller of `save` waited; `reason`: as given to it."""
+    """A checkpoint on the disk.
+
+    Attributes:
+        blocked_s: how long the caller of `save` waited.
+        total_s: from then until it was whole.
+        reason: as given to `save`.
+        alone_s: how long it would have taken without training beside; None: as long as it did.
+    """
 
     step: int
     path: Path
@@ -55,6 +73,7 @@ class Saved:
     blocked_s: float
     total_s: float
     reason: str = ""
+    alone_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,21 +97,22 @@ class Arriving:
     Attributes:
         folder: where they appear.
         names: of the files, by rank.
-        complete: makes the state that is saved of what `save` was given and of the parts, in the writer's thread, maybe
-            more than once; the ranks' own states are added after it.
+        complete: is called in the writer's thread, maybe more than once; the ranks' own states are added after it.
         with_own: whether they are.
         written: tensors of the state that `save` is given which lie in these files: they are not written again.
         given_up: set when parts that are missing will not come.
         is_settled: set when all have come, or are given up.
+        lacking: which parts lie on other machines: without them it is no checkpoint yet (`CheckpointStore.complete`).
     """
 
     folder: Path
     names: list[str]
-    complete: Callable[[StateView, Sequence[StoredPart]], StateView]
+    complete: Complete
     with_own: bool = True
     written: WrittenTensors = field(default_factory=WrittenTensors)
     given_up: threading.Event = field(default_factory=threading.Event)
     is_settled: threading.Event = field(default_factory=threading.Event)
+    lacking: Lacking | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +173,8 @@ class CheckpointStore:
         self._left_out: Set[str] = frozenset()
         self._arriving: Arriving | None = None  # of the save that was begun last
         self._metric: float | None = None  # likewise; None also once it was given up
+        self._coming: set[int] = set()  # tokens of what lacks parts, and is to be completed by this process
+        self._changes = threading.Lock()  # of the folder: a checkpoint is completed in another thread than is saved in
 
     def has_base(self, names: Set[str]) -> bool:
         """Whether a base is there with all of these names: this store's, or where others save too, the newest one's."""
@@ -272,10 +294,11 @@ class CheckpointStore:
         return files.temporary(self.folder / f"{'base' if of_base else 'parts'}-{token:016x}")
 
     def give_up_arriving(self) -> None:
-        """Give up the checkpoint that waits for parts, if one does: a rank that was to write one is gone.
+        """Give up checkpoints that wait for parts: a rank that was to write one is gone, or has another number.
 
-        One whose parts are all there is written to its end.
+        One whose parts are all there is written to its end. What lies on other machines stays there.
         """
+        self._coming.clear()
         if self._arriving is not None:
             self._arriving.given_up.set()
 
@@ -384,7 +407,7 @@ class CheckpointStore:
             try:
                 return entry.step, self._read(entry, rank)
             except DamagedError as error:
-                self._reject(entry, str(error))
+                self.reject(entry.path, str(error))
         if candidates:
             raise files.none_whole(self.folder, len(candidates))
         return None
@@ -401,29 +424,64 @@ class CheckpointStore:
         self._left_out = _inner_names(held) - _inner_names(state)
         return _overlaid(held, state)
 
-    def _reject(self, entry: CheckpointEntry, reason: str) -> None:
+    def reject(self, path: Path, reason: str) -> None:
+        """Tell of a checkpoint that is not used."""
         if self._on_rejected is not None:
-            self._on_rejected(entry.path, reason)
+            self._on_rejected(path, reason)
         else:
-            logging.getLogger(__name__).warning("checkpoint %s is not used: %s", entry.path, reason)
+            logging.getLogger(__name__).warning("checkpoint %s is not used: %s", path, reason)
+
+    def coming(self) -> list[IncompleteCheckpoint]:
+        """Return what this process saved and lacks parts, from old to new. Raises OSError."""
+        return [each for each in incompletes(self.folder) if each.lacking.token in self._coming]
+
+    def adopt(self, incomplete: IncompleteCheckpoint) -> None:
+        """Go on with what another process saved and lacks parts: they are here, or on their way."""
+        self._coming.add(incomplete.lacking.token)
+
+    def complete(self, incomplete: IncompleteCheckpoint, complete: Complete, brought_s: float = 0.0) -> None:
+        """Make a checkpoint of one whose parts have all come; any thread may call it, one at a time.
+
+        Args:
+            brought_s: for how long the link to them was used.
+
+        Raises:
+            DamagedError: what is here of it is not what was written.
+            UserError: the disk takes nothing for longer than patience lasts.
+        """
+        lacking, begun_s = incomplete.lacking, time.monotonic()
+        self._insist(self.claim)
+        with self._changes:
+            target, manifest = self._insist(lambda: self._write_complete(incomplete, complete))
+            self._insist(lambda: files.remove(incomplete.path))
+            self._insist(lambda: self._prune(target, manifest))
+        self._coming.discard(lacking.token)
+        if self._on_saved is not None:
+            total_s = max(0.0, time.time() - lacking.saved_t)
+            alone_s = brought_s + time.monotonic() - begun_s
+            saved = Saved(
+                incomplete.step, target.path, manifest.metric, manifest.n_bytes, lacking.blocked_s, total_s,
+                lacking.reason, alone_s,
+            )  # fmt: skip
+            self._on_saved(saved)
+
+    def _write_complete(self, incomplete: IncompleteCheckpoint, complete: Complete) -> tuple[CheckpointEntry, Manifest]:
+        """Write the whole checkpoint beside what lacks parts, which stays; of what ranks wrote it has links."""
+        incomplete.check()
+        folder = self.parts_folder(incomplete.lacking.token)
+        arriving = Arriving(folder, incomplete.link_parts(folder), complete)
+        tree = json.loads((incomplete.path / _TREE).read_bytes())
+        tensors = read_tensors(incomplete.path, (slot for slot in slots(tree) if not slot.file))
+        job = _Job(incomplete.step, incomplete.metric, tree, tensors, 0.0, 0.0, arriving, incomplete.lacking.reason)
+        target = files.free_entry(self.folder, job.step)
+        return target, self._write_folder(job, target.path, incomplete.base)[0]
 
     def _run(self, job: _Job, background: bool) -> None:
         if background:
             yield_to_training()
         try:
-            if job.base is not None:
-                of_base = job.base
-                self._base, self._left_out = self._insist(lambda: self._write_base(of_base)), job.left_out
-            target, manifest = self._insist(lambda: self._write(job))
-            self._insist(lambda: self._prune(target, manifest))
-            if self._in_turns:
-                self._unlock()
-            total_s = time.monotonic() - job.started_s
-            blocked_s = job.blocked_s if background else total_s
-            if self._on_saved is not None:
-                self._on_saved(
-                    Saved(job.step, target.path, job.metric, manifest.n_bytes, blocked_s, total_s, job.reason)
-                )
+            with self._changes:
+                self._save(job, background)
         except GivenUp as given_up:
             logging.getLogger(__name__).warning("the checkpoint of step %d is given up: %s", job.step, given_up)
             if job.arriving is not None:
@@ -436,6 +494,24 @@ class CheckpointStore:
             self._failure = files.in_words(error, self.folder, job.step, need)
         except BaseException as error:  # noqa: BLE001 - kept for `wait`, which raises it where it can be handled
             self._failure = error
+
+    def _save(self, job: _Job, background: bool) -> None:
+        if job.base is not None:
+            of_base = job.base
+            self._base, self._left_out = self._insist(lambda: self._write_base(of_base)), job.left_out
+        lacking = None if job.arriving is None else job.arriving.lacking
+        if lacking is not None:
+            self._coming.add(lacking.token)
+        target, manifest = self._insist(lambda: self._write(job))
+        self._insist(
+            lambda: self._prune(target, manifest) if lacking is None else self._drop_incomplete(job.step, set())
+        )
+        if self._in_turns:
+            self._unlock()
+        total_s = time.monotonic() - job.started_s
+        if self._on_saved is not None and lacking is None:
+            blocked_s = job.blocked_s if background else total_s
+            self._on_saved(Saved(job.step, target.path, job.metric, manifest.n_bytes, blocked_s, total_s, job.reason))
 
     def _insist(self, action: Callable[[], R]) -> R:
         def in_turn() -> R:
@@ -458,6 +534,8 @@ class CheckpointStore:
         if job.left_out and not self._base:
             raise ValueError("a checkpoint that leaves something out needs its base")
         target = files.free_entry(self.folder, job.step)
+        if job.arriving is not None and job.arriving.lacking is not None:
+            target = replace(target, path=incomplete_path(self.folder, job.step, job.arriving.lacking.token))
         return target, self._write_folder(job, target.path, self._base if job.left_out else "")[0]
 
     def _write_base(self, job: _Job) -> str:
@@ -485,6 +563,7 @@ class CheckpointStore:
         unfinished = files.temporary(target) if job.arriving is None else job.arriving.folder
         parts = [] if job.arriving is None else job.arriving.names
         tree, tensors = job.tree, job.tensors
+        lacking = None if job.arriving is None else job.arriving.lacking
         if job.arriving is not None:
             try:
                 await_parts(unfinished, parts, self._deadline_s, job.arriving.given_up)
@@ -493,7 +572,8 @@ class CheckpointStore:
                 raise
             finally:
                 job.arriving.is_settled.set()
-            tree, tensors = _with_parts(job, job.arriving)
+            if lacking is None:
+                tree, tensors = _with_parts(job, job.arriving)
         else:
             unfinished.mkdir(exist_ok=True)
         try:
@@ -501,6 +581,9 @@ class CheckpointStore:
             files.empty(unfinished, but=parts)
             sums[TENSORS] = write_tensors(unfinished, tensors)
             files.write_durable(unfinished / _TREE, json.dumps(tree).encode())
+            if lacking is not None:
+                stood = replace(lacking, reason=job.reason, blocked_s=job.blocked_s, saved_t=time.time())
+                write_lacking(unfinished, stood)
             manifest = files.seal(unfinished, job.step, job.metric, base, sums)
             target = target if named is None else named(unfinished)
             self._check_turn()
@@ -536,6 +619,22 @@ class CheckpointStore:
             for path in files.unnamed_bases(self.folder):
                 if path != own:
                     files.remove(path)
+        self._drop_incomplete(new.step, self._coming)
+
+    def _drop_incomplete(self, saved_step: int, later: Set[int]) -> None:
+        """Remove what lacks parts and is needed no more.
+
+        Args:
+            saved_step: of what was just saved: of later steps is what was rolled back, but for
+            later: tokens of what was saved after it.
+        """
+        files.sync(self.folder)
+        present = incompletes(self.folder)
+        undone = [each for each in present if each.step > saved_step and each.lacking.token not in later]
+        present = [each for each in present if each not in undone]
+        for each in [*undone, *superseded(present, self.newest_step() or 0, self._coming)]:
+            files.remove(each.path)
+            self._coming.discard(each.lacking.token)
 
 
 def _with_parts(job: _Job, arriving: Arriving) -> tuple[StateTree, dict[str, Tensor]]:

@@ -30,6 +30,10 @@ class MeetingStore(dist.Store):
     """A `torch.distributed` store whose values lie with the first machine; any thread may use it.
 
     Keep a reference to it for as long as a process group uses it: torch holds the C++ half alone.
+
+    Attributes:
+        address: `HOST:PORT` of the first machine.
+        keys: of the run, which its messages are encrypted with.
     """
 
     def __init__(
@@ -48,7 +52,7 @@ class MeetingStore(dist.Store):
             check: raises an error once no answer is to be waited for.
         """
         super().__init__()
-        self.address, self._keys, self._check = address, keys, check
+        self.address, self.keys, self._check = address, keys, check
         self._timeout_s = timeout.total_seconds()
         self._table, self._number = table, 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -61,7 +65,7 @@ class MeetingStore(dist.Store):
     def elsewhere(self, address: str, check: Callable[[], None]) -> MeetingStore:
         """Return the store of the same ranks with another machine, which leads instead of the one before."""
         timeout = timedelta(seconds=self._timeout_s)
-        return MeetingStore(address, self._keys, self._table, timeout, check)
+        return MeetingStore(address, self.keys, self._table, timeout, check)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""

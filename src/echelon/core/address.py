@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from dataclasses import dataclass
 
 from echelon.core.errors import UserError
 
 STORE_VARIABLE = "ECHELON_STORE"
 """In the environment of a group's ranks: where they find each other, `file:PATH` or `meeting:HOST:PORT`."""
+
+
+_ELSEWHERE = "198.51.100.1"  # reserved for documentation: nobody has it
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,30 @@ def parse_voters(text: str) -> tuple[Address, ...]:
             f"{len(voters) - 1} do: name an odd number of machines"
         )
     return voters
+
+
+def ipv4_of(host: str) -> str:
+    """Return a host's IPv4 address: machines meet by these. Raises OSError."""
+    return str(socket.getaddrinfo(host, None, family=socket.AF_INET)[0][4][0])
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address that this machine has for others on the way to a host, which may be itself.
+
+    Raises:
+        OSError: no way leads there, or nobody knows the host.
+    """
+    own = _source_towards(ipv4_of(host), port)
+    if not ipaddress.ip_address(own).is_loopback:
+        return own
+    try:  # this machine is that host, and knows its own name by loopback: others come by the default route
+        return _source_towards(_ELSEWHERE, port)
+    except OSError:  # there are no other machines
+        return own
+
+
+def _source_towards(address: str, port: int) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((address, port))  # chooses a route, sends nothing
+        own: str = way.getsockname()[0]
+        return own

@@ -12,14 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from echelon.core.address import Address
+from echelon.core.address import Address, address_towards, ipv4_of
 from echelon.core.errors import UserError
 
 NETWORK_S = 30.0  # a machine that has just started, or whose cable was out, may have its network by then
 _AGAIN_S = 0.25
 _DOWN = (errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, socket.EAI_AGAIN)
 _UNKNOWN = (socket.EAI_NONAME, socket.EAI_NODATA)
-_ELSEWHERE = "198.51.100.1"  # reserved for documentation: nobody has it
 
 
 def own_address(rendezvous: Address, say: Callable[[str], None] | None = None, name_s: float = 0.0) -> str:
@@ -36,7 +35,7 @@ def own_address(rendezvous: Address, say: Callable[[str], None] | None = None, n
     begun = time.monotonic()
     while True:
         try:
-            return _own_address(rendezvous.host, rendezvous.port)
+            return address_towards(rendezvous.host, rendezvous.port)
         except OSError as error:
             reason = f"--rendezvous {rendezvous}: cannot be reached ({error.strerror})"
             is_down, is_unknown = error.errno in _DOWN, error.errno in _UNKNOWN
@@ -112,16 +111,6 @@ def own_number(voters: Sequence[Address], machines: int, say: Callable[[str], No
     return numbers[0] if numbers else None
 
 
-def _own_address(host: str, port: int) -> str:
-    own = _address_towards((_ipv4_of(host), port))
-    if not ipaddress.ip_address(own).is_loopback:
-        return own
-    try:  # this is the first machine, and knows its own name by loopback: others come by the default route
-        return _address_towards((_ELSEWHERE, port))
-    except OSError:  # there are no other machines
-        return own
-
-
 def listening_addresses(rendezvous: Address) -> list[str]:
     """Return where the first machine listens: at its address for the others, and at the one that its own name has.
 
@@ -129,22 +118,10 @@ def listening_addresses(rendezvous: Address) -> list[str]:
         UserError: the host is unknown.
     """
     own = own_address(rendezvous)
-    return list(dict.fromkeys((own, _ipv4_of(rendezvous.host))))
-
-
-def _ipv4_of(host: str) -> str:
-    """Return a host's IPv4 address: machines meet by these."""
-    return str(socket.getaddrinfo(host, None, family=socket.AF_INET)[0][4][0])
-
-
-def _address_towards(address: tuple[str, int]) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect(address)  # chooses a route, sends nothing
-        own: str = way.getsockname()[0]
-        return own
+    return list(dict.fromkeys((own, ipv4_of(rendezvous.host))))
 
 
 def is_own(host: str, address: str) -> bool:
     """Whether a host is this machine, which has an address."""
-    target = _ipv4_of(host)
+    target = ipv4_of(host)
     return target == address or ipaddress.ip_address(target).is_loopback

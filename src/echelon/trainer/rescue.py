@@ -461,6 +461,9 @@ class _SurvivorsState:
         sync = self._run.parts.sync
         return sync.common_state() if isinstance(sync, Rescuable) else {}
 
+    def leave(self) -> None:
+        """Do nothing: no other machine's disk has a part of it."""
+
     def finish(self) -> None:
         """Wait until what this rank writes is on disk."""
         self._writer.wait()

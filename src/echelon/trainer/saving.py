@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from echelon.checkpoint import (
     RANKS,
@@ -30,13 +31,13 @@ from echelon.checkpoint import (
     StoredPart,
     broadcast_state,
     copy_state,
-    gather_rank_state,
     merge,
     part_file,
     take_parts,
     whole,
 )
 from echelon.checkpoint.files import chosen
+from echelon.checkpoint.incomplete import INCOMPLETE, Lacking
 from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
 from echelon.core.files import write_atomic
@@ -50,6 +51,7 @@ from echelon.sync.base import AGREED_FROM
 from echelon.tasks.base import PendingSection, Task
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.folder import CHECKPOINTS_FOLDER, locked
+from echelon.trainer.own_disks import OwnDisks, away_ranks, complete_from_machines
 from echelon.trainer.sharded_state import list_groups, model_parts, to_parts
 from echelon.trainer.state import (
     SINCE,
@@ -90,8 +92,14 @@ class Captured:
 
 @dataclass(frozen=True)
 class _Room:
-    """Folders for the parts that ranks write of a checkpoint, and of its base where that is not written yet."""
+    """Folders for the parts that ranks write of a checkpoint, and of its base where that is not written yet.
 
+    Attributes:
+        token: which names them.
+        folder: on rank 0's disk.
+    """
+
+    token: int
     folder: Path
     of_base: Path | None
 
@@ -109,11 +117,13 @@ class RunState(Protocol):
 
     Attributes:
         leads: whether this process writes it.
-        bytes_sent: by this rank to bring it together.
     """
 
     leads: bool
-    bytes_sent: int
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank sent to bring it together."""
 
     def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
         """Return the newest whole checkpoint that all see, and its step."""
@@ -140,6 +150,9 @@ class RunState(Protocol):
     def finish(self) -> None:
         """Wait until what ranks write by themselves is on disk."""
 
+    def leave(self) -> None:
+        """Have nothing to do any more with what other ranks write."""
+
     @property
     def is_writing(self) -> bool:
         """Whether this rank writes such."""
@@ -149,7 +162,7 @@ class RanksState:
     """State that ranks hold: each writes its own in a part of the checkpoint, and nothing of it goes over a link.
 
     What the replicas agree on is told from their parts, once these are on the disk, by rank 0's writer. Where machines
-    have disks of their own, rank 0 gathers what other ranks alone have, and writes it.
+    have disks of their own, the parts come to rank 0's disk beside training (`OwnDisks`).
     """
 
     def __init__(self, run_parts: RunParts, world: World, patience: Patience) -> None:
@@ -157,10 +170,16 @@ class RanksState:
         self._parts, self._world, self.leads, self._patience = run_parts, world, world.leads, patience
         self._writer = PartWriter(patience=patience)
         self._token: int | None = None  # of the room made for the ranks' next parts
-        self._is_common: bool | None = None  # the disk; not known before the first checkpoint
-        self.bytes_sent = 0
+        self._away: tuple[int, ...] | None = None  # who does not see rank 0's disk; None: not known yet
+        self._disks: OwnDisks | None = None
+        self._bytes_before = 0  # sent
         self.draws_go_on = False
         """Whether this rank's random generators go on from where a checkpoint has them."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank sent to bring the state together."""
+        return self._bytes_before + (self._disks.sent_bytes if self._disks is not None else 0)
 
     @property
     def is_writing(self) -> bool:
@@ -170,11 +189,13 @@ class RanksState:
     def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
         """Return the newest whole checkpoint, with what this rank alone had, or all ranks' where the layout is another.
 
-        Machines that do not see rank 0's disk are sent what it has.
+        One that lacks parts on rank 0's disk is whole if its machines are here. Machines that do not see that disk are
+        sent what it has.
 
         Raises:
             UserError: another machine has a newer one.
         """
+        self._bytes_before += complete_from_machines(store, self._world, self._completed)
         found = store.newest(rank=self._world.rank)
         if found is not None and saved_layout(found[1]) != layout_of(self._world):
             found = store.newest()  # what other ranks had is merged
@@ -189,7 +210,7 @@ class RanksState:
             )
         everything = store.newest() if self.leads else None
         state, n_bytes = broadcast_state(everything[1] if everything else None, 0, self._world.group)
-        self.bytes_sent += n_bytes
+        self._bytes_before += n_bytes
         # tensors of their own: some, as generators' states, may not be views of what came
         return found if steps[self._world.rank] == steps[0] else (steps[0], copy_state(state))
 
@@ -207,15 +228,16 @@ class RanksState:
             "world_size": self._world.size, "layout": layout_of(self._world), SINCE: self._parts.since,
         }  # fmt: skip
         local = rank_state(self._parts, self._world)
-        room = self._room(store) if self._writes_parts else None
         base = self._base(store) if self.leads and self._parts.split is None else None
-        if room is None:
-            ranks = self._gather(local)  # before the replicas agree: buffers are each rank's own here
+        if self._world.group is None and self._parts.split is None:
             with agreed_state(self._parts, cursor) as state:
-                yield Captured({**state, **about, RANKS: ranks}, base=base) if self.leads else None
+                whole_state = {**state, **about, RANKS: {0: copy_state(local)}}
+                yield Captured(whole_state, base=base) if self.leads else None
             return
-        folder = room.folder
-        arriving = Arriving(folder, [part_file(rank) for rank in range(self._world.size)], self._completed)
+        room = self._room(store)
+        folder, away = room.folder, self._disks.away if self._disks is not None else ()
+        names = [part_file(rank) for rank in range(self._world.size) if rank not in away]
+        arriving = Arriving(folder, names, self._completed, lacking=self._lacking(room))
         if self._parts.split is not None:
             local = _with_own_memory(local)  # the pieces are about to hold what the replicas agree on
             with agreed_state(self._parts, cursor) as state:
@@ -223,8 +245,7 @@ class RanksState:
                 self._write_parts({folder: (local, shards), **self._frozen_parts(room)})
                 yield Captured(about, arriving, self._base_of_parts(room)) if self.leads else None
             return
-        part = self._write_parts({folder: (local, {})})[folder]
-        rank = self._world.rank
+        part, rank = self._write_part(room, local), self._world.rank
         if not self.leads:
             yield None
         elif is_agreed(self._parts):
@@ -266,41 +287,57 @@ class RanksState:
 
     @property
     def _writes_parts(self) -> bool:
-        return self._parts.split is not None or (self._world.group is not None and self._is_common is not False)
+        return self._parts.split is not None or self._world.group is not None
 
-    def _room(self, store: CheckpointStore) -> _Room | None:
-        """Return the folders for the ranks' parts, which all of them see; None: they have disks of their own."""
+    def _room(self, store: CheckpointStore) -> _Room:
+        """Return the folders for the ranks' parts; at first all ranks find out who does not see them.
+
+        Raises:
+            UserError: one does not, and the model is split.
+        """
         token, with_base = self._agree_on_token(store)
         folder = store.parts_folder(token)
-        if self._is_common is None and self._world.group is not None:
-            sees = torch.tensor([folder.is_dir()], dtype=torch.uint8, device=self._world.device)
-            dist.all_reduce(sees, dist.ReduceOp.MIN, group=self._world.group)
-            self._is_common = bool(sees)
-            if not self._is_common and self.leads:
-                folder.rmdir()
-        if self._is_common is False and self._parts.split is not None:
+        if self._away is None:
+            self._away = away_ranks(folder.is_dir(), self._world) if self._world.group is not None else ()
+        if self._away and self._parts.split is not None:
             raise UserError(
                 f"all ranks write parts of a checkpoint in {store.folder}, for the model is split: put --run on "
                 "storage that all machines share"
             )
-        if self._is_common is False:
+        if self._away and self._disks is None:
+            self._disks = OwnDisks(self._world, self._away, store, self._completed, self._patience)
+        return _Room(token, folder, store.parts_folder(token, of_base=True) if with_base else None)
+
+    def _lacking(self, room: _Room) -> Lacking | None:
+        """Return what a checkpoint lacks on rank 0's disk; None: nothing."""
+        if self._disks is None:
             return None
-        return _Room(folder, store.parts_folder(token, of_base=True) if with_base else None)
+        return Lacking(room.token, self._world.size, self._disks.away, is_agreed(self._parts))
+
+    def _write_part(self, room: _Room, local: StateView) -> RankPart:
+        """Write what this rank alone has where it stands: to rank 0's disk, or to that of its own machine."""
+        if self._disks is None or not self._disks.is_away:
+            return self._write_parts({room.folder: (local, {})})[room.folder]
+        part = replace(self._part_of(local, {}, {}), is_read_soon=True)
+        self._writer.write({self._disks.part_path(room.token): part})
+        return part
 
     def _write_parts(self, states: Mapping[Path, tuple[StateView, StateView]]) -> dict[Path, RankPart]:
         """Write to each folder what this rank alone has, and what it says beside it, with its shards of the model.
 
         What the ranks that hold the same piece have alike is written by one of them.
         """
-        rank, file = self._world.rank, part_file(self._world.rank)
-        parts = {}
-        for folder, (own, beside) in states.items():
-            shared, shards = take_parts(beside, file)
-            alike = self._parts.sync.alike(own["sync"]) if "sync" in own else []
-            part = RankPart.of(rank, own, shared, shards, AlikeTensors(alike, self._world.replica_ranks))
-            parts[folder] = replace(part, is_read_soon=self._parts.sync.has_replica_state)
+        file = part_file(self._world.rank)
+        parts = {folder: self._part_of(own, *take_parts(beside, file)) for folder, (own, beside) in states.items()}
         self._writer.write({folder / file: part for folder, part in parts.items()})
         return parts
+
+    def _part_of(self, local: StateView, shared: StateView, shards: Mapping[str, Tensor]) -> RankPart:
+        """Return what this rank writes; what others have alike is not written where it would have to travel."""
+        alike = self._parts.sync.alike(local["sync"]) if "sync" in local else []
+        writers = [rank for rank in self._world.replica_ranks if rank not in (self._away or ())]
+        part = RankPart.of(self._world.rank, local, shared, shards, AlikeTensors(alike, writers))
+        return replace(part, is_read_soon=self._parts.sync.has_replica_state)
 
     def _completed(self, state: StateView, stored: Sequence[StoredPart]) -> StateView:
         """Return the state that rank 0 saves, with what the replicas agree on; called by the writer's thread."""
@@ -309,20 +346,22 @@ class RanksState:
         return with_agreed(self._parts, state, [part.own(AGREED_FROM) for part in stored])
 
     def finish(self) -> None:
-        """Wait until this rank's parts are on disk.
+        """Wait until this rank's parts are on disk; called when nothing that it has to do with them is left elsewhere.
 
         Raises:
             UserError: the disk is full, or cannot be written.
         """
         self._writer.wait()
+        disks = self._disks
+        self.leave()
+        if disks is not None:
+            disks.close()
 
-    def _gather(self, local: StateView) -> Mapping[int, StateView]:
-        """Bring what each rank alone has to rank 0."""
-        if self._world.group is None:
-            return {0: copy_state(local)}
-        if not self._world.leads:
-            self.bytes_sent += tensor_bytes(local)
-        return gather_rank_state(local, self._world.group)
+    def leave(self) -> None:
+        """Let what other machines have of checkpoints stay there: other ranks go on than these."""
+        if self._disks is not None:
+            self._bytes_before, disks, self._disks = self.bytes_sent, self._disks, None
+            disks.end()
 
     def prepare(self, store: CheckpointStore, begins: bool) -> WriterState:
         """Return how all ranks' writers stand, to all alike; all ranks call it together.
@@ -338,6 +377,9 @@ class RanksState:
         own = writer_state(self._writer.is_writing, self._patience, WRITING_PART)
         if self.leads:
             own = max(own, stand_by(store, self._patience, self._make_room if begins else None))
+        is_saved = own is WriterState.IDLE  # else it is not known yet what has to come
+        if self._disks is not None and is_saved and not self._disks.is_idle(hurries=not begins):
+            own = WriterState.BUSY
         if self._world.group is None:
             return own
         worst = torch.tensor([own], device=self._world.device)
@@ -410,7 +452,7 @@ class Saver:
         best: the best result so far.
         stagnation: how many evaluations in a row gave no better one (see `count_evaluation`).
         owes_evaluation: the one that an epoch's end was to have waits for the replicas' next agreement.
-        write_s: how long it took to write the last checkpoint.
+        write_s: how long it took to write the last checkpoint, or would have taken without training beside.
         passed_over: what is wrong with checkpoints that `restore` found damaged.
         on_saved: is told of each checkpoint on the disk, by the thread that wrote it.
     """
@@ -445,6 +487,7 @@ class Saver:
         """
         self._store.give_up_arriving()
         self._shown = None  # it is on the disk without what was on its way
+        self._state.leave()
         self._bytes_before += self._state.bytes_sent + recovery_bytes
         self._state, self._record = state, record
         self._last_step = -1  # the last one may have been given up: of all ranks, one alone would know
@@ -636,7 +679,7 @@ class Saver:
 
     def _saved(self, saved: Saved) -> None:
         """Record a checkpoint that is on the disk; called from the thread that wrote it."""
-        self.write_s = saved.total_s
+        self.write_s = saved.total_s if saved.alone_s is None else saved.alone_s
         line = Checkpoint(saved.step, saved.blocked_s, saved.total_s, saved.n_bytes, str(saved.path), saved.reason)
         self._record.write(line)
         if self.on_saved is not None:
@@ -650,7 +693,8 @@ class Saver:
 
 
 def _passed_over(path: Path, reason: str) -> str:
-    return f"checkpoint {path.name} is damaged and was passed over: {reason}"
+    what = "lacks parts" if path.name.startswith(INCOMPLETE) else "is damaged"
+    return f"checkpoint {path.name} {what} and was passed over: {reason}"
 
 
 def check_not_behind(folder: Path, present: int | None) -> None:

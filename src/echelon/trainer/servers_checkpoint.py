@@ -222,6 +222,9 @@ class ServersState:
         tensors = streamed_tensors(self._table, copy.keys, self._strategy.copied_rows)
         return self._patience.insist(WRITING_PART, lambda: streamed_part(room / part_file(0), tensors))
 
+    def leave(self) -> None:
+        """Do nothing: no other machine's disk has a part of it."""
+
     def finish(self) -> None:
         """Do nothing: a checkpoint is one part."""
 

@@ -20,20 +20,21 @@ def test_a_network_that_is_down_is_waited_for_and_a_name_that_nobody_knows_is_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     there, said, downs = Address("127.0.0.1", 29400), list[str](), [errno.ENETUNREACH, errno.ENETDOWN]
-    real = addresses._address_towards
+    real = addresses.address_towards
 
-    def towards(address: tuple[str, int]) -> str:
+    def towards(host: str, port: int) -> str:
         if downs:
             raise OSError(downs[-1], os.strerror(downs.pop()))
-        return real(address)
+        return real(host, port)
 
-    monkeypatch.setattr(addresses, "_address_towards", towards)
+    monkeypatch.setattr(addresses, "address_towards", towards)
     assert addresses.own_address(there, said.append) and not downs
     assert len(said) == 1 and "waiting up to 30 s for a network" in said[0]
     monkeypatch.setattr(addresses, "NETWORK_S", 0.0)
     downs = [errno.ENETUNREACH] * 9
     with pytest.raises(UserError, match=r"127.0.0.1:29400: cannot be reached \(Network is unreachable\)"):
         addresses.own_address(there)
+    downs.clear()
     monkeypatch.setattr(addresses, "NETWORK_S", 60.0)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: (_ for _ in ()).throw(socket.gaierror(-2, "no name")))
     with pytest.raises(UserError, match="no name"):

@@ -1,0 +1,86 @@
+"""Checkpoints of ranks whose disks are their own, when a run ends before what rank 0 lacks has come to it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.checkpoint import transfer
+from echelon.checkpoint.incomplete import incompletes
+from echelon.core.patience import Patience
+from echelon.records.file import Recorder
+from echelon.trainer.saving import RanksState, Saver
+from echelon.trainer.state import Cursor, Fingerprint
+from tests.ranks.replicas import Trial, make_parts, train, world_of
+from tests.ranks.spawn import Rank, run_ranks
+
+TRIAL = Trial("diloco(4, outer_momentum=0.9)", momentum=0.9, compression="topk(0.1)")
+WHOLE, LAST, STEPS = 3, 6, 12
+DEADLINE_S = 60.0
+
+
+def make_saver(rank: Rank, folder: Path) -> tuple[Saver, object]:
+    parts = make_parts(TRIAL)
+    own = folder / f"disk{rank.index}"
+    state = RanksState(parts, world_of(rank), Patience(own))
+    return Saver(own, 1, state, Recorder(None), Fingerprint()), parts
+
+
+def break_off(rank: Rank, folder: Path) -> list[dict[str, Tensor]]:
+    """Save twice, and end when the second checkpoint is known, but lacks a part; returns how it would go on."""
+    transfer.SHARE = 1e-9  # one block, and then nothing before the end
+    saver, parts = make_saver(rank, folder)
+    train(parts, rank, 0, WHOLE)
+    assert saver.save(Cursor(step=WHOLE), "interval")
+    saver.settle()
+    train(parts, rank, WHOLE, LAST)
+    assert saver.save(Cursor(step=LAST), "interval")
+    trajectory = train(parts, rank, LAST, STEPS)
+    ends = time.monotonic() + DEADLINE_S
+    while rank.index == 0 and not any(each.notes() for each in incompletes(saver.folder / "checkpoints")):
+        assert time.monotonic() < ends, "rank 0 has not learned of the part"
+        time.sleep(0.02)
+    dist.barrier()
+    return trajectory
+
+
+def go_on(rank: Rank, folder: Path) -> tuple[int, list[str], list[dict[str, Tensor]]]:
+    """Return the step that a new start goes on from, what is said of others, and the trajectory from step `LAST`."""
+    saver, parts = make_saver(rank, folder)
+    cursor = saver.restore()
+    assert cursor is not None
+    train(parts, rank, cursor.step, LAST)
+    assert saver.save(Cursor(step=LAST + 1), "interval")
+    trajectory = train(parts, rank, LAST, STEPS)
+    saver.finish()
+    return cursor.step, saver.passed_over, trajectory
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name[:13] for path in (folder / "disk0" / "checkpoints").iterdir() if path.name[0] != ".")
+
+
+def test_a_checkpoint_whose_part_is_on_its_machine_is_gone_on_from_there_and_from_no_other(tmp_path: Path) -> None:
+    expected = run_ranks(break_off, 2, tmp_path / "run")
+    assert names(tmp_path / "run") == ["incomplete-00", "step-00000003"]
+    assert not (tmp_path / "run" / "disk1" / "checkpoints").exists()
+    for name in ("lost", "alone"):
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+    shutil.rmtree(tmp_path / "lost" / "disk1")
+
+    for rank, (step, said, trajectory) in enumerate(run_ranks(go_on, 2, tmp_path / "run")):
+        assert (step, said) == (LAST, [])
+        for a, b in zip(expected[rank], trajectory, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in a), f"rank {rank}: other bits"
+    assert names(tmp_path / "run") == ["step-00000007"]
+
+    step, said, _ = run_ranks(go_on, 2, tmp_path / "lost")[0]
+    assert step == WHOLE and len(said) == 1
+    assert "lacks parts and was passed over: the part of rank 1 is on no disk of the machines that are here" in said[0]
+    step, said, _ = run_ranks(go_on, 1, tmp_path / "alone")[0]
+    assert step == WHOLE and "2 workers saved it: only as many, on the same machines, can go on from it" in said[0]
