@@ -135,6 +135,18 @@ def test_gated_layers_and_attention_with_few_key_heads_are_found() -> None:
     assert names(plan(Gated(bias=True))) == mlp
 
 
+def test_layers_of_attention_that_no_family_declares_take_its_inputs_themselves() -> None:
+    model = Gated()
+    assert plan(model).enters_by_layer("attn", model.attn)
+    own = {"attn": "heads", "attn.q": "column", "attn.k": "column", "attn.o": "row", "attn.norm": "shared"}
+    by_hand = plan(model, overrides={**own, "attn.v": "column"})
+    assert by_hand.enters_by_layer("attn", model.attn) and not by_hand.enters_by_layer("attn.q", model.attn.q)
+    # What a shared layer reads, nobody knows.
+    assert not plan(model, overrides={**own, "attn.v": "shared"}).enters_by_layer("attn", model.attn)
+    family = builtin("small_vit")
+    assert not plan(family).enters_by_layer("blocks.0.attn", family.get_submodule("blocks.0.attn"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
