@@ -171,6 +171,16 @@ def test_a_tied_parameter_split_in_two_ways_is_refused() -> None:
     assert "embedding.weight and head.weight are one tied parameter" in said
 
 
+def test_dropout_on_hidden_units_that_do_not_divide_is_refused() -> None:
+    def pair(hidden: int, dropout: float) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, 8))
+
+    assert "does not divide the 7 outputs of 0, so that the ranks' random numbers would part at 2" in refusal(
+        pair(7, 0.5)
+    )
+    assert names(plan(pair(8, 0.5))) == names(plan(pair(7, 0.0))) == {"0": "column", "3": "row"}
+
+
 def test_nothing_to_split_says_what_to_write() -> None:
     assert "write --tensor-plan" in refusal(nn.Sequential(nn.Flatten(), nn.Linear(4, 4)))
 

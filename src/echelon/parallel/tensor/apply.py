@@ -22,12 +22,12 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from echelon.core.errors import UserError
 from echelon.core.hints import Hints, Style
 from echelon.parallel.tensor.comm import Group, add, enter, gather, scatter_add, split
-from echelon.parallel.tensor.layers import Split
+from echelon.parallel.tensor.layers import Split, drops
 from echelon.parallel.tensor.local import Sight, embed_by_rows, first_row, local_part, localise
 from echelon.parallel.tensor.plan import TensorPlan, placements_of, plan_tensor
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
-from echelon.torch_compat import FAKE_TENSOR_LOGGER, DropoutNd, detect_fake_mode, is_persistent, registered_tensors
+from echelon.torch_compat import FAKE_TENSOR_LOGGER, detect_fake_mode, is_persistent, registered_tensors
 
 TOKENS = 1  # the dim of tokens in (N, T, D)
 
@@ -184,7 +184,7 @@ def _bound(modules: Mapping[str, nn.Module], plan: TensorPlan, where: _Where) ->
     blocks = [modules[name] for name in plan.blocks if name in modules]
     if not blocks:
         return
-    random = [name for name, module in modules.items() if plan.by_tokens(name) and _drops(module)]
+    random = [name for name, module in modules.items() if plan.by_tokens(name) and drops(module)]
     region = where.region
     assert region is not None
 
@@ -212,10 +212,6 @@ def _bound(modules: Mapping[str, nn.Module], plan: TensorPlan, where: _Where) ->
 
     blocks[0].register_forward_pre_hook(_on_first(begin), with_kwargs=True)
     blocks[-1].register_forward_hook(end)
-
-
-def _drops(module: nn.Module) -> bool:
-    return isinstance(module, DropoutNd) and module.p > 0
 
 
 def _on_first(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:

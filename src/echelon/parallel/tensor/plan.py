@@ -12,7 +12,7 @@ from echelon.core.adapters import SIDES, adapted_layer
 from echelon.core.errors import UserError, nearest
 from echelon.core.hints import Hints, Style, matches, matching, style_of
 from echelon.parallel.tensor.inferred_plan import find_plan
-from echelon.parallel.tensor.layers import Split, adapter_split, split_of
+from echelon.parallel.tensor.layers import Split, adapter_split, drops, split_of
 
 WHOLE = ("replicate", "sequence", "shared")
 HOW = "write --tensor-plan with patterns of module names and their styles, such as blocks.*.fc1=column,blocks.*.fc2=row"
@@ -83,6 +83,7 @@ def plan_tensor(
     placements_of(model, plan)
     _check_heads(model, plan)
     _check_tokens(model, plan)
+    _check_dropout(model, plan)
     return plan
 
 
@@ -166,3 +167,21 @@ def _check_tokens(model: nn.Module, plan: TensorPlan) -> None:
                 f"sequence: {name} ({type(module).__name__}) would see a part of the tokens: "
                 f"if it works on each by itself, write --tensor-plan {name}=sequence; else leave sequence away"
             )
+
+
+def _check_dropout(model: nn.Module, plan: TensorPlan) -> None:
+    """Refuse dropout beside a column layer whose outputs do not divide: ranks would draw more random numbers or fewer,
+    and later masks, of what is whole, would differ.
+    """
+    modules = dict(model.named_modules())
+    for name, style in plan.styles.items():
+        outputs, parent = getattr(modules[name], "out_features", 0), name.rpartition(".")[0]
+        if style.name != "column" or outputs % plan.tp == 0:
+            continue
+        for child, each in modules[parent].named_children():
+            if drops(each):
+                dropout = f"{parent}.{child}" if parent else child
+                raise UserError(
+                    f"tp={plan.tp} does not divide the {outputs} outputs of {name}, so that the ranks' random numbers "
+                    f"would part at {dropout}: take a tp that does, or set its dropout to 0"
+                )
