@@ -52,8 +52,9 @@ class _Container:
 
 def _filled_dict(like: Nest, children: list[Nest]) -> Nest:
     """Return a dict; of one that is a dataclass too, as transformers' outputs are, another such."""
+    kind: Any = type(like)
     filled = dict(zip(like, children, strict=True))
-    return type(like)(**filled) if is_dataclass(like) else filled
+    return kind(**filled) if is_dataclass(like) else filled
 
 
 _DICTS = _Container(lambda nest: list(nest.values()), _filled_dict)
