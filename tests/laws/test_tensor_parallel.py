@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from echelon.core.errors import UserError
+from echelon.core.hints import Style
 from echelon.models import ModelInput, hints_for
 from echelon.parallel.tensor import answer, apply_tensor, full_state, load_full_state, same_function
 from tests.laws.extras import NEEDS_TRANSFORMERS
@@ -117,6 +119,40 @@ class Own(nn.Module):
         return self.mlp(x + self.q(x) * torch.tanh(self.k(x)) + self.v(x)).mean(1)  # type: ignore[no-any-return]
 
 
+class Attention(nn.Module):
+    """Attention that adds its first input to what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for layer, x in ((self.q, query), (self.k, key), (self.v, value))
+        )
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return query + self.out(y)  # type: ignore[no-any-return]
+
+
+class OwnAttention(nn.Module):
+    """A model of no family: self attention called in two ways, and attention to what is fixed by another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.memory = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, CLASSES)
+        self.by_place, self.by_name, self.cross = Attention(), Attention(), Attention()
+
+    def forward(self, images: Tensor) -> Tensor:
+        x, memory = self.embed(images.flatten(1, 2)), self.memory(images.flatten(1, 2))
+        y = self.norm(x)
+        x = x + self.by_place(y, y, y)
+        x = self.by_name(query=x, key=x, value=x)
+        return self.head(self.cross(x, memory, memory)).mean(1)  # type: ignore[no-any-return]
+
+
 CASES: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: builtin("mlp"),
     "bench_cnn": lambda: builtin("bench_cnn"),
@@ -138,6 +174,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "transformers_bert_masked": lambda: bert("BertForMaskedLM"),
     "transformers_gpt2": gpt2,
     "found": Own,
+    "found_attention": OwnAttention,
 }
 BY_TOKENS = [name for name in CASES if "vit" in name or "gpt" in name or "bert" in name]
 SLOW = {
@@ -265,3 +302,21 @@ def test_two_ranks_are_one_process(name: str, sequence: bool) -> None:
 @pytest.mark.parametrize(("name", "sequence"), cases())
 def test_four_ranks_are_one_process(name: str, sequence: bool) -> None:
     check(name, sequence, 4)
+
+
+def refusal(rank: Rank) -> str:
+    """Split a learnt activation's neighbours by a plan that leaves its weight whole."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 32), nn.PReLU(), nn.Linear(32, 16)).double()
+    inputs = torch.randn(SAMPLES, 8, dtype=torch.float64)
+    before = answer(model, inputs)
+    mesh = init_device_mesh("cpu", (rank.world_size,), mesh_dim_names=("tp",))
+    apply_tensor(model, mesh, None, {"1": Style("column"), "3": Style("row")}, False)
+    with pytest.raises(UserError) as refused:
+        same_function(model, inputs, before)
+    return str(refused.value)
+
+
+def test_a_plan_with_other_gradients_is_refused() -> None:
+    for words in run_ranks(refusal, 2):
+        assert "gradient of 2.weight" in words and "--tensor-plan 2=shared" in words

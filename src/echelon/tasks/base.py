@@ -21,6 +21,7 @@ from torch import Tensor
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
+from echelon.core.spec import Value
 from echelon.core.task import Metric, TaskDefaults, TaskFacts
 from echelon.tasks import nest
 from echelon.tasks.gathering import RowMessages
@@ -559,6 +560,21 @@ class Task(ABC):
     def given(self, outputs: Any) -> Any:
         """Return outputs in the units of the data's targets."""
         return outputs
+
+    def for_metrics(self, outputs: Any, targets: Nest) -> tuple[Any, Nest]:
+        """Return outputs and targets as metrics of torchmetrics compare them: in the data's units, `NO_TARGET` where
+        nothing counts.
+        """
+        return self.given(nest.logits_in(outputs)), targets
+
+    def metric_arguments(self, classes: int) -> Mapping[str, Value]:
+        """Return arguments for metrics of torchmetrics that take such, where the user says nothing.
+
+        Args:
+            classes: of the data; 0: none.
+        """
+        known: dict[str, Value] = {"task": "multiclass", "num_classes": classes, "num_labels": classes}
+        return (known if classes else {}) | ({} if self.unit == SAMPLE else {"ignore_index": NO_TARGET})
 
     @property
     def is_own(self) -> bool:

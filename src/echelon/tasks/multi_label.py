@@ -9,7 +9,7 @@ and 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
+from echelon.core.spec import Value
 from echelon.core.task import Metric, TaskDefaults
 from echelon.tasks import nest
 from echelon.tasks.base import (
@@ -90,6 +91,10 @@ class MultiLabel(Task):
     def metrics(self, device: torch.device) -> Metrics:
         """Return an accumulator of average precision, precision, recall, F1 and ROC of each label."""
         return _LabelMetrics(self.labels, device)
+
+    def metric_arguments(self, classes: int) -> Mapping[str, Value]:
+        """Return the number of labels, and that there are several."""
+        return {"task": "multilabel", "num_labels": len(self.labels)}
 
     def predictions(self, outputs: Tensor) -> list[Prediction]:
         """Return the labels whose probability, from logits `(B, L)`, is at least a half, and that of every one."""

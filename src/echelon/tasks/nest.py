@@ -50,7 +50,14 @@ class _Container:
     filled: Callable[[Nest, list[Nest]], Nest]
 
 
-_DICTS = _Container(lambda nest: list(nest.values()), lambda like, children: dict(zip(like, children, strict=True)))
+def _filled_dict(like: Nest, children: list[Nest]) -> Nest:
+    """Return a dict; of one that is a dataclass too, as transformers' outputs are, another such."""
+    kind: Any = type(like)
+    filled = dict(zip(like, children, strict=True))
+    return kind(**filled) if is_dataclass(like) else filled
+
+
+_DICTS = _Container(lambda nest: list(nest.values()), _filled_dict)
 _NAMED_TUPLES = _Container(list, lambda like, children: type(like)(*children))
 _SEQUENCES = _Container(list, lambda like, children: type(like)(children))
 _DATACLASSES = _Container(

@@ -16,7 +16,7 @@ from echelon.core.errors import UserError, nearest
 from echelon.core.own import OwnCall, call_with, read_calls
 from echelon.core.spec import Spec, Value
 from echelon.core.task import Metric as MetricFacts
-from echelon.tasks.base import EvaluationResult, Metrics, StreamedMetrics, Task
+from echelon.tasks.base import NO_TARGET, EvaluationResult, Metrics, StreamedMetrics, Task
 from echelon.tasks.gathering import RowMessages, gather_states
 from echelon.tasks.nest import Nest, beside, logits_in
 
@@ -28,27 +28,26 @@ PRIMARY_FLAG = "--primary-metric"
 LOSS = MetricFacts("loss", "min")
 
 
-def read_metrics(text: str, classes: int) -> dict[str, Metric]:
+def read_metrics(text: str, known: Mapping[str, Value]) -> dict[str, Metric]:
     """Build the metrics that a description names, by name: classes of torchmetrics or `module:Class`, with arguments.
 
     Args:
-        classes: of the data, for metrics that ask for their number; 0: none.
+        known: arguments for those of torchmetrics that take such, where the description says nothing.
 
     Raises:
         UserError: there is no such metric, or it does not take these arguments.
     """
     from torchmetrics import Metric as TorchMetric
 
-    built = [(call.spec.name, _built(call, classes)) for call in read_calls(text)]
+    built = [(call.spec.name, _built(call, known)) for call in read_calls(text)]
     return named([{_in_snake_case(name): value} if isinstance(value, TorchMetric) else value for name, value in built])
 
 
-def _built(call: OwnCall, classes: int) -> Any:
+def _built(call: OwnCall, known: Mapping[str, Value]) -> Any:
     if call.is_own:
         return call.build(FLAG)
     kind, spec = _of_torchmetrics(call.name), call.spec
     parameters = {*inspect.signature(kind).parameters, *inspect.signature(kind.__new__).parameters}
-    known: dict[str, Value] = {"task": "multiclass", "num_classes": classes, "num_labels": classes} if classes else {}
     given = dict(spec.kwargs)
     filled = {name: v for name, v in known.items() if name in parameters and name not in given and not spec.args}
     try:
@@ -159,11 +158,10 @@ class OwnMetrics:
 
     def update(self, outputs: Any, targets: Nest) -> None:
         """Count a batch."""
-        logits = logits_in(outputs)
-        self._base.update(logits, targets)
-        shown = self._task.given(logits)
+        self._base.update(logits_in(outputs), targets)
+        shown, wanted = self._task.for_metrics(outputs, targets)
         for metric in self._own.values():
-            metric.update(beside(_scores_for(metric, shown, targets), targets), targets)
+            metric.update(beside(_scores_for(metric, shown, wanted), wanted), _targets_for(metric, wanted))
         if self._shows_loss:
             self._loss += torch.tensor([float(self._task.loss_sum(outputs, targets)), self._task.units(targets)])
 
@@ -202,6 +200,19 @@ def _scores_for(metric: Metric, logits: Any, targets: Nest) -> Any:
         return logits
     are_two_classes = logits.ndim == 2 and logits.shape[1] == 2 and targets.shape == logits.shape[:1]
     return logits.softmax(1)[:, 1] if are_two_classes else logits
+
+
+def _targets_for(metric: Metric, targets: Nest) -> Nest:
+    """Return what a metric takes: whole numbers where it is about classes, and what it ignores where nothing counts."""
+    if not isinstance(targets, Tensor):
+        return targets
+    ignored = getattr(metric, "ignore_index", None)
+    if isinstance(ignored, int) and ignored != NO_TARGET:
+        targets = targets.masked_fill(targets == NO_TARGET, ignored)
+    if not (targets.is_floating_point() and type(metric).__module__.startswith("torchmetrics.classification.")):
+        return targets
+    numbers = targets.long()
+    return numbers if torch.equal(numbers.to(targets), targets) else targets
 
 
 def _numbers(name: str, value: Any) -> dict[str, float | None]:

@@ -10,7 +10,7 @@ Needs: `--input USER,ITEM`, columns of ids, and a `--target` of ratings or of 0 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.core.figure import Chart, ReportSection, axis, dots, line
+from echelon.core.spec import Value
 from echelon.core.task import Metric, TaskDefaults, TaskFacts
 from echelon.tasks import nest
 from echelon.tasks.base import (
@@ -105,6 +106,10 @@ class PairPrediction(Regression):
         """Return an accumulator of RMSE and MAE, or of ROC AUC and log loss."""
         return _PairMetrics(self._units, self._clicks, device)
 
+    def metric_arguments(self, classes: int) -> Mapping[str, Value]:
+        """Return that clicks are one of two; ratings have no classes."""
+        return {"task": "binary"} if self._clicks else {}
+
     def predictions(self, outputs: Tensor) -> list[Prediction]:
         """Return the rating of each pair, from outputs `(B, 1)` or `(B,)`, or the probability of a click."""
         if self._clicks:
@@ -176,6 +181,10 @@ class ItemRanking(PairPrediction):
         scores = outputs.reshape(targets.shape).masked_fill(targets == NO_TARGET, -torch.inf).masked_fill(unknown, 0)
         losses = scores.logsumexp(1) - scores.masked_fill(~taken, 0).sum(1)
         return losses.masked_fill(unknown[:, 0], 0).sum()
+
+    def units(self, targets: Tensor) -> int:
+        """Return the number of samples `(B, I)` whose taken item is known; in training it always is."""
+        return int((targets == 1).any(1).sum())
 
     def learnt(self, targets: Tensor) -> Tensor:
         """Return targets `(B, I)`, which have no units."""

@@ -133,7 +133,8 @@ class TaskChoice:
             raise UserError(f"--task {self.name} needs --loss: module:name of your own, or a class of torch.nn")
         if loss is not None and (self.settings.label_smoothing or self.settings.class_weights not in ("none", "")):
             raise UserError("--label-smoothing and --class-weights are for the task's own loss, not for --loss")
-        metrics = named(objects.metrics) if objects.metrics is not None else read_metrics(self.metrics, classes)
+        known = task.metric_arguments(classes)
+        metrics = named(objects.metrics) if objects.metrics is not None else read_metrics(self.metrics, known)
         return TailoredTask(task, loss, metrics, choose_primary(self.primary, task, metrics))
 
 

@@ -155,6 +155,10 @@ class Segmentation(Task):
         """Return an accumulator of mean IoU, Dice and pixel accuracy."""
         return PixelMetrics(self.classes, device)
 
+    def for_metrics(self, outputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
+        """Return logits `(B, C, H, W)` and class numbers `(B, H, W)`, `NO_TARGET` where a pixel counts nothing."""
+        return _logits(outputs), _wanted(targets)
+
     def examples(self) -> Examples | None:
         """Return a choice of the images with the highest loss a pixel, beside their masks; None for no images."""
         if not self._worst_samples or self._pixels is None:

@@ -132,6 +132,10 @@ class TailoredTask(Task):
         """Return outputs in the units of the data's targets."""
         return self._task.given(outputs)
 
+    def for_metrics(self, outputs: Any, targets: Nest) -> tuple[Any, Nest]:
+        """Return outputs and targets as the task says."""
+        return self._task.for_metrics(outputs, targets)
+
     def wrong_loss(self, outputs: Any, targets: Nest) -> str:
         """Say why the loss cannot be computed, where it is one's own."""
         return self._loss.refusal(outputs, self._task.learnt(targets)) if isinstance(self._loss, OwnLoss) else ""

@@ -212,8 +212,8 @@ class Step:
         samples = nest.rows(targets)
         with autocast_to(self._settings.autocast, self._settings.device):
             outputs = self._forward(sync.module, part.inputs, samples)
-            exact = nest.exact(outputs)
-            total = self.task.loss_sum(exact, targets) / divisor if samples else nest.zero_of(outputs)
+        exact = nest.exact(outputs)
+        total = self.task.loss_sum(exact, targets) / divisor if samples else nest.zero_of(outputs)
         if self.guard is not None and samples:
             self.guard.look(total, exact, targets, part.first)
         if part.last and self.guard is not None and self.guard.leaves_out(sync.steps_together):

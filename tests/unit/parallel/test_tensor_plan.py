@@ -135,6 +135,18 @@ def test_gated_layers_and_attention_with_few_key_heads_are_found() -> None:
     assert names(plan(Gated(bias=True))) == mlp
 
 
+def test_layers_of_attention_that_no_family_declares_take_its_inputs_themselves() -> None:
+    model = Gated()
+    assert plan(model).enters_by_layer("attn", model.attn)
+    own = {"attn": "heads", "attn.q": "column", "attn.k": "column", "attn.o": "row", "attn.norm": "shared"}
+    by_hand = plan(model, overrides={**own, "attn.v": "column"})
+    assert by_hand.enters_by_layer("attn", model.attn) and not by_hand.enters_by_layer("attn.q", model.attn.q)
+    # What a shared layer reads, nobody knows.
+    assert not plan(model, overrides={**own, "attn.v": "shared"}).enters_by_layer("attn", model.attn)
+    family = builtin("small_vit")
+    assert not plan(family).enters_by_layer("blocks.0.attn", family.get_submodule("blocks.0.attn"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -157,6 +169,16 @@ def test_a_tied_parameter_split_in_two_ways_is_refused() -> None:
 
     said = refusal(SmallGPT(), overrides={"head": "replicate"})
     assert "embedding.weight and head.weight are one tied parameter" in said
+
+
+def test_dropout_on_hidden_units_that_do_not_divide_is_refused() -> None:
+    def pair(hidden: int, dropout: float) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, 8))
+
+    assert "does not divide the 7 outputs of 0, so that the ranks' random numbers would part at 2" in refusal(
+        pair(7, 0.5)
+    )
+    assert names(plan(pair(8, 0.5))) == names(plan(pair(7, 0.0))) == {"0": "column", "3": "row"}
 
 
 def test_nothing_to_split_says_what_to_write() -> None:

@@ -25,6 +25,17 @@ class _Outputs:
     hidden: Any = ()
 
 
+@dataclass
+class _Record(OrderedDict[str, Any]):
+    """A dict whose values are attributes too, as outputs of transformers are."""
+
+    logits: Any = None
+    hidden: Any = None
+
+    def __post_init__(self) -> None:
+        self.update({key: getattr(self, key) for key in ("logits", "hidden") if getattr(self, key) is not None})
+
+
 ONE, TWO = torch.zeros(3, 1), torch.ones(3, 2)
 
 
@@ -37,6 +48,7 @@ ONE, TWO = torch.zeros(3, 1), torch.ones(3, 2)
         (OrderedDict(a=ONE), [ONE]),
         (_Pair(ONE, {"c": TWO}), [ONE, TWO]),
         (_Outputs(ONE, (TWO, ONE)), [ONE, TWO, ONE]),
+        (_Record(ONE), [ONE]),
         (((), ONE), [ONE]),
         ((), []),
     ],
@@ -45,9 +57,14 @@ def test_leaves_come_in_the_containers_order_and_go_back_into_them(value: nest.N
     found = nest.leaves(value)
     assert len(found) == len(leaves) and all(a is b for a, b in zip(found, leaves, strict=True))
     for same in (nest.map_leaves(lambda leaf: leaf, value), nest.rebuild(value, iter(leaves))):
-        assert type(same) is (dict if isinstance(value, OrderedDict) else type(value))
+        assert type(same) is (dict if type(value) is OrderedDict else type(value))
         assert all(a is b for a, b in zip(nest.leaves(same), leaves, strict=True))
     assert nest.rows(value) == (3 if leaves else 0)
+
+
+def test_outputs_whose_values_are_attributes_have_them_in_float32() -> None:
+    exact = nest.exact(_Record(ONE.bfloat16(), hidden=(TWO,)))
+    assert exact.logits.dtype == exact["logits"].dtype == torch.float32 and exact.hidden[0] is TWO
 
 
 def test_specs_and_classes_are_leaves() -> None:

@@ -12,11 +12,19 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from echelon.config import build
 from echelon.core.errors import UserError
+from echelon.core.task import Metric
 from echelon.data.base import DataInfo
+from echelon.tasks.base import EvaluationResult, Task
 from echelon.tasks.image_classification import ImageClassification
+from echelon.tasks.language_modelling import LanguageModelling
 from echelon.tasks.nest import TensorSpec
-from echelon.tasks.own_metrics import choose_primary, named, read_metrics
+from echelon.tasks.own_metrics import LOSS, OwnMetrics, choose_primary, named, read_metrics
+from echelon.tasks.recommendation import PairPrediction
 from echelon.tasks.registry import TaskChoice, TaskObjects
+from echelon.tasks.segmentation import Segmentation
+from echelon.tasks.tailored import TailoredTask
+
+CPU = torch.device("cpu")
 
 DATA = DataInfo("toy", ("a", "b", "c"), 1, 8, 6, 6, (2, 2, 2))
 NUMBERS = DataInfo("toy", (), 1, 8, 6, 6, (), targets=TensorSpec((), "float32"))
@@ -127,7 +135,10 @@ def test_a_metric_that_is_no_number_is_refused() -> None:
 
 
 def test_metrics_of_names_know_the_classes() -> None:
-    assert read_metrics("MulticlassAccuracy", 3)["multiclass_accuracy"].num_classes == 3
+    assert (
+        read_metrics("MulticlassAccuracy", ImageClassification().metric_arguments(3))["multiclass_accuracy"].num_classes
+        == 3
+    )
 
 
 def test_a_binary_metric_takes_the_probability_of_the_second_of_two_classes() -> None:
@@ -146,3 +157,56 @@ def test_a_binary_metric_of_two_labels_takes_both() -> None:
     metrics = wanted.fitted(data).metrics(torch.device("cpu"))
     metrics.update(torch.tensor([[2.0, -1.0], [-1.0, 3.0]]), torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
     assert metrics.compute().metrics["binary_accuracy"] == pytest.approx(0.75)
+
+
+def own_metrics(task: Task, text: str) -> OwnMetrics:
+    metrics = read_metrics(text, task.metric_arguments(3))
+    return OwnMetrics(TailoredTask(task, None, metrics, task.primary), task.metrics(CPU), metrics, CPU)
+
+
+def test_metrics_of_labels_judge_each_label() -> None:
+    data = replace(NUMBERS, targets=TensorSpec((3,), "float32"), task="multi_label", classes=("a", "b", "c"))
+    text = "F1Score+Accuracy+HammingDistance+AUROC+MultilabelAveragePrecision"
+    metrics = choice(task="multi-label", **{"training.metrics": text}).fitted(data).metrics(CPU)
+    targets = torch.tensor([[0.0, 0.0, 1.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    metrics.update(targets * 10 - 5, targets)
+    assert {name: metrics.compute().metrics[name] for name in ("f1_score", "accuracy", "auroc")} == {
+        "f1_score": 1.0, "accuracy": 1.0, "auroc": 1.0,
+    }  # fmt: skip
+    assert metrics.compute().metrics["hamming_distance"] == 0.0
+    assert metrics.compute().metrics["multilabel_average_precision"] == 1.0
+
+
+def test_pixels_that_count_nothing_are_in_no_metric() -> None:
+    targets = torch.tensor([[[0, 1], [2, 255]], [[0, 1], [-100, 2]]])
+    outputs = {"out": 5 * torch.nn.functional.one_hot(targets.clamp(0, 2), 3).movedim(-1, 1).float()}
+    outputs["out"][0, :, 1, 1] = torch.tensor([9.0, 0.0, 0.0])
+    for text in ("Accuracy", "JaccardIndex", "F1Score(average=macro)", "CohenKappa", "Accuracy(ignore_index=255)"):
+        metrics = own_metrics(Segmentation("abc"), text)
+        metrics.update(outputs, targets)
+        assert list(metrics.compute().metrics.values())[-1] == pytest.approx(1.0), text
+
+
+def test_padding_is_in_no_metric_of_tokens() -> None:
+    metrics = read_metrics("Perplexity", LanguageModelling().metric_arguments(0))
+    own = OwnMetrics(TailoredTask(LanguageModelling(), None, metrics, LOSS), _Nothing(), metrics, CPU)
+    logits, targets = torch.zeros(2, 4, 5), torch.tensor([[0, 1, 2, 3], [4, 0, -100, -100]])
+    logits[targets == -100] = torch.tensor([9.0, 0.0, 0.0, 0.0, 0.0])
+    own.update(logits, targets)
+    assert own.compute().metrics["perplexity"] == pytest.approx(5.0)
+
+
+def test_metrics_of_clicks_take_marks_as_floats() -> None:
+    task = PairPrediction()
+    task._clicks, task.primary = True, Metric("roc_auc", "max")
+    own = own_metrics(task, "AveragePrecision+BinaryAUROC")
+    own.update(torch.tensor([[2.0], [-1.0], [3.0]]), torch.tensor([1.0, 0.0, 1.0]))
+    assert list(own.compute().metrics.values())[-2:] == [1.0, 1.0]
+
+
+class _Nothing:
+    def update(self, outputs: Any, targets: Any) -> None:
+        pass
+
+    def compute(self, group: Any = None) -> EvaluationResult:
+        return EvaluationResult({}, {})

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.config import build
 from echelon.config.schema import TrainingConfig
 from echelon.core.errors import UserError
+from echelon.data.base import Batch
 from echelon.models.base import ModelInput
+from echelon.observe.phases import HostClock
 from echelon.optim.build import idle_optimizer
 from echelon.tasks.base import EvaluationResult
 from echelon.trainer.evaluate import evaluate
@@ -28,10 +30,29 @@ from echelon.trainer.precision import (
     set_numerics,
     to_fp8,
 )
+from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.update import Update
 from echelon.trainer.world import World
+from tests.ranks.layouts import SumTask
+from tests.unit.trainer.alone import Alone
 
 CPU = torch.device("cpu")
+
+
+class MatrixLoss(SumTask):
+    """A loss with a matrix product."""
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        product = outputs @ outputs.T
+        assert product.dtype == torch.float32
+        return product.diagonal().sum()
+
+
+def test_a_loss_is_computed_in_float32_in_training() -> None:
+    made = StepSettings(CPU, torch.bfloat16, 1, 0.0, False)
+    step = Step(MatrixLoss(), made, HostClock(), torch.amp.GradScaler("cpu", enabled=False), None)
+    batch = Batch(torch.ones(5, 3), torch.zeros(5, dtype=torch.int64), 5, 0)
+    assert float(step.forward_backward(batch, Alone(nn.Linear(3, 4))).loss) > 0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ Whole tensors under plain names come from a split model and go into one; and a p
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -20,12 +22,12 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from echelon.core.errors import UserError
 from echelon.core.hints import Hints, Style
 from echelon.parallel.tensor.comm import Group, add, enter, gather, scatter_add, split
-from echelon.parallel.tensor.layers import Split
+from echelon.parallel.tensor.layers import Split, drops
 from echelon.parallel.tensor.local import Sight, embed_by_rows, first_row, local_part, localise
 from echelon.parallel.tensor.plan import TensorPlan, placements_of, plan_tensor
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
-from echelon.torch_compat import FAKE_TENSOR_LOGGER, DropoutNd, detect_fake_mode, is_persistent, registered_tensors
+from echelon.torch_compat import FAKE_TENSOR_LOGGER, detect_fake_mode, is_persistent, registered_tensors
 
 TOKENS = 1  # the dim of tokens in (N, T, D)
 
@@ -37,12 +39,34 @@ class _Region:
     tokens: int = 0
 
 
+class _LayerInputs:
+    """What the column layers of one attention module read: a tensor that several read is entered once."""
+
+    def __init__(self) -> None:
+        self._entered: list[tuple[Tensor, Tensor]] = []
+
+    def enter(self, x: Tensor, group: Group) -> Tensor:
+        """Return x, entered."""
+        for known, entered in self._entered:
+            if known is x:
+                return entered
+        self._entered.append((x, enter(x, group)))
+        return self._entered[-1][1]
+
+    def forget(self, *_: object) -> None:
+        """Let go of all: a forward pass has ended."""
+        self._entered.clear()
+
+
 @dataclass(frozen=True)
 class _Where:
-    """One module's surroundings: its group, and the region of split tokens where it stands in one."""
+    """One module's surroundings: its group, the region of split tokens where it stands in one, and the inputs that it
+    shares with other layers of its attention module.
+    """
 
     group: Group
     region: _Region | None
+    inputs: _LayerInputs | None = None
 
 
 def apply_tensor(
@@ -67,12 +91,15 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
     modules = dict(model.named_modules())
     made: dict[int, nn.Parameter] = {}
     region = _Region() if plan.blocks else None
+    inputs = {name: _LayerInputs() for name, module in modules.items() if plan.enters_by_layer(name, module)}
     for name, module in modules.items():
-        where = _Where(mesh.get_group(), region if plan.by_tokens(name) else None)
-        split_, inside = splits[name], plan.inside_heads(name)
+        split_, attention = splits[name], plan.attention_around(name)
+        where = _Where(mesh.get_group(), region if plan.by_tokens(name) else None, inputs.get(attention))
         _distribute(module, mesh, split_, placements, made)
-        _see_local(module, split_, shared=split_.shared or (where.region is not None and not inside))
-        _listen(module, split_, where, enters=not inside)
+        _see_local(module, split_, shared=split_.shared or (where.region is not None and not attention))
+        _listen(module, split_, where, enters=name not in inputs and (not attention or attention in inputs))
+        if name in inputs:
+            module.register_forward_hook(inputs[name].forget, always_call=True)
     if region is not None:
         _bound(modules, plan, _Where(mesh.get_group(), region))
 
@@ -127,6 +154,8 @@ def _listen(module: nn.Module, split_: Split, where: _Where, enters: bool) -> No
 
 
 def _enter(x: Tensor, where: _Where) -> Tensor:
+    if where.inputs is not None:
+        return where.inputs.enter(x, where.group)
     if where.region is None:
         return enter(x, where.group)
     return gather(x, TOKENS, where.region.tokens, where.group, shares=True)
@@ -155,7 +184,7 @@ def _bound(modules: Mapping[str, nn.Module], plan: TensorPlan, where: _Where) ->
     blocks = [modules[name] for name in plan.blocks if name in modules]
     if not blocks:
         return
-    random = [name for name, module in modules.items() if plan.by_tokens(name) and _drops(module)]
+    random = [name for name, module in modules.items() if plan.by_tokens(name) and drops(module)]
     region = where.region
     assert region is not None
 
@@ -183,10 +212,6 @@ def _bound(modules: Mapping[str, nn.Module], plan: TensorPlan, where: _Where) ->
 
     blocks[0].register_forward_pre_hook(_on_first(begin), with_kwargs=True)
     blocks[-1].register_forward_hook(end)
-
-
-def _drops(module: nn.Module) -> bool:
-    return isinstance(module, DropoutNd) and module.p > 0
 
 
 def _on_first(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
@@ -237,6 +262,9 @@ def _whole(tensor: Tensor) -> Tensor:
 
 # Sums over ranks are made in another order: some ulps of a network's depth; a wrong split is off by the whole.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+# Of a layer's gradient: a ReLU whose input is about zero may turn, which in float32 is 0.4% of a ResNet-50's.
+GRADIENT_TOLERANCE = {torch.float64: 1e-7, torch.float32: 3e-2}
+SKETCH = 8
 
 
 @contextmanager
@@ -250,23 +278,76 @@ def _quiet(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-@torch.no_grad()
-def answer(model: nn.Module, example: Nest) -> Tensor:
-    """Return the model's first output for an example, in evaluation mode; all ranks of the group call it together."""
+@dataclass(frozen=True)
+class Answer:
+    """What a model answers an example.
+
+    Attributes:
+        logits: its first output `(B, ...)`.
+        gradients: sketches of the trainable parameters' gradients, by name in the order of backward; empty where the
+            output has none, as a pipeline's.
+    """
+
+    logits: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+def answer(model: nn.Module, example: Nest) -> Answer:
+    """Return what the model answers an example, in evaluation mode; all ranks of the group call it together.
+
+    Of gradients there is one at a time: those of a whole model may not fit beside it.
+    """
     was_training = model.training
     model.eval()
+    has_rnn = any(isinstance(module, nn.RNNBase) for module in model.modules())
     try:
-        result = nest.call(model, example)
+        with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False) if has_rnn else nullcontext():
+            result = nest.call(model, example)
+            logits = getattr(result, "logits", None)
+            if not isinstance(logits, Tensor):
+                logits = next(leaf for leaf in nest.leaves(result) if isinstance(leaf, Tensor))
+            return Answer(logits.detach(), _gradients(model, logits))
     finally:
         model.train(was_training)
-    logits = getattr(result, "logits", None)
-    if not isinstance(logits, Tensor):
-        logits = next(leaf for leaf in nest.leaves(result) if isinstance(leaf, Tensor))
-    return logits
 
 
-def same_function(model: nn.Module, example: Nest, before: Tensor) -> None:
-    """Check that the split model answers an example as it did `before` it was split, `(B, ...)`.
+def _gradients(model: nn.Module, logits: Tensor) -> dict[str, Tensor]:
+    """Return sketches of the gradients of a random sum of logits."""
+    sketches: dict[str, Tensor] = {}
+    if not logits.requires_grad or detect_fake_mode((logits,)) is not None:  # a rehearsal: there are no values
+        return sketches
+
+    def take(name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        sketches[name] = _sketch(parameter.grad)
+        parameter.grad = None
+
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    hooks = [parameter.register_post_accumulate_grad_hook(partial(take, name)) for name, parameter in named]
+    try:
+        logits.backward(_random(logits.shape, logits))
+    finally:
+        for each in hooks:
+            each.remove()
+    return sketches
+
+
+def _sketch(gradient: Tensor) -> Tensor:
+    """Return random projections `(SKETCH, SKETCH)` of a gradient of any shape, whose norm is about its own."""
+    full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    dense = torch.view_as_real(full) if full.is_complex() else full.to_dense()
+    matrix = nest.exact(dense.reshape(len(dense), -1) if dense.ndim > 1 else dense.reshape(1, -1))
+    left, right = _random((SKETCH, matrix.shape[0]), matrix), _random((matrix.shape[1], SKETCH), matrix)
+    return left @ matrix @ right / SKETCH
+
+
+def _random(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return normal random numbers, the same on all ranks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
+
+
+def same_function(model: nn.Module, example: Nest, before: Answer) -> None:
+    """Check that the split model answers an example as it did `before` it was split, and that gradients are the same.
 
     Use it where the plan was found or written by the user; the example should be random, not blank.
 
@@ -283,12 +364,48 @@ def same_function(model: nn.Module, example: Nest, before: Tensor) -> None:
     except (RuntimeError, ValueError, IndexError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"tp: the split model cannot compute one batch ({reason}): {advice}") from error
-    if detect_fake_mode((before, after)) is not None:  # a rehearsal: there are no values
+    if detect_fake_mode((before.logits, after.logits)) is not None:  # a rehearsal: there are no values
         return
-    tolerance = TOLERANCE.get(before.dtype, 0.1)
-    scale = before.abs().max().clamp(min=1e-6)
-    difference = float((after - before).abs().max() / scale) if after.shape == before.shape else float("inf")
-    if not difference <= tolerance:
+    difference = _difference(before.logits, after.logits)
+    if not difference <= TOLERANCE.get(before.logits.dtype, 0.1):
         raise UserError(
             f"tp: the split model is not the same function (logits differ by {difference:.1e} of the largest): {advice}"
         )
+    if after.gradients:
+        _check_gradients(model, before, after)
+
+
+def _difference(before: Tensor, after: Tensor) -> float:
+    scale = before.abs().max().clamp(min=1e-6)
+    return float((after - before).abs().max() / scale) if after.shape == before.shape else float("inf")
+
+
+def _check_gradients(model: nn.Module, before: Answer, after: Answer) -> None:
+    """Refuse a split model with other gradients, on any rank; backward was right up to the layer that is named."""
+    tolerance = GRADIENT_TOLERANCE.get(before.logits.dtype, 0.3)
+    known = {name: sketch for name, sketch in before.gradients.items() if sketch.isfinite().all()}
+    if not known:
+        return
+    sizes = {name: sketch.norm() for name, sketch in known.items()}
+    # Of a gradient that is zero, such as that of the bias of attention's keys, rounding leaves something.
+    rounding = 16 * torch.finfo(before.logits.dtype).eps * torch.stack(list(sizes.values())).norm()
+    modules: dict[str, Tensor] = {}
+    for name, size in sizes.items():
+        module = name.rpartition(".")[0]
+        modules[module] = modules.get(module, 0) + size
+    excesses = []
+    for name, sketch in known.items():
+        after_split = after.gradients.get(name, torch.full_like(sketch, torch.inf))
+        allowed = tolerance * modules[name.rpartition(".")[0]] + rounding
+        excesses.append((after_split - sketch).norm() - allowed)
+    differs = (~(torch.stack(excesses) <= 0)).int()
+    mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    dist.all_reduce(differs, dist.ReduceOp.MAX, group=mesh.get_group())
+    for name, wrong in zip(known, differs.tolist(), strict=True):
+        if wrong:
+            module = name.rpartition(".")[0]
+            shared = f"if it works on split units, write --tensor-plan {module}=shared; else " if module else ""
+            raise UserError(
+                f"tp: the split model's gradient of {name} is not that of the model: {shared}keep the layers after it "
+                "whole, with the style replicate"
+            )

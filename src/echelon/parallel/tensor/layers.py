@@ -17,7 +17,7 @@ from echelon.core.adapters import DOWN
 from echelon.core.errors import UserError
 from echelon.core.hints import Style
 from echelon.parallel.tensor.local import Sight
-from echelon.torch_compat import BatchNormBase, ConvNd, conv_forward, strided_shard
+from echelon.torch_compat import BatchNormBase, ConvNd, DropoutNd, conv_forward, strided_shard
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_key_value_heads", "num_kv_heads")
 HEAD_WIDTH = "head_dim"  # of modules that count no heads: as many as their layers have outputs for
@@ -114,6 +114,11 @@ def is_convolution(module: nn.Module) -> bool:
         and conv_forward(type(module)) is conv_forward(kind)
         for kind in CONVOLUTIONS
     )
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether a module draws random numbers in training."""
+    return isinstance(module, DropoutNd) and module.p > 0
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from echelon.core.adapters import SIDES, adapted_layer
 from echelon.core.errors import UserError, nearest
 from echelon.core.hints import Hints, Style, matches, matching, style_of
 from echelon.parallel.tensor.inferred_plan import find_plan
-from echelon.parallel.tensor.layers import Split, adapter_split, split_of
+from echelon.parallel.tensor.layers import Split, adapter_split, drops, split_of
 
 WHOLE = ("replicate", "sequence", "shared")
 HOW = "write --tensor-plan with patterns of module names and their styles, such as blocks.*.fc1=column,blocks.*.fc2=row"
@@ -41,10 +41,21 @@ class TensorPlan:
         style = self.styles.get(name)
         return Split() if style is None else split_of(name, module, style, self.tp)
 
-    def inside_heads(self, name: str) -> bool:
-        """Whether a module is part of an attention module whose input is made whole already."""
-        parents = [name[:i] for i, letter in enumerate(name) if letter == "."]
-        return any(parent in self.styles and self.styles[parent].name == "heads" for parent in parents)
+    def attention_around(self, name: str) -> str:
+        """Return the name of the outermost attention module that a module is part of, whose heads are split."""
+        parents = (name[:i] for i, letter in enumerate(name) if letter == ".")
+        return next((each for each in parents if each in self.styles and self.styles[each].name == "heads"), "")
+
+    def enters_by_layer(self, name: str, module: nn.Module) -> bool:
+        """Whether attention's layers take its inputs as whole ones, and not it: where no family says that it has but
+        one input, read by its column layers alone.
+
+        Shared layers tell nobody whether they read what is whole or each head; norms read each head.
+        """
+        if not self.found or self.blocks or name not in self.styles or self.styles[name].name != "heads":
+            return False
+        shared = [m for path, m in module.named_modules() if self.styles.get(f"{name}.{path}") == Style("shared")]
+        return not any(parameter.ndim > 1 for each in shared for parameter in each.parameters())
 
     def by_tokens(self, name: str) -> bool:
         """Whether a module stands where activations are split by tokens."""
@@ -72,6 +83,7 @@ def plan_tensor(
     placements_of(model, plan)
     _check_heads(model, plan)
     _check_tokens(model, plan)
+    _check_dropout(model, plan)
     return plan
 
 
@@ -134,7 +146,7 @@ def _check_heads(model: nn.Module, plan: TensorPlan) -> None:
     """Refuse layers inside split attention of which nobody said how they are split."""
     for name, module in model.named_modules():
         if (
-            plan.inside_heads(name)
+            plan.attention_around(name)
             and name not in plan.styles
             and not adapted_layer(name)
             and list(module.parameters(recurse=False))
@@ -148,10 +160,28 @@ def _check_heads(model: nn.Module, plan: TensorPlan) -> None:
 def _check_tokens(model: nn.Module, plan: TensorPlan) -> None:
     """Refuse modules inside the blocks of which nobody said that they may see a part of the tokens."""
     for name, module in model.named_modules():
-        if not plan.by_tokens(name) or plan.inside_heads(name) or name in plan.styles or adapted_layer(name):
+        if not plan.by_tokens(name) or plan.attention_around(name) or name in plan.styles or adapted_layer(name):
             continue
         if list(module.parameters(recurse=False)):
             raise UserError(
                 f"sequence: {name} ({type(module).__name__}) would see a part of the tokens: "
                 f"if it works on each by itself, write --tensor-plan {name}=sequence; else leave sequence away"
             )
+
+
+def _check_dropout(model: nn.Module, plan: TensorPlan) -> None:
+    """Refuse dropout beside a column layer whose outputs do not divide: ranks would draw more random numbers or fewer,
+    and later masks, of what is whole, would differ.
+    """
+    modules = dict(model.named_modules())
+    for name, style in plan.styles.items():
+        outputs, parent = getattr(modules[name], "out_features", 0), name.rpartition(".")[0]
+        if style.name != "column" or outputs % plan.tp == 0:
+            continue
+        for child, each in modules[parent].named_children():
+            if drops(each):
+                dropout = f"{parent}.{child}" if parent else child
+                raise UserError(
+                    f"tp={plan.tp} does not divide the {outputs} outputs of {name}, so that the ranks' random numbers "
+                    f"would part at {dropout}: take a tp that does, or set its dropout to 0"
+                )
