@@ -78,6 +78,7 @@ def test_a_checkpoint_whose_part_is_on_its_machine_is_gone_on_from_there_and_fro
         for a, b in zip(expected[rank], trajectory, strict=True):
             assert all(torch.equal(a[name], b[name]) for name in a), f"rank {rank}: other bits"
     assert names(tmp_path / "run") == ["step-00000007"]
+    assert not list((tmp_path / "run" / "disk1" / "parts").iterdir()), "parts that nobody needs were left"
 
     step, said, _ = run_ranks(go_on, 2, tmp_path / "lost")[0]
     assert step == WHOLE and len(said) == 1
