@@ -9,7 +9,8 @@ tests; `install` lets code of Echelon come to points, too:
     enter, window         about to connect in a new term, and to meet the others before its first step
     bucket, summed bucket about to hand over a step's second bucket of gradients, and has its sum
     average, averaged     about to sum for an agreement of replicas, and has the mean
-    part, manifest        has written its part of a checkpoint under another name, and is about to seal the checkpoint
+    part                  has written its part of a checkpoint, under another name
+    manifest, sealed      about to seal a checkpoint, and has sealed it, under another name
     collect, spread, summed
                           in a sum with a codec: before the messages to owners, before those of owners, after both
 

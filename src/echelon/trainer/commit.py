@@ -35,7 +35,7 @@ class _Copies:
     def _lay_out(self) -> None:
         live = list(self._model.buffers())
         self._registered = registered_buffers(self._model)
-        self._held = [buffer for own in self._registered for buffer in own.values()]
+        self._laid_out = [buffer for named in self._registered for buffer in named.values()]
         self.copies = [buffer.clone() for buffer in live]
         flat = [i for i, buffer in enumerate(live) if _is_plain(buffer)]
         flat.sort(key=lambda i: -live[i].element_size())  # so that each begins at a multiple of its elements' size
@@ -48,8 +48,8 @@ class _Copies:
         self._others = [self.copies[i] for i in others], [live[i] for i in others]
 
     def _is_as_laid_out(self) -> bool:
-        present = [buffer for own in self._registered for buffer in own.values()]
-        return len(present) == len(self._held) and all(map(is_, present, self._held))
+        present = [buffer for named in self._registered for buffer in named.values()]
+        return len(present) == len(self._laid_out) and all(map(is_, present, self._laid_out))
 
     def take(self) -> list[Tensor]:
         """Copy the buffers, over the last copy; returns the copies, in the model's order."""

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -301,26 +302,38 @@ def _completed(results: Sequence[StepResult], world: World) -> list[StepResult]:
         return []
     known = [[float(r.units), float(r.samples), r.loss.item(), r.score.item()] for r in results]
     sums = torch.tensor(known, dtype=torch.float64, device=world.device)
-    whole = torch.tensor([r.global_units for r in results], device=world.device)
+    of_batches = torch.tensor([r.global_units for r in results], device=world.device)
     if world.group is not None:
         dist.all_reduce(sums, group=world.group)
-        dist.all_reduce(whole, dist.ReduceOp.MAX, group=world.group)
-    rows = [(*row, total) for row, total in zip(sums.tolist(), whole.tolist(), strict=True)]
-    first = next((i for i, (units, *_) in enumerate(rows) if units), len(rows))
-    return [_part(result, row, world) for result, row in zip(results[first:], rows[first:], strict=True)]
+        dist.all_reduce(of_batches, dist.ReduceOp.MAX, group=world.group)
+    rows = [
+        _KnownSums(units, samples, loss, score, total)
+        for (units, samples, loss, score), total in zip(sums.tolist(), of_batches.tolist(), strict=True)
+    ]
+    first = next((i for i, row in enumerate(rows) if row.units), len(rows))
+    return [_member_part(result, row, world) for result, row in zip(results[first:], rows[first:], strict=True)]
 
 
-def _part(result: StepResult, row: tuple[float, float, float, float, int], world: World) -> StepResult:
-    """Return a member's part of a step of which all know some units, samples, loss and score, and the units of all."""
-    units, samples, loss, score, whole = row
-    scale = whole / units if units else 0.0
+class _KnownSums(NamedTuple):
+    """What all members know of a step together, and the units of its batch."""
 
-    def own(total: int) -> int:
+    units: float
+    samples: float
+    loss: float
+    score: float
+    batch_units: int
+
+
+def _member_part(result: StepResult, sums: _KnownSums, world: World) -> StepResult:
+    """Return this member's part of a step."""
+    scale = sums.batch_units / sums.units if sums.units else 0.0
+
+    def portion(total: int) -> int:
         """Return this member's part of a number."""
         return total * (world.rank + 1) // world.size - total * world.rank // world.size
 
-    share = scale * own(whole) / max(1, whole)
-    both = torch.tensor([loss, score], dtype=torch.float64, device=world.device) * share
-    return replace(
-        result, loss=both[0], score=both[1], samples=own(round(samples * scale)), units=own(whole), global_units=whole
-    )
+    units = portion(sums.batch_units)
+    share = scale * units / max(1, sums.batch_units)
+    both = torch.tensor([sums.loss, sums.score], dtype=torch.float64, device=world.device) * share
+    samples = portion(round(sums.samples * scale))
+    return replace(result, loss=both[0], score=both[1], samples=samples, units=units, global_units=sums.batch_units)
