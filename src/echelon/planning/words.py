@@ -118,8 +118,8 @@ def choice_words(plan: PlanReport) -> list[str]:
     return words
 
 
-def _is_beaten(one: RunEstimate, other: RunEstimate) -> bool:
-    return other.run_s.value < one.run_s.value and other.money.value < one.money.value
+def _is_beaten(best: RunEstimate, other: RunEstimate) -> bool:
+    return other.run_s.value < best.run_s.value and other.money.value < best.money.value
 
 
 def _memory(prediction: RunEstimate) -> int:

@@ -25,7 +25,7 @@ from echelon.checkpoint.files import DamagedError, sha256_of
 from echelon.checkpoint.incomplete import HomeParts, IncompleteCheckpoint, Lacking, PartNote, incompletes
 from echelon.checkpoint.store import Complete
 from echelon.checkpoint.transfer import PartServer
-from echelon.core.address import STORE_VARIABLE, Address, address_towards, parse_rendezvous
+from echelon.core.address import STORE_VARIABLE, Address, address_towards
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience
 from echelon.messages.identity import RunKeys, derive_keys
@@ -301,7 +301,8 @@ def _own_host(world: World) -> str:
         if each.family == socket.AF_INET:
             return str(each.address)
     if world.meeting is not None:
-        met = parse_rendezvous(world.meeting.address)
+        host, _, port = world.meeting.address.rpartition(":")
+        met = Address(host, int(port))
     elif STORE_VARIABLE not in os.environ and "MASTER_ADDR" in os.environ:
         met = Address(os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "1")))
     else:  # all ranks are on one machine
