@@ -120,6 +120,7 @@ class Outcome:
         """Return the figures that say most, as text by name; what is not known is left out."""
         metric, value = next(iter(self.metrics.items()), ("", None))
         known = {name: number for name, number in self.summary.items() if number is not None}
+        senders = "between replicas" if known.get("inner_axes") else "all ranks"
         texts = {
             metric: None if value is None else f"{value:.4g}",
             "seconds": f"{known['wall_s']:.1f}" if "wall_s" in known else None,
@@ -127,7 +128,7 @@ class Outcome:
             "steps": str(known.get("steps", "")),
             "workers": str(known.get("workers", "")),
             "samples/s": f"{known['samples_per_s']:,.0f}" if "samples_per_s" in known else None,
-            "sent a step, all ranks": format_bytes(known["wire_bytes_per_step"])
+            f"sent a step, {senders}": format_bytes(known["wire_bytes_per_step"])
             if "wire_bytes_per_step" in known
             else None,
             f"best {metric}": self._better(metric, value),
