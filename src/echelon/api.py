@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -531,7 +532,9 @@ def compare(
     from echelon.study.file import StudyRequest, claim_folder, requested_study
     from echelon.study.outcome import carry_out, check_study_trust, warn_of_refusals
 
-    if objects := [name for name, value in settings.items() if callable(value)]:
+    given = {"model": model, "data": os.fspath(data) if isinstance(data, os.PathLike) else data}
+    objects = [name for name, value in given.items() if not isinstance(value, str)]
+    if objects := objects + [name for name, value in settings.items() if callable(value)]:
         raise UserError(f"{objects[0]}: each run of a study is a command: name code of yours as 'module:name'")
     base = {name: str(value) for name, value in _by_setting(settings).items()}
     if tries or model != "auto":

@@ -81,7 +81,7 @@ def test_batches_depend_neither_on_loaders_nor_on_ranks(kind: str, folder: Path)
     for loaders, world in ((1, 1), (3, 1), (0, 3), (2, 2)):
         ranks = [epochs(source, settings(**data, loaders=loaders), Shard(r, world)) for r in range(world)]
         for batch, parts in zip(whole, zip(*ranks, strict=True), strict=True):
-            assert torch.equal(torch.cat([inputs for inputs, _ in parts]), batch[0])
+            assert torch.equal(torch.cat([inputs[: len(targets)] for inputs, targets in parts]), batch[0])
             assert torch.equal(torch.cat([targets for _, targets in parts]), batch[1])
 
 
@@ -113,7 +113,7 @@ def test_parts_dealt_anew_between_two_batches_are_the_same_batches(kind: str, lo
         seen = [loader.epoch(0) for loader in ranks]
         for number, (inputs, targets) in enumerate(whole):
             parts = [next(batches) for batches in seen]
-            assert torch.equal(torch.cat([part.inputs for part in parts]), inputs), number
+            assert torch.equal(torch.cat([part.inputs[: len(part.targets)] for part in parts]), inputs), number
             assert torch.equal(torch.cat([part.targets for part in parts]), targets)
             sizes = [len(part.targets) for part in parts]
             assert all(list(part.sizes) in ([], sizes) and part.index == number for part in parts)
@@ -175,7 +175,8 @@ def test_a_tail_smaller_than_the_ranks_leaves_some_without_samples() -> None:
     for loaders in (0, 1):
         config = settings(batch_size=26, loaders=loaders)
         tails = [epochs(source, config, Shard(rank, 3), count=1)[-1] for rank in range(3)]
-        assert [tuple(inputs.shape) for inputs, _ in tails] == [(1, 5), (0, 5), (0, 5)]
+        assert [len(targets) for _, targets in tails] == [1, 0, 0]
+        assert all(torch.equal(inputs, tails[0][0]) for inputs, _ in tails), "models run on the one that there is"
 
 
 class Failing(Own):

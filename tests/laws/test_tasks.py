@@ -164,8 +164,8 @@ class _DoubleLoader:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def blank(self) -> nest.Nest:
-        return nest.map_leaves(_widened, self._loader.blank())
+    def example(self) -> nest.Nest:
+        return nest.map_leaves(_widened, self._loader.example())
 
 
 def train(rank: Rank | None, cases: Sequence[Case], ways: Sequence[Way], steps: int) -> list[Trained]:

@@ -137,7 +137,7 @@ JUDGED = [
     ),
     Judged(
         "regression", "rmse", "min", 3, ("no benefit here", "faster at a loss"),
-        r"final error better by -\d[\d.]* % \(-",
+        r"final error worse by \d[\d.]* % \(\+",
         r"The target is [\d.]+: 0.5 % above the worst final error of lr=0.01",
     ),
 ]  # fmt: skip

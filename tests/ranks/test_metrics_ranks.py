@@ -115,7 +115,7 @@ class Uneven:
     def __len__(self) -> int:
         return self.count
 
-    def blank(self) -> torch.Tensor:
+    def example(self) -> torch.Tensor:
         return torch.zeros(1, 5, dtype=torch.int64)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -134,7 +134,7 @@ def sharded_batches(rank: Rank) -> list[tuple[tuple[int, ...], bool]]:
     return found
 
 
-def test_sharded_ranks_with_fewer_batches_go_along_with_blank_ones() -> None:
+def test_sharded_ranks_with_fewer_batches_go_along_with_a_sample() -> None:
     first, second = run_ranks(sharded_batches, 2)
     assert first == [((2, 5), True), ((2, 5), True), ((1, 5), False)]
     assert second == [((2, 5), True), ((1, 5), False), ((1, 5), False)]

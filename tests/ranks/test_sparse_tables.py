@@ -15,7 +15,7 @@ from echelon.checkpoint.tree import flatten, unflatten
 from echelon.collectives import registry as paths
 from echelon.collectives.row_reducer import RowReducer
 from echelon.compression import read as read_codec
-from echelon.models.tables import sparse_tables, untouched
+from echelon.models.tables import counting_nothing, sparse_tables
 from echelon.observe.phases import HostClock
 from echelon.optim.build import TableAdam
 from echelon.sync.base import Sync, SyncContext
@@ -97,7 +97,7 @@ def train(rank: Rank, setting: Setting, steps: int, interrupted: int = 0) -> Out
                 if len(ids):
                     (sync.module(ids) / divisor).backward()
                 else:
-                    with untouched(model):
+                    with counting_nothing(model):
                         (sync.module(torch.zeros(1, LOOKED_UP, dtype=torch.int64)) * 0.0).backward()
         sync.step()
     sent += sum(sync.bytes_sent().values())
@@ -205,12 +205,12 @@ def test_what_a_codec_cannot_hold_travels_as_it_is() -> None:
 
 def reduce_nothing(rank: Rank) -> tuple[bool, list[int]]:
     """Reduce a table that no rank has touched, and one that the first rank has."""
-    untouched_table, table = (nn.Parameter(torch.zeros(5, 2)) for _ in range(2))
+    counting_nothing_table, table = (nn.Parameter(torch.zeros(5, 2)) for _ in range(2))
     if rank.index == 0:
         table.grad = torch.sparse_coo_tensor(torch.tensor([[3, 1, 3]]), torch.ones(3, 2), table.shape)
-    RowReducer({"a": untouched_table, "b": table}, dist.group.WORLD).reduce()
+    RowReducer({"a": counting_nothing_table, "b": table}, dist.group.WORLD).reduce()
     assert table.grad is not None
-    return untouched_table.grad is None, table.grad.to_dense()[:, 0].int().tolist()
+    return counting_nothing_table.grad is None, table.grad.to_dense()[:, 0].int().tolist()
 
 
 def test_duplicates_are_summed_and_a_table_that_nobody_touched_has_no_gradient() -> None:

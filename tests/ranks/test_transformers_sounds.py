@@ -54,7 +54,7 @@ def test_two_workers_train_what_one_does_in_any_layout_and_a_stop_changes_nothin
         others = best_weights(tmp_path / layout, "newest")
         for name, tensor in weights.items():
             torch.testing.assert_close(others[name], tensor, atol=2e-4, rtol=2e-3, msg=f"{layout}: {name}")
-    with pytest.raises(UserError, match=r"is not known to be a chain of blocks: use fsdp=N or tp=N instead"):
+    with pytest.raises(UserError, match=r"is not known to be a chain of blocks: use fsdp=N instead"):
         echelon.train(model, data, tmp_path / "pp", workers=2, parallel="pp=2", **known)
     assert not (tmp_path / "pp").exists()
     echelon.train(model, data, tmp_path / "stopped", workers=1, max_steps=2, **known)

@@ -41,6 +41,11 @@ def test_dir_lists_the_public_names_alone() -> None:
             {"data": "study.yaml", "model": "resnet20"},
             "describes the whole study: write there what model.name should be",
         ),
+        (
+            {"tries": ["lr=1"], "model": len},
+            "model: each run of a study is a command: name code of yours as 'module:name'",
+        ),
+        ({"tries": ["lr=1"], "data": ([0], [1])}, "data: each run of a study is a command"),
         ({"run": "study", "model": "resnet20"}, "no candidate to compare"),
     ],
 )

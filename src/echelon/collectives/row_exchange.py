@@ -31,7 +31,7 @@ from echelon.core.errors import UserError
 class _Form(IntEnum):
     """How a rank's gradients of a lookup travel."""
 
-    NONE = 0  # it touched no row: a blank sample
+    NONE = 0  # it touched no row: a sample that counts nothing
     PLAIN = 1
     CODED = 2
 
@@ -100,7 +100,7 @@ class RowExchange:
 
         Args:
             gradients: of the rows that this rank looked up, `(R, D)`.
-            touches: False: a blank sample looked them up, which touches none.
+            touches: False: a sample that counts nothing looked them up, which touches none.
 
         Raises:
             PeerLostError: a rank did not answer before the group's timeout.

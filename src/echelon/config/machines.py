@@ -113,7 +113,12 @@ def _word(value: object) -> str:
 
 
 def _checked(text: str) -> Machines:
-    described = bind(parse_spec(f"at({text})"), MachineWords)
+    try:
+        spec = parse_spec(f"at({text})")
+    except UserError as error:
+        has_link = "link=" in text or "inside=" in text
+        raise UserError(f"{error}" + '; write a link with a delay as link="10mbit,20ms"' * has_link) from error
+    described = bind(spec, MachineWords)
     _check_positive(described)
     link, inside = _link("link", described.link), _link("inside", described.inside)
     return Machines(

@@ -33,7 +33,8 @@ class BatchJob:
     """A batch to make: its number in the epoch, this rank's indices, and those of all ranks.
 
     `everyone` is None where the indices of all ranks are not known, or nobody asks for the units of the whole batch.
-    `sizes` are of all ranks' parts; empty: they are equal.
+    `sizes` are of all ranks' parts; empty: they are equal. `borrowed`: this rank has no samples, and `indices` is one
+    of another rank's, whose inputs alone are given.
     """
 
     number: int
@@ -41,6 +42,7 @@ class BatchJob:
     global_size: int
     everyone: Indices | None = None
     sizes: tuple[int, ...] = ()
+    borrowed: bool = False
 
     @property
     def padded_with(self) -> Indices:
@@ -112,9 +114,6 @@ class Feed:
         asked = self._ask(self.pool, epoch, jobs, 0)
         ahead: _OnDevice | None = None
         for i, job in enumerate(jobs):
-            if not len(job.indices):
-                yield self._batch(epoch, job, self._without_bad(job, *self._delivered(*self._empty(job)), []))
-                continue
             if self._cuda is None:
                 made = self._from_slot(self.pool, job)
                 asked = self._ask(self.pool, epoch, jobs, asked)
@@ -139,9 +138,6 @@ class Feed:
 
     def _ask(self, pool: Pool, epoch: int, jobs: Sequence[BatchJob], asked: int) -> int:
         while asked < len(jobs):
-            if not len(jobs[asked].indices):
-                asked += 1
-                continue
             while self._copying and (self._copying[0][1].query() or not pool.has_room):
                 slot, copied = self._copying.popleft()
                 copied.synchronize()
@@ -178,37 +174,23 @@ class Feed:
     def _of_resident(
         self, images: ResidentImages, cuda: CudaFeed, epoch: int, jobs: Sequence[BatchJob]
     ) -> Iterator[Batch]:
-        made = images.batches(epoch, [job.indices for job in jobs if len(job.indices)])
+        made = images.batches(epoch, [job.indices for job in jobs])
         for job in jobs:
-            if not len(job.indices):
-                yield self._batch(epoch, job, self._without_bad(job, *self._delivered(*self._empty(job)), []))
-                continue
-            yield self._batch(epoch, job, _Made(*cuda.use(cuda.gather(made)), job.indices))
+            yield self._batch(epoch, job, self._without_bad(job, *cuda.use(cuda.gather(made)), []))
 
     def _of_files(self, images: GpuImages, cuda: CudaFeed, epoch: int, jobs: Sequence[BatchJob]) -> Iterator[Batch]:
-        made: Iterator[Decoded] = images.run(epoch, [job.indices for job in jobs if len(job.indices)])
+        made: Iterator[Decoded] = images.run(epoch, [job.indices for job in jobs])
         for job in jobs:
-            if not len(job.indices):
-                yield self._batch(epoch, job, self._without_bad(job, *self._delivered(*self._empty(job)), []))
-                continue
             batch = next(made)
             pair = cuda.use(cuda.normalised(batch.pixels, batch.labels))
             yield self._batch(epoch, job, self._without_bad(job, *pair, batch.bad))
 
     def _made_here(self, epoch: int, job: BatchJob) -> _Made:
-        size = len(job.indices)
         if isinstance(self._rows, StreamRows):
             self._rows.read_batch(epoch, job.padded_with)
         inputs, targets = self._empty(job)
-        bad = self._rows.fill(epoch, job.indices, inputs, targets) if size else []
+        bad = self._rows.fill(epoch, job.indices, inputs, targets)
         return self._without_bad(job, *self._delivered(inputs, targets), bad)
-
-    def blank(self) -> Nest:
-        """Return the inputs of one sample of zeros, where batches are delivered."""
-        if self._device.type == "cuda" and self._cuda is None:
-            self._cuda = CudaFeed(self._device, self._info, self.pool.slots if self.pool else None)
-        arrays = nest.map_leaves(lambda spec: np.zeros((1, *spec.shape), spec.dtype), self._rows.specs)
-        return self._delivered(*arrays)[0]
 
     def _delivered(self, inputs: Nest, targets: Nest) -> Pair:
         if self._cuda is not None:
@@ -225,6 +207,8 @@ class Feed:
         return pair
 
     def _without_bad(self, job: BatchJob, inputs: Nest, targets: Nest, bad: Sequence[BadSample]) -> _Made:
+        if job.borrowed:
+            return _Made(inputs, nest.take(targets, slice(0)), job.indices[:0])
         if not bad:
             return _Made(inputs, targets, job.indices)
         for each in bad:
@@ -234,9 +218,9 @@ class Feed:
         reasons = {each.position: each.reason for each in bad}
         device = nest.leaves(inputs)[0].device
         places = [i for i in range(len(job.indices)) if i not in reasons]
-        good = torch.tensor(places, dtype=torch.int64, device=device)
+        good = torch.tensor(places or [0], dtype=torch.int64, device=device)  # without targets, inputs count nothing
         inputs, targets = nest.map_leaves(lambda leaf: leaf.index_select(0, good), (inputs, targets))
-        return _Made(inputs, targets, job.indices[places], reasons)
+        return _Made(inputs, nest.take(targets, slice(len(places))), job.indices[places], reasons)
 
     def _settle(self) -> None:
         """Wait for copies to the device under way and give their slots back."""

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -259,11 +260,12 @@ def as_sample(item: Any) -> tuple[Nest, Nest]:
         key = next((each for each in TARGET_KEYS if each in item), None)
         if key is None or len(item) < 2:
             raise UserError(f"a dict with keys {', '.join(map(str, item))}: one must be {', '.join(TARGET_KEYS)}")
-        given: Nest = {name: value for name, value in item.items() if name != key}
-        wanted = item[key]
+        of_keys = {name: nest.map_leaves(partial(_as_tensor, key=name), value) for name, value in item.items()}
+        wanted = of_keys.pop(key)
+        return of_keys, wanted
     elif isinstance(item, (tuple, list)) and len(item) >= 2:
         *several, wanted = item
-        given = tuple(several) if len(several) > 1 else several[0]
+        given: Nest = tuple(several) if len(several) > 1 else several[0]
     else:
         is_array = isinstance(item, (Tensor, np.ndarray, np.generic))
         hint = "; arrays of inputs and labels are one by TensorDataset(inputs, labels) of torch" if is_array else ""
@@ -294,13 +296,14 @@ def class_of(name: str, i: int, item: Any) -> int:
     return int(target)
 
 
-def _as_tensor(value: Any) -> Tensor:
+def _as_tensor(value: Any, key: object = None) -> Tensor:
     if not isinstance(value, (Tensor, np.ndarray, np.generic, int, float)):
         hint = ""
         if isinstance(value, str):
             hint = ": number strings, such as by {name: i for i, name in enumerate(sorted(names))}"
         kind = type(value).__name__
-        raise UserError(f"items must be (tensor, label), of tensors, arrays and numbers, not of {kind}{hint}")
+        which = f"not of {kind}" if key is None else f"and their {key!r} is of {kind}"
+        raise UserError(f"items must be (tensor, label), of tensors, arrays and numbers, {which}{hint}")
     return torch.as_tensor(value)
 
 

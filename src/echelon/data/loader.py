@@ -190,19 +190,22 @@ class TrainLoader(_Loader):
 
     def _mixed(self, epoch: int, wanted: Sequence[tuple[int, Indices, Shard]]) -> Iterator[Batch]:
         if self._mixer is None:
-            jobs = [
-                BatchJob(number, local_part(draws, shard), len(draws), draws, _uneven(len(draws), shard))
-                for number, draws, shard in wanted
-            ]
+            jobs = [_job(number, draws, local_part(draws, shard), shard) for number, draws, shard in wanted]
             yield from self._feed.run(epoch, jobs)
             return
         slices = [pairs_around(len(draws), shard) for _, draws, shard in wanted]
         jobs = [
-            BatchJob(number, draws[its.loaded], len(draws), draws, _uneven(len(draws), shard))
+            _job(number, draws, draws[its.loaded], shard)
             for (number, draws, shard), its in zip(wanted, slices, strict=True)
         ]
         for batch, its in zip(self._feed.run(epoch, jobs), slices, strict=True):
             yield self._mixer.mix(batch, epoch, its.own)
+
+
+def _job(number: int, draws: Indices, part: Indices, shard: Shard) -> BatchJob:
+    """Return what is to be made for a rank; where its part has no samples, the first one of the batch is lent to it."""
+    sizes = _uneven(len(draws), shard)
+    return BatchJob(number, part if len(part) else draws[:1], len(draws), draws, sizes, borrowed=not len(part))
 
 
 def _begun_ahead(batches: Iterator[Batch], begin: Callable[[Batch], None]) -> Iterator[Batch]:
@@ -289,6 +292,7 @@ class EvalLoader(_Loader):
         self._jobs, self._rank = [BatchJob(i, part, len(part)) for i, part in enumerate(parts)], shard.rank
         rows = make_rows(samples, source.info, config, training=False)
         self._feed = Feed(rows, source.info, config, min(size, len(indices)))
+        self._example: Nest | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         given = 0
@@ -300,6 +304,9 @@ class EvalLoader(_Loader):
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def blank(self) -> Nest:
-        """Return the inputs of one sample of zeros, as batches have them."""
-        return self._feed.blank()
+    def example(self) -> Nest:
+        """Return the inputs of one sample, as batches have them; call it before or after iterating, not meanwhile."""
+        if self._example is None:
+            (batch,) = self._feed.run(0, [BatchJob(0, np.arange(1), 1)])
+            self._example = batch.inputs
+        return self._example

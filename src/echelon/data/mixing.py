@@ -83,6 +83,8 @@ class Mixer:
         inputs, classes = batch.inputs, batch.targets
         assert isinstance(inputs, Tensor) and isinstance(classes, Tensor)
         shares = F.one_hot(classes, self._classes).to(inputs.dtype)
+        if not len(classes):  # the inputs are another rank's
+            return replace(batch, targets=shares, numbers=None)
         paired = len(inputs) // 2 * 2
         if paired:
             order = self._order(paired, inputs.device)

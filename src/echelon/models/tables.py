@@ -5,7 +5,7 @@ The gradient of a table has values in the rows that a batch looked up. With `spa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
@@ -22,7 +22,7 @@ class SendsRows(Protocol):
     """A table whose gradients go to the ranks that have its rows inside of backward.
 
     Attributes:
-        touches_rows: False: what is looked up now is of a blank sample, and touches none.
+        touches_rows: False: what is looked up now is of a sample that counts nothing, and touches none.
     """
 
     touches_rows: bool
@@ -106,12 +106,18 @@ def _reason(module: nn.Module) -> str:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Let a backward pass inside the block touch no row of a table: that of a blank sample is none."""
+def counting_nothing(model: nn.Module, gathered: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Let a backward pass inside the block give gradients of zeros, of tables of no rows: its samples count nothing.
+
+    A loss times zero is not enough: where a derivative is infinite, or an output NaN, its gradients would be NaN.
+
+    Args:
+        gathered: more tensors that gradients are made of.
+    """
     sending = [module for module in model.modules() if isinstance(module, SendsRows)]
     elsewhere = {id(parameter) for module in sending for parameter in module.parameters()}
-    own = [table for table in sparse_tables(model).values() if id(table) not in elsewhere]
-    hooks = [table.register_hook(_no_rows) for table in own]
+    own = [each for each in (*model.parameters(), *gathered) if each.requires_grad and id(each) not in elsewhere]
+    hooks = [each.register_hook(_zeros) for each in own]
     for module in sending:
         module.touches_rows = False
     try:
@@ -123,7 +129,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
             module.touches_rows = True
 
 
-def _no_rows(gradient: Tensor) -> Tensor:
+def _zeros(gradient: Tensor) -> Tensor:
+    if not gradient.is_sparse:
+        return torch.zeros_like(gradient)
     rows = torch.zeros((1, 0), dtype=torch.int64, device=gradient.device)
     values = gradient.new_zeros((0, *gradient.shape[1:]), layout=torch.strided)
     return torch.sparse_coo_tensor(rows, values, gradient.shape, check_invariants=False)

@@ -83,6 +83,11 @@ class LocalShards(nn.Module):
             for prefix, owner in module.named_modules():
                 self._add_buffers(f"{prefix}." if prefix else "", owner)
 
+    @property
+    def gathered(self) -> list[nn.Parameter]:
+        """The whole parameters of sharded modules that backward passes go through, once forward has made them."""
+        return [parameter for reached in self._reached for parameter in reached.gathered]
+
     def _add_parameter(self, name: str, parameter: nn.Parameter, made: dict[int, nn.Parameter]) -> None:
         if id(parameter) not in made:
             if parameter.requires_grad:

@@ -72,11 +72,13 @@ class ReachedShards:
 
     Attributes:
         names: of those reached since it was last cleared.
+        gathered: the whole parameters that backward passes go through, once forward has made them.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         """Watch sharded modules, by name; each has its own parameters gathered when its forward pass begins."""
         self.names: set[str] = set()
+        self.gathered: list[nn.Parameter] = []
         self._watched: set[int] = set()
         for name, module in modules.items():
             module.register_forward_pre_hook(partial(self._watch, f"{name}." if name else ""))
@@ -87,6 +89,7 @@ class ReachedShards:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._watched and _is_gathered(parameter):
                 self._watched.add(id(parameter))  # it stays: gathering fills its memory again
+                self.gathered.append(parameter)
                 parameter.register_post_accumulate_grad_hook(partial(self._note, prefix + name))
 
     def _note(self, name: str, parameter: Tensor) -> None:

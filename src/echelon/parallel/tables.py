@@ -5,7 +5,7 @@ each once, from the ranks that have them; backward leaves the sum of all ranks' 
 sparse gradient of the rows that a rank has. So the optimizer updates, and a checkpoint saves, each row on one rank
 (model-parallel tables beside data-parallel layers: Naumov et al. 2019, arXiv:1906.00091, section 3).
 
-Every rank must look up in the same tables in the same order, if need be with a blank sample.
+Every rank must look up in the same tables in the same order, if need be with a sample that counts nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _CutTable(nn.Module):
     """What both kinds have in common.
 
     Attributes:
-        touches_rows: False: what is looked up now is of a blank sample, and touches no row.
+        touches_rows: False: what is looked up now is of a sample that counts nothing, and touches no row.
     """
 
     weight: Tensor

@@ -125,7 +125,17 @@ class Start(Record):
     @property
     def splits_model(self) -> bool:
         """Whether a replica is spread over several ranks."""
-        return any(size != 1 for axis, size in (self.layout or {}).items() if axis != "dp")
+        return bool(self.inner_axes)
+
+    @property
+    def inner_axes(self) -> tuple[str, ...]:
+        """Axes that a replica is spread over: what its ranks send each other is in no count of bytes."""
+        return tuple(axis for axis, size in (self.layout or {}).items() if axis != "dp" and size != 1)
+
+    @property
+    def axes_in_passes(self) -> tuple[str, ...]:
+        """Axes whose messages go during forward and backward passes, and are timed as parts of these."""
+        return tuple(axis for axis in self.inner_axes if axis != "pp")
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class RunSummary:
         wall_s: seconds of all its commands.
         epochs: that were trained.
         samples_per_s, wire_bytes_per_step: of its steps, all ranks together.
+        inner_axes: that a replica is spread over, inside of which bytes are not counted.
         words: what its report says in closing.
         predictions: of other ways to communicate; rows that cannot be read are left out.
     """
@@ -58,6 +59,7 @@ class RunSummary:
     workers: int | None = None
     samples_per_s: float | None = None
     wire_bytes_per_step: float | None = None
+    inner_axes: Sequence[str] = ()
     words: Sequence[str] = ()
     predictions: Annotated[Sequence[PredictedStep], _predictions] = ()
 

@@ -128,6 +128,7 @@ class Outcome:
         """Return the figures that say most, as text by name; what is not known is left out."""
         known = self.figures
         metric, value = next(iter(known.metrics.items()), ("", None))
+        senders = "between replicas" if known.inner_axes else "all ranks"
         texts = {
             metric: _text(value, ".4g"),
             "seconds": _text(known.wall_s, ".1f"),
@@ -135,7 +136,7 @@ class Outcome:
             "steps": _text(known.steps, "d"),
             "workers": _text(known.workers, "d"),
             "samples/s": _text(known.samples_per_s, ",.0f"),
-            "sent a step, all ranks": ""
+            f"sent a step, {senders}": ""
             if known.wire_bytes_per_step is None
             else format_bytes(known.wire_bytes_per_step),
             f"best {metric}": _better(known, value),

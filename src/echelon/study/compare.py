@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from statistics import fmean
 
 from echelon.study.base import COMPLETED, Study
 from echelon.study.grid import is_excluded
@@ -97,7 +96,8 @@ def set_targets(study: Study, runs: Sequence[RunRow], points: Sequence[PointRow]
         score, reached = row.primary.score, [p for p in by_run.get(row.run, []) if p.value is not None]
         scores = [score(p.value) for p in reached if p.value is not None]
         seconds = reached_at([p.seconds for p in reached], scores, score(target))
-        n_bytes = reached_at([p.wire_bytes for p in reached], scores, score(target))
+        counted = row.wire_bytes is not None
+        n_bytes = reached_at([p.wire_bytes for p in reached], scores, score(target)) if counted else None
         filled.append(replace(row, target=target, target_s=seconds, target_bytes=n_bytes))
     return filled
 
@@ -189,7 +189,8 @@ def _measure(label: str, pairs: Sequence[tuple[RunRow, RunRow]]) -> Comparison:
     both = [(b, c) for b, c in targets if b and c]
     ends = [(b.end_s, c.end_s) for b, c in pairs if b.end_s and c.end_s]
     finals = [b.primary.gain(c.final, b.final) for b, c in pairs if b.final is not None and c.final is not None]
-    sent = fmean(b.wire_bytes or 0.0 for b, _ in pairs), fmean(c.wire_bytes or 0.0 for _, c in pairs)
+    sent = [(b.wire_bytes, c.wire_bytes) for b, c in pairs if b.wire_bytes is not None and c.wire_bytes is not None]
+    base_bytes = sum(b for b, _ in sent)
     return Comparison(
         candidate=label,
         terms="",
@@ -200,7 +201,7 @@ def _measure(label: str, pairs: Sequence[tuple[RunRow, RunRow]]) -> Comparison:
         to_end=_ratio(ends) if ends else None,
         points=mean_interval(finals) if finals else None,
         noise_points=_noise(pairs),
-        bytes_ratio=sent[1] / sent[0] if sent[0] else None,
+        bytes_ratio=sum(c for _, c in sent) / base_bytes if base_bytes else None,
     )
 
 

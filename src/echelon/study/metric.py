@@ -71,12 +71,16 @@ class PrimaryMetric(Metric):
 
     def gain_text(self, gain: Interval) -> str:
         """Say a gain over the baseline at the end of the run, with its interval."""
-        bounds = ""
-        if gain.low is not None and gain.high is not None:
-            bounds = f" ({rounded(gain.low, 2):+.2f} to {rounded(gain.high, 2):+.2f})"
-        if self.percent and self.direction == "max":
-            return f"final {self.label} {rounded(gain.value, 2):+.2f} points{bounds}"
-        return f"final {self.label} better by {rounded(gain.value, 2):+.2f} {self.unit}{bounds}"
+        value, points = rounded(gain.value, 2), self.percent and self.direction == "max"
+        low, high, bounds = gain.low, gain.high, ""
+        if low is not None and high is not None:
+            low, high = (low, high) if points or value >= 0 else (-high, -low)  # of what it is worse by
+            bounds = f" ({rounded(low, 2):+.2f} to {rounded(high, 2):+.2f})"
+        if points:
+            return f"final {self.label} {value:+.2f} points{bounds}"
+        if not value:
+            return f"final {self.label} equal{bounds}"
+        return f"final {self.label} {'better' if value > 0 else 'worse'} by {abs(value):.2f} {self.unit}{bounds}"
 
     def axis(self, digits: int) -> dict[str, str]:
         """Return the format of an axis' ticks."""

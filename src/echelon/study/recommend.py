@@ -80,13 +80,14 @@ def _sureness(c: Comparison) -> float:
 
 
 def step_cost(runs: Sequence[RunRow], candidate: str) -> StepCost | None:
-    """Split a candidate's mean step into what the link's rate changes and what it does not; None: not measured.
+    """Split a candidate's mean step into what the link's rate changes and what it does not; None: not measured, as of
+    layouts that send inside a replica.
 
     What a link of rate r takes for b bytes, 8 b / r, is exposed at most as far as communication was; without a
     shaped link nothing is attributed to the rate.
     """
     done = [r for r in runs if r.candidate == candidate and r.status == COMPLETED and r.step_s and r.workers]
-    if not done:
+    if not done or any(r.wire_bytes_per_step is None for r in done):
         return None
     step_s = fmean(r.step_s or 0.0 for r in done)
     exposed_s = fmean(r.exposed_s or 0.0 for r in done)

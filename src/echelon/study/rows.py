@@ -36,7 +36,7 @@ def rows_of(run: PlannedRun, folder: Path, status: str, message: str) -> tuple[R
     whole = summary.whole
     points = [_point(run, (record, whole), number, e, metric) for number, e in enumerate(record.kept_evaluations())]
     torn = " ".join(record.notes)
-    wire_bytes, _ = _spent(record, None)
+    wire_bytes = None if summary.inner_axes else _spent(record, None)[0]
     row = RunRow(
         run.name, run.candidate, run.terms, run.seed, status, " ".join(text for text in (message, torn) if text),
         train_s=whole.steps_s if whole else 0.0, run_s=whole.seconds if whole else None, wire_bytes=wire_bytes,
@@ -85,7 +85,7 @@ def _with_costs(row: RunRow, summary: Summary, timing: Timing | None) -> RunRow:
     phases = {f"phase_{name}": seconds for name, seconds in summary.phases.items()}
     return replace(
         row,
-        wire_bytes_per_step=summary.wire_bytes_per_step,
+        wire_bytes_per_step=None if summary.inner_axes else summary.wire_bytes_per_step,
         samples_per_s=summary.samples_per_s,
         step_s=summary.step_s,
         exposed_s=timing.exposed_s if timing else None,
@@ -128,6 +128,8 @@ def _point(
 ) -> PointRow:
     record, whole = told
     n_bytes, samples = _spent(record, evaluation)
+    if record.last_start and record.last_start.inner_axes:
+        n_bytes = 0.0
     seconds = whole.at(evaluation.t) if whole else 0.0
     return PointRow(
         run.name, run.candidate, run.terms, run.seed, number, evaluation.epoch, evaluation.step, samples, seconds,

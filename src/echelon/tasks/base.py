@@ -78,9 +78,9 @@ class Batch:
     """One rank's part of a global batch.
 
     Args:
-        inputs: what the model is called with: a tensor `(B, ...)`, a tuple of them (by position) or a dict (by name);
-            B may be 0.
-        targets: any nest of tensors `(B, ...)`.
+        inputs: what the model is called with: a tensor `(B, ...)`, a tuple of them (by position) or a dict (by name).
+            A rank without samples has one of another rank, for models cannot run on none.
+        targets: any nest of tensors `(B, ...)`; B may be 0.
         global_size: samples of the whole batch over all ranks, those that could not be decoded included.
         index: of the batch in its epoch.
         global_units: units of the loss in the whole batch, where the loader knows them; None: it does not.

@@ -81,8 +81,8 @@ class Classification(Task):
             which = "they are one-hot: give targets.argmax(1)" if one_hot else "give int64 class numbers from 0"
             if len(kind) == 1 and kind[0].shape == (1,) and kind[0].dtype in _INTEGERS:
                 which = "give targets.squeeze(1)"
-            elif len(kind) == 1 and not one_hot and (other := _task_for(kind[0], data.target_values)):
-                which = f"--task {other} learns these"
+            elif len(kind) == 1 and not one_hot and (other := likely_task(kind[0], data.target_values)):
+                which = f"--task {other} learns these" + (" (a class for each position)" if kind[0].ragged else "")
             raise UserError(
                 f"data {data.name}: targets are {nest.describe(data.targets)}, and --task {_flag(self.name)} needs "
                 f"one whole number, the class, for each sample: {which}, or name another --task"
@@ -201,11 +201,13 @@ class CrossEntropy:
         return self.weights[targets] * losses
 
 
-def _task_for(targets: TensorSpec, values: TargetValues | None) -> str:
+def likely_task(targets: TensorSpec, values: TargetValues | None) -> str:
     """Return the task that targets look like which are no class each; empty: they look like no other one's."""
     is_marks = targets.dtype == "bool" or (values is not None and values.marks)
-    if len(targets.shape) == 1 and targets.shape[0] > 1 and is_marks:
+    if len(targets.shape) == 1 and targets.shape[0] > 1 and is_marks and not targets.ragged:
         return "multi-label"
+    if targets.ragged and len(targets.shape) == 1 and targets.dtype == "int64":
+        return "language-modelling"
     return "segmentation" if len(targets.shape) == 2 and targets.dtype in _INTEGERS else ""
 
 

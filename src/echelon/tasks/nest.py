@@ -157,6 +157,11 @@ def take(nest: Nest, index: Any) -> Nest:
     return map_leaves(lambda leaf: leaf[index], nest)
 
 
+def first_sample(nest: Nest) -> Nest:
+    """Return the first sample of a nest of tensors, as a batch of one; zeros where there is none."""
+    return map_leaves(lambda leaf: leaf[:1] if len(leaf) else leaf.new_zeros((1, *leaf.shape[1:])), nest)
+
+
 def to_device(nest: Nest, device: torch.device) -> Nest:
     """Return a nest of tensors on a device; copies from pinned memory do not wait."""
     return map_leaves(lambda leaf: leaf.to(device, non_blocking=True), nest)

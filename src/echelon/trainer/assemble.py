@@ -63,7 +63,9 @@ from echelon.records.file import Recorder, newest
 from echelon.records.going import Launch, read_launch
 from echelon.records.kinds import Start, Steps
 from echelon.sync.base import Sync
+from echelon.tasks import nest
 from echelon.tasks.base import Task
+from echelon.tasks.classification import likely_task
 from echelon.tasks.own_loss import LossFunction
 from echelon.tasks.registry import TaskObjects
 from echelon.trainer.balance import Balancer, BatchParts, Deal, dealt_anew, make_balancer, why_not
@@ -749,8 +751,23 @@ def run_notes(
     """Return what a user has to know of this run, each with the name of its event."""
     size = [note] if (note := size_note(source.info, config.data.batch_size)) else []
     unread = unread_notes(config.data, source)
-    named = {"data": source.notes, "layout": layout, "settings": [*unread, *settings], "batch_size": size}
+    named = {
+        "data": [*source.notes, *_labels_note(config, source.info)],
+        "layout": layout,
+        "settings": [*unread, *settings],
+        "batch_size": size,
+    }
     return [(name, note) for name, notes in named.items() for note in notes]
+
+
+def _labels_note(config: RunConfig, info: DataInfo) -> list[str]:
+    """Say which task targets of zeros and ones look like, where they are learnt as numbers because none was named."""
+    target = info.targets
+    if config.task != "auto" or config.optimizer.loss or info.task != "regression" or nest.is_container(target):
+        return []
+    likely = likely_task(target, info.target_values)
+    said = f"data {info.name}: targets are all 0 and 1, and are learnt as numbers (regression)"
+    return [f"{said}: --task {likely} learns them as labels"] if likely == "multi-label" else []
 
 
 def check_mixing(config: RunConfig, task: Task) -> None:

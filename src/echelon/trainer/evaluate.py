@@ -186,7 +186,7 @@ def _forward_group(world: World) -> dist.ProcessGroup | None:
 
 
 def batches_of_all(loader: EvalLoader, world: World) -> Iterator[tuple[Nest, Nest | None]]:
-    """Yield inputs and targets; where forward is collective, blank inputs too, so that all have as many batches."""
+    """Yield inputs and targets; where forward is collective, all have as many batches: some have no targets."""
     group = _forward_group(world)
     if group is None:
         yield from ((batch.inputs, batch.targets) for batch in loader if nest.rows(batch.targets))
@@ -196,6 +196,6 @@ def batches_of_all(loader: EvalLoader, world: World) -> Iterator[tuple[Nest, Nes
     done = 0
     for batch in loader:
         done += 1
-        yield (batch.inputs, batch.targets) if nest.rows(batch.targets) else (loader.blank(), None)
+        yield (batch.inputs, batch.targets) if nest.rows(batch.targets) else (nest.first_sample(batch.inputs), None)
     for _ in range(done, int(most)):
-        yield loader.blank(), None
+        yield loader.example(), None

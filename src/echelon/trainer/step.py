@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.core.shares import share_sizes
-from echelon.models.tables import untouched
+from echelon.models.tables import counting_nothing
 from echelon.models.trial import evaluating
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.base import Placement
@@ -62,7 +62,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A part of this rank's part of a batch: inputs and targets `(b, ...)`.
+    """A part of this rank's part of a batch: inputs and targets `(b, ...)`; without targets one input.
 
     Attributes:
         first: place of its first sample in this rank's part.
@@ -102,13 +102,13 @@ class Step:
         """Accumulate the gradients of a batch; replicas may communicate during the last micro-batch's backward.
 
         Args:
-            batch: this rank's part; B may be 0 at the end of an epoch.
+            batch: this rank's part; at the end of an epoch it may have no targets, and inputs that count nothing.
         """
         if self.guard is not None:
             self.guard.begin(batch)
         inputs, targets = self._to_device(batch)
         if sync.needs_warmup_backward and not self._begun:
-            warmup_backward(sync, blank_like(inputs))
+            warmup_backward(sync, nest.first_sample(inputs))
         self._begun = True
         count = self._settings.accumulate
         if self._zero is None:
@@ -123,9 +123,8 @@ class Step:
                 result.left_out = self.guard.leaves_out(sync.steps_together)
             return result
         share = divisor / result.global_units
-        parts = zip(nest.tensor_split(inputs, count), nest.tensor_split(targets, count), strict=True)
         first = 0
-        for i, (part, wanted) in enumerate(parts):
+        for i, (part, wanted) in enumerate(_parts(inputs, targets, count)):
             last = i == count - 1
             with sync.micro_batch(last):
                 total = self._micro_batch(sync, MicroBatch(part, wanted, first, last), divisor, result)
@@ -195,7 +194,7 @@ class Step:
         """Let the pipeline run each part of the batch, in micro-batches of its own."""
         self._clock.enter(Phase.COMMUNICATE)
         count = self._settings.accumulate
-        for part, wanted in zip(nest.tensor_split(inputs, count), nest.tensor_split(targets, count), strict=True):
+        for part, wanted in _parts(inputs, targets, count):
             with pipeline.telling(self._pipeline_computes):
                 done = pipeline.forward_backward(part, wanted, divisor, self._scaler.scale)
             result.loss = result.loss + done.loss * (divisor / result.global_units)
@@ -213,7 +212,7 @@ class Step:
         with autocast_to(self._settings.autocast, self._settings.device):
             outputs = self._forward(sync.module, part.inputs, samples)
         exact = nest.exact(outputs)
-        total = self.task.loss_sum(exact, targets) / divisor if samples else nest.zero_of(outputs)
+        total = self.task.loss_sum(exact, targets) / divisor if samples else nest.zero_of(exact)
         if self.guard is not None and samples:
             self.guard.look(total, exact, targets, part.first)
         if part.last and self.guard is not None and self.guard.leaves_out(sync.steps_together):
@@ -222,22 +221,30 @@ class Step:
         if samples and not result.left_out:
             self._scaler.scale(total).backward()
         else:
-            blank = untouched(sync.module) if not samples else nullcontext()
-            with sync.silent() if result.left_out else nullcontext(), blank:
+            zeros = nullcontext() if samples else counting_nothing(sync.module, self._gathered)
+            with sync.silent() if result.left_out else nullcontext(), zeros:
                 self._scaler.scale(total).backward()
-        if samples and (score := self.task.training_score(outputs, targets)) is not None:
+        if not samples:
+            return torch.zeros_like(total)
+        if (score := self.task.training_score(outputs, targets)) is not None:
             result.score = result.score + score
         return total.detach()
 
-    def _forward(self, module: nn.Module, inputs: Nest, samples: int) -> Nest:
-        """Run the model; a rank without samples takes part with one blank sample of weight zero.
+    @property
+    def _gathered(self) -> list[nn.Parameter]:
+        return self._split.pieces.gathered if self._split is not None else []
 
-        With SyncBatchNorm it runs its empty batch instead, for the others wait for its statistics.
+    def _forward(self, module: nn.Module, inputs: Nest, samples: int) -> Nest:
+        """Run the model; a rank without samples takes part with one that counts nothing.
+
+        With SyncBatchNorm it runs an empty batch instead, for the others wait for its statistics.
         """
-        if samples or has_sync_batchnorm(module):
+        if samples:
             return nest.call(module, inputs)
+        if has_sync_batchnorm(module):
+            return nest.call(module, nest.take(inputs, slice(0)))
         with evaluating(module):
-            return nest.call(module, blank_like(inputs))
+            return nest.call(module, inputs)
 
     def _to_device(self, batch: Batch) -> tuple[Nest, Nest]:
         settings, inputs, targets = self._settings, batch.inputs, batch.targets
@@ -250,9 +257,13 @@ def _channels_last(inputs: Tensor) -> Tensor:
     return inputs.contiguous(memory_format=torch.channels_last) if inputs.ndim == 4 else inputs
 
 
-def blank_like(inputs: Nest) -> Nest:
-    """Return one sample of zeros with the shapes and types of a batch's inputs."""
-    return nest.map_leaves(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), inputs)
+def _parts(inputs: Nest, targets: Nest, count: int) -> Iterator[tuple[Nest, Nest]]:
+    """Yield micro-batches; those without targets have the first input, which counts nothing."""
+    if count == 1 and nest.rows(targets):
+        yield inputs, targets
+        return
+    for part, wanted in zip(nest.tensor_split(inputs, count), nest.tensor_split(targets, count), strict=True):
+        yield part if nest.rows(wanted) else nest.first_sample(inputs), wanted
 
 
 def replica_samples(placement: Placement, batch: Batch) -> int:
@@ -263,7 +274,7 @@ def replica_samples(placement: Placement, batch: Batch) -> int:
 
 
 def warmup_backward(sync: StepSync, inputs: Nest) -> None:
-    """Send blank samples through forward and backward, which changes nothing (see `Sync.needs_warmup_backward`)."""
+    """Send samples through forward and backward, which changes nothing (see `Sync.needs_warmup_backward`)."""
     with evaluating(sync.module), sync.micro_batch(last=True):
         nest.zero_of(nest.call(sync.module, inputs)).backward()
     for parameter in sync.module.parameters():

@@ -149,3 +149,26 @@ def test_a_bad_sample_is_named_by_its_place_in_the_data_that_was_given(in_memory
     config = LoaderConfig(DataConfig(batch_size=8, loaders=0), 0, torch.device("cpu"))
     with pytest.raises(UserError, match=f"^sample {number} of the data: its numbers are not finite"):
         list(TrainLoader(source, config, Shard(0, 1)).epoch(0))
+
+
+@pytest.mark.parametrize("mixup", [0.0, 0.4])
+def test_a_part_without_samples_has_the_inputs_of_one_of_another_rank(mixup: float) -> None:
+    items = TensorDataset(torch.arange(1.0, 13.0).view(12, 1), torch.arange(12) % 2)
+    source, config = from_datasets(items, items), settings(batch_size=11, mixup=mixup)
+    first, second = (list(TrainLoader(source, config, Shard(rank, 2)).epoch(0))[-1] for rank in range(2))
+    assert second.inputs.tolist() == first.inputs.tolist() and (len(first.targets), len(second.targets)) == (1, 0)
+    assert second.targets.shape[1:] == first.targets.shape[1:] and second.global_size == 1
+    assert second.samples is None or not len(second.samples)
+
+
+def test_a_part_of_bad_samples_alone_has_inputs_without_targets() -> None:
+    items = TensorDataset(torch.tensor([[1.0], [torch.nan]]), torch.tensor([0, 1]))
+    source, config = from_datasets(items, items), settings(batch_size=1, on_nan="skip")
+    parts = list(TrainLoader(source, config, Shard(0, 1)).epoch(0))
+    assert sorted((len(part.inputs), len(part.targets)) for part in parts) == [(1, 0), (1, 1)]
+
+
+def test_a_rank_without_evaluation_samples_has_an_example() -> None:
+    items = TensorDataset(torch.ones(3, 1), torch.zeros(3, dtype=torch.int64))
+    loader = EvalLoader(from_datasets(items, items), settings(batch_size=8), Shard(3, 4))
+    assert not list(loader) and loader.example().tolist() == [[1.0]]

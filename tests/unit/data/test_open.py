@@ -216,6 +216,7 @@ def test_own_data_sets() -> None:
         ([1, 2], r"items must be \(tensor, label\), not int"),
         (torch.zeros(4, 3), r"a dict with a target; arrays of inputs and labels are one by TensorDataset"),
         ([(torch.zeros(2), "cat")] * 2, "not of str: number strings, such as by {name: i for i, name in"),
+        ([{"x": torch.zeros(2), "name": "g3", "label": 1}] * 2, "numbers, and their 'name' is of str"),
         (pandas.DataFrame({"a": [1, 2]}), "DataFrame: a data frame's items are its columns: write it to a table"),
         (TensorDataset(torch.zeros(2, 3), torch.tensor([0, -1])), "labels must be .*, and these reach from -1 to 0;"),
         (TensorDataset(torch.zeros(2, 3), torch.tensor([0.5, 1.5])), "targets are .* of float32"),

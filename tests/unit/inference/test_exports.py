@@ -17,7 +17,7 @@ from echelon.config import build
 from echelon.data import DataInfo
 from echelon.data.decode import open_picture
 from echelon.data.masks import Frame
-from echelon.inference.exports.base import description
+from echelon.inference.exports.base import cannot_be_traced, description
 from echelon.inference.exports.onnx_file import OnnxFile
 from echelon.run.trained import TrainedModel
 from echelon.tasks.base import TaskSettings
@@ -58,3 +58,15 @@ def test_preprocessing_of_a_segmentation_is_repeated_from_what_is_written(
 def test_the_output_of_a_model_of_classes_is_called_logits(trained: TrainedModel, tmp_path: Path) -> None:
     OnnxFile().write(trained, tmp_path / "model.onnx", torch.zeros(2, 3, 32, 32))
     assert [each.name for each in onnx.load(tmp_path / "model.onnx").graph.output] == ["logits"]
+
+
+def test_a_batch_whose_size_is_fixed_is_said_in_words(tmp_path: Path) -> None:
+    class Fixed(nn.Module):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs.sum(1) if inputs.shape[0] == 2 else inputs.mean(1)
+
+    try:
+        torch.export.export(Fixed(), (torch.ones(2, 3),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    except Exception as error:  # noqa: BLE001 - torch has a class of its own for it
+        refusal = str(cannot_be_traced(tmp_path / "m.pt2", error))
+    assert "torch.export fixes its size of a batch" in refusal and "TORCH_LOGS" not in refusal

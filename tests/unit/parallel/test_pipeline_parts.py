@@ -137,12 +137,12 @@ def test_cuts_balance_the_longest_stage() -> None:
 
 
 def test_a_batch_is_filled_up_and_targets_are_not() -> None:
-    """What is added has no targets; a batch of nothing is blank."""
+    """What is added has no targets; without targets one sample stands for all."""
     parts = cut_batch(torch.arange(1, 6).view(5, 1), torch.arange(1, 6), 4)
     assert [part.flatten().tolist() for part in parts.inputs] == [[1, 2], [3, 4], [5, 5], [5, 5]]
     assert [part.tolist() for part in parts.targets] == [[1, 2], [3, 4], [5], []]
-    empty = cut_batch(torch.zeros(0, 3), torch.zeros(0), 2)
-    assert [tuple(part.shape) for part in empty.inputs] == [(1, 3), (1, 3)]
+    empty = cut_batch(torch.ones(1, 3), torch.zeros(0), 2)
+    assert [part.tolist() for part in empty.inputs] == [[[1.0] * 3]] * 2 and not any(map(len, empty.targets))
     assert [dividing_count(n, 4, None, CPU) for n in (8, 6, 5, 3, 1, 0)] == [4, 3, 1, 3, 1, 1]
 
 

@@ -256,6 +256,7 @@ def test_at_reads_machines() -> None:
         ("worker=3", "workers"),
         ("workers=0", "above 0"),
         ("workers=4, link=fast", "link"),
+        ("workers=4, link=10mbit,20ms", 'write a link with a delay as link="10mbit,20ms"'),
         ("workers=4, memory=3h", "size"),
         ("workers=4, mtbf=1gb", "duration"),
         ("missing.yaml", "no such file"),

@@ -40,6 +40,7 @@ class Planted:
     staleness: Mapping[str, int] | None = None
     density: float | None = None
     affinity: tuple[str, ...] = ("0-1", "0-1")
+    layout: Mapping[str, int] | None = None
 
 
 def make_study(folder: Path, study: Study, truths: Mapping[str, Planted], torn: str = "") -> Path:
@@ -74,7 +75,7 @@ def tell(run: PlannedRun, truth: Planted) -> list[dict[str, Any]]:
     slower = 1 + chance.gauss(0, truth.jitter)
     final = truth.final + random.Random(run.seed).gauss(0, truth.noise)
     epochs = truth.epochs if truth.status == "completed" else truth.epochs // 2
-    t, lines = T0 + 3, [{**_start(run), "affinity": list(truth.affinity)}]
+    t, lines = T0 + 3, [{**_start(run), "affinity": list(truth.affinity), "layout": truth.layout}]
     for epoch in range(epochs):
         step_s = (truth.compute_s + truth.communicate_s) * slower
         t += step_s * STEPS

@@ -146,6 +146,17 @@ def test_one_that_no_other_beats_is_joined_to_nothing(tmp_path: Path) -> None:
     assert "The circle beats or equals each of the others in both." in page
 
 
+def test_bytes_inside_a_replica_are_not_taken_for_none(tmp_path: Path) -> None:
+    from echelon.study import from_tries
+
+    sharded = Planted(compute_s=0.05, bytes_per_step=0.0, layout={"fsdp": 2})
+    truths = {"sync=allreduce": Planted(layout={"dp": 2}), "parallel=fsdp=2": sharded}
+    write_study(make_study(tmp_path / "s", from_tries({}, list(truths), "3"), truths))
+    page = (tmp_path / "s" / "report.html").read_text()
+    assert "inside a replica (fsdp, tp, pp) is not counted" in page
+    assert "is shorter than one of" not in page and "front-wire_bytes-0" not in figures(page)
+
+
 def test_the_front_is_what_no_other_beats() -> None:
     assert front([3, 1, 2, 2], [0.9, 0.5, 0.4, 0.7]) == [1, 3, 0]
     assert front([1, 1], [0.5, 0.5]) == [0]

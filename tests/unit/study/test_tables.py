@@ -16,6 +16,8 @@ from echelon.core.errors import UserError
 from echelon.core.units import format_bytes
 from echelon.study import from_tries, load_study, write_study
 from echelon.study.folder import discard, run_folder
+from echelon.study.intervals import Interval
+from echelon.study.metric import PrimaryMetric
 from echelon.study.report import report_of
 from echelon.study.tables import read_tables
 from tests.unit.study.fixtures import EPOCHS, STEPS, Planted, make_study
@@ -194,3 +196,12 @@ def test_tables_from_before_metrics_had_names_conclude_the_same(file: Path) -> N
     assert [str(c.verdict) for g in report.groups for c in g.comparisons] == [
         c["verdict"] for c in summary["comparisons"]
     ]
+
+
+def test_a_worse_result_is_worse_by_a_positive_number() -> None:
+    metric = PrimaryMetric("rmse", "min", "error", False)
+    said = [
+        metric.gain_text(Interval(value, low, high))
+        for value, low, high in ((-0.44, -0.6, -0.2), (0.3, None, None), (0.0, None, None))
+    ]
+    assert said == ["final error worse by 0.44 % (+0.20 to +0.60)", "final error better by 0.30 %", "final error equal"]

@@ -140,7 +140,7 @@ def test_the_small_unet_fits_any_size() -> None:
         assert model(torch.zeros(2, 3, *size)).shape == (2, 3, *size)
     model(torch.zeros(0, 3, 32, 32)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    with pytest.raises(UserError, match=r"SmallUNet is not known to be a chain.* or use fsdp=N or tp=N instead"):
+    with pytest.raises(UserError, match=r"SmallUNet is not known to be a chain.* or use fsdp=N instead"):
         find_chain(model, hints_for(model))
 
 

@@ -165,6 +165,11 @@ def test_nothing_to_evaluate_gives_undefined_metrics(name: str) -> None:
     ("name", "targets", "message"),
     [
         ("classification", TensorSpec(), "--task classification needs one whole number, the class"),
+        (
+            "classification",
+            TensorSpec((9,), "int64", ragged=True),
+            r"--task language-modelling learns these \(a class for each position\)",
+        ),
         ("classification", TensorSpec((3,)), "--task classification needs one whole number"),
         ("image_classification", TensorSpec((1,), "int64"), "--task image-classification needs one whole number"),
         ("regression", TensorSpec((), "int64"), "--task regression needs numbers, float32"),

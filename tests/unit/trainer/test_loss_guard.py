@@ -73,3 +73,11 @@ def test_no_batch_helps_where_parameters_are_not_finite(step_of: Callable[..., C
     model.head.weight.data[0, 0] = torch.inf
     with pytest.raises(Diverged, match="parameters are not finite since an earlier update"):
         step_of(True, model)()
+
+
+def test_samples_that_count_nothing_leave_zeros_whatever_the_derivative() -> None:
+    model = Model()
+    step = Step(TASK, StepSettings(WORLD.device, None, 2, 0.0, False), HostClock(), torch.amp.GradScaler(enabled=False))
+    batch = Batch(torch.zeros(1, 3), torch.zeros(0, dtype=torch.int64), 5, 0)
+    result = step.forward_backward(batch, Alone(model))  # type: ignore[arg-type]
+    assert result.loss == 0 and all(not parameter.grad.any() for parameter in model.parameters())

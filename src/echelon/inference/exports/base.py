@@ -153,6 +153,9 @@ def _file_of(trained: TrainedModel, name: str) -> object:
 def cannot_be_traced(path: Path, error: Exception) -> UserError:
     """Return in one line why a model's computation cannot be written down."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    reason = lines[0][:200]
+    if reason.startswith("Constraints violated (batch)"):
+        reason = "torch.export fixes its size of a batch, as it does for recurrent layers that are given a first state"
     return UserError(
-        f"{path}: this model cannot be written as {path.suffix} ({lines[0][:200]}): .safetensors holds its weights"
+        f"{path}: this model cannot be written as {path.suffix} ({reason}): .safetensors holds its weights"
     )

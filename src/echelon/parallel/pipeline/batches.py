@@ -24,18 +24,17 @@ class MicroBatches:
 
 
 def cut_batch(inputs: Nest, targets: Nest, count: int) -> MicroBatches:
-    """Cut inputs (N, ...) and targets (N, ...) into `count` micro-batches of ceil(N / count), at least 1.
+    """Cut inputs (N, ...) and targets (N or fewer, ...) into `count` micro-batches of ceil(N / count).
 
-    What is missing is filled up with copies of the last sample (blank ones when there is none), without targets.
+    What is missing is filled up with copies of the last sample without targets.
     """
     samples = nest.rows(inputs)
-    size = max(1, -(-samples // count))
+    size = -(-samples // count)
     missing = size * count - samples
 
     def filled(leaf: Tensor) -> Tensor:
         """Return a leaf (N, ...) as (N + missing, ...)."""
-        last = leaf[-1:] if samples else leaf.new_zeros((1, *leaf.shape[1:]))
-        return torch.cat([leaf, last.expand(missing, *leaf.shape[1:])])
+        return torch.cat([leaf, leaf[-1:].expand(missing, *leaf.shape[1:])])
 
     if missing:
         inputs = nest.map_leaves(filled, inputs)

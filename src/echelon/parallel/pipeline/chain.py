@@ -42,8 +42,7 @@ def is_chain(model: nn.Module, hints: Hints | None) -> bool:
 def no_chain(model: str, fix: str = "") -> UserError:
     """Build the refusal of a model that is none, as `fix` may make it one."""
     return UserError(
-        f"--parallel pp: the forward pass of {model} is not known to be a chain of blocks: {fix}use fsdp=N or tp=N "
-        "instead"
+        f"--parallel pp: the forward pass of {model} is not known to be a chain of blocks: {fix}use fsdp=N instead"
     )
 
 
@@ -176,7 +175,7 @@ def check_tied(model: nn.Module, stages: tuple[tuple[ChainStep, ...], ...]) -> N
         if where != stage:
             raise UserError(
                 f"--parallel pp: {name} and {first} of {type(model).__name__} are one tensor, used by stages {stage} "
-                f"and {where}: build the model with untied weights, or use fsdp=N or tp=N instead"
+                f"and {where}: build the model with untied weights, or use fsdp=N instead"
             )
 
 

@@ -128,12 +128,13 @@ class Pipeline(nn.Module):
         """Add the gradients of sum(losses) / divisor to those of the parameters; every rank gets the result.
 
         Args:
-            inputs: nest of (N, ...), targets: nest of (N, ...), the same on all ranks of the pipeline; N may be 0.
+            inputs: nest of (N, ...), targets: nest of (N, ...), the same on all ranks of the pipeline. Without targets
+                one input that counts nothing.
             scale: applied to each micro-batch's loss before its backward.
         """
         count = self.microbatches
         if self._mixes_samples:
-            count = dividing_count(nest.rows(inputs), count, self._settings.data_group, self._device)
+            count = dividing_count(nest.rows(targets), count, self._settings.data_group, self._device)
         parts = cut_batch(inputs, targets, count)
         self._job = _Job(self._judge, divisor, scale or _identity, self._device)
         recorded = FIRST_RECORDED <= self._done < FIRST_RECORDED + self._settings.recorded
@@ -141,7 +142,7 @@ class Pipeline(nn.Module):
         schedule = self._schedule(parts, training=True)
         if recorded:
             self._recorder.start()
-        with evaluating(self.stage_modules, blank=not nest.rows(inputs)):
+        with evaluating(self.stage_modules, blank=not nest.rows(targets)):
             self._run(schedule, parts, training=True)
         if recorded:
             self.timelines.append(self._recorder.finish(self._group))

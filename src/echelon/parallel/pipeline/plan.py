@@ -108,7 +108,6 @@ def _shared_times(model: nn.Module, units: Sequence[Unit], example: Nest) -> lis
     if times.isnan().any():
         reason = f": {str(failure).partition(chr(10))[0]}" if failure is not None else ", as the first rank says"
         raise UserError(
-            f"--parallel pp: a block of {type(model).__name__} cannot run by itself{reason}; use fsdp=N or tp=N for "
-            "this model"
+            f"--parallel pp: a block of {type(model).__name__} cannot run by itself{reason}; use fsdp=N for this model"
         ) from failure
     return [float(each) for each in times.tolist()]

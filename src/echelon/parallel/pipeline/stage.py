@@ -188,11 +188,11 @@ class Skeleton:
             shapes = " and ".join(str(tuple(each.shape)) for each in inputs)
             raise UserError(
                 f"--parallel pp: stage {number} of {self._name} cannot run by itself on inputs of shape "
-                f"{shapes}: {reason}; use fsdp=N or tp=N for this model"
+                f"{shapes}: {reason}; use fsdp=N for this model"
             ) from error
         if not isinstance(out, Tensor):
             raise UserError(
                 f"--parallel pp: stage {number} of {self._name} gives {type(out).__name__} and not one tensor: "
-                "cut it elsewhere, or use fsdp=N or tp=N"
+                "cut it elsewhere, or use fsdp=N"
             )
         return out

@@ -92,10 +92,17 @@ def look(run: LiveRun, now: float | None = None) -> RunView:
         train_score=sum(correct) / max(1, sum(w.samples for w in of_epoch)) if correct else None, value=state.value,
         best=state.best,
         samples_per_s=samples / seconds if seconds else None, step_s=step_s, communication=_communication(windows),
-        wire_bytes_per_step=sum(w.wire_bytes for w in windows) / steps if steps else None,
+        wire_bytes_per_step=_sent_per_step(state, windows),
         attempts=state.attempts, checkpoints=state.checkpoints, torn=run.torn, ranks=_ranks(state, windows),
         events=list(state.events),
     )  # fmt: skip
+
+
+def _sent_per_step(state: LiveState, windows: Sequence[Steps]) -> float | None:
+    """Return the bytes that a step sends; None: not known, as where all that is sent is inside a replica."""
+    steps, sent = sum(w.count for w in windows), sum(w.wire_bytes for w in windows)
+    inside = state.start is not None and state.start.splits_model
+    return sent / steps if steps and (sent or not inside) else None
 
 
 def _steady(state: LiveState) -> list[Steps]:

@@ -124,7 +124,7 @@ def _about_steps(record: RunRecord, timing: Timing, predictions: Sequence[WayPre
     if (slow := held_up_by(timing)) is not None:
         text = f"Make rank {slow.rank} as fast as the next slowest (it loses its time in {slow.phase})"
         found.append(Advice(text, _gain(shares["slow rank"])))
-    if shares["compute"] >= 0.5:
+    if shares["compute"] >= 0.5 and not (record.last_start and record.last_start.axes_in_passes):
         found.append(_compute(record, shares["compute"]))
     if shares["other"] >= _WORTH_SAYING and not record.has_servers:  # whose workers had no batch then
         text = f"{shares['other']:.0%} of a step is in no phase (logging, hooks, garbage collection); without that"

@@ -25,7 +25,11 @@ def traffic_charts(record: RunRecord) -> list[Chart]:
     """Bytes sent: over the run, and by group of parameters; what share of elements a sparse codec sent."""
     windows = record.kept_windows()
     has_servers = record.has_servers
-    return [c for c in (_bytes(windows, has_servers), _groups(windows, has_servers), _density(windows)) if c]
+    start = record.last_start
+    inside = (
+        f"; inside a replica ({', '.join(start.inner_axes)}) it is not counted" if start and start.inner_axes else ""
+    )
+    return [c for c in (_bytes(windows, has_servers, inside), _groups(windows, has_servers), _density(windows)) if c]
 
 
 def phase_order(names: list[str]) -> list[str]:
@@ -126,7 +130,7 @@ def _mean_phase(window: Steps, name: str) -> float:
     return sum(rank[column] for rank in window.phases) / len(window.phases)
 
 
-def _bytes(windows: list[Steps], has_servers: bool) -> Chart | None:
+def _bytes(windows: list[Steps], has_servers: bool, inside: str) -> Chart | None:
     if not any(w.wire_bytes for w in windows):
         return None
     total, points = 0.0, [(float(windows[0].step - windows[0].count), 0.0)]
@@ -135,7 +139,7 @@ def _bytes(windows: list[Steps], has_servers: bool) -> Chart | None:
         points.append((float(w.step), total))
     kept = pick(points, _MOST_POINTS)
     senders = "workers and servers" if has_servers else "all ranks together"
-    said = f"{format_bytes(total)} sent by {senders} over {windows[-1].step} steps."
+    said = f"{format_bytes(total)} sent by {senders} over {windows[-1].step} steps{inside}."
     layout = {"xaxis": count_axis("step", windows[-1].step), "yaxis": byte_axis("sent since the start", [total])}
     trace = line("bytes", [s for s, _ in kept], [b for _, b in kept], "communicate", fill="tozeroy")
     trace["fillcolor"] = color("wash")

@@ -45,6 +45,9 @@ class Summary:
         last_command_s: seconds of the last one.
         startup_s: from the command to where training begins, the sum over the commands that came so far.
         objects: keywords of `echelon.resume` by which the run needs objects from Python again.
+        wire_bytes_per_step: between replicas; None: not known, as where there is one that is spread over the ranks.
+        inner_axes: that a replica is spread over, inside of which bytes are not counted.
+        axes_in_passes: those of them whose messages are timed as parts of forward and backward passes.
         folder: of the run, as its reader named it; empty: not known.
         whole: from the first step to the end of the last evaluation or checkpoint: the figure by which runs compare.
     """
@@ -94,6 +97,8 @@ class Summary:
     searched: bool
     objects: tuple[str, ...] = ()
     folder: str = ""
+    inner_axes: tuple[str, ...] = ()
+    axes_in_passes: tuple[str, ...] = ()
 
     def to_json(self) -> JsonObject:
         """Plain values for `summary.json`; NaN and infinity become null."""
@@ -110,6 +115,12 @@ class Summary:
         return finite_object(values)
 
 
+def _sent_per_step(timing: Timing | None, inner_axes: Sequence[str]) -> float | None:
+    if timing is None or (inner_axes and not timing.wire_bytes_per_step):
+        return None
+    return timing.wire_bytes_per_step
+
+
 def summarise(record: RunRecord) -> Summary:
     """Compute a run's numbers from its record."""
     timing = measure(record)
@@ -122,6 +133,7 @@ def summarise(record: RunRecord) -> Summary:
     start = record.last_start
     steps = max((w.step for w in record.kept_windows()), default=0)
     waterfall, whole = waterfall_of(record), whole_run_of(record)
+    inner_axes = start.inner_axes if start else ()
     predictions = tuple(predict(record, timing, whole))
     return Summary(
         run=record.name,
@@ -142,7 +154,7 @@ def summarise(record: RunRecord) -> Summary:
         startup_s=startup_s,
         samples_per_s=timing.samples_per_s if timing else None,
         step_s=timing.step_s if timing else None,
-        wire_bytes_per_step=timing.wire_bytes_per_step if timing else None,
+        wire_bytes_per_step=_sent_per_step(timing, inner_axes),
         phases=_phases(timing),
         shares=shares_of(timing) if timing and timing.phases else {},
         workers=start.world_size if start else 0,
@@ -169,6 +181,8 @@ def summarise(record: RunRecord) -> Summary:
         searched=record.searched,
         objects=tuple(start.objects) if start else (),
         folder=record.folder,
+        inner_axes=inner_axes,
+        axes_in_passes=start.axes_in_passes if start else (),
     )
 
 

@@ -78,7 +78,11 @@ def headlines(s: Summary) -> list[Headline]:
         found.append(Headline(unit, f"{speed:,.0f}", f"{format_seconds(s.step_s)} a step"))
     if s.wire_bytes_per_step is not None:
         senders = "by workers and servers" if s.waits_for_servers else "by all ranks"
+        if s.inner_axes:
+            senders = f"between replicas; inside of them ({', '.join(s.inner_axes)}) it is not counted"
         found.append(Headline("sent a step", format_bytes(s.wire_bytes_per_step), senders))
+    elif s.inner_axes and s.measured_steps:
+        found.append(Headline("sent a step", "not counted", f"inside a replica ({', '.join(s.inner_axes)})"))
     if s.workers:
         restarts = f"{s.restarts} restart{'s' * (s.restarts != 1)}"
         found.append(Headline("workers", str(s.workers), restarts if s.restarts else ""))

@@ -162,7 +162,10 @@ def _bound(s: Summary) -> list[str]:
     else:
         names = {
             "input": "Loading data",
-            "compute": "Computing (forward, backward and update)",
+            "compute": "Computing (forward, backward and update)"
+            if not s.axes_in_passes
+            else f"The time of forward, backward and update, the messages of {' and '.join(s.axes_in_passes)} among "
+            "them (they are not told apart),",
             "communication": "Waiting for servers" if s.waits_for_servers else "Communication",
         }
         idle = (

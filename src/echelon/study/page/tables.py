@@ -49,7 +49,9 @@ def verdict_table(group: ComparisonGroup, scene: Scene) -> Table:
         bytes_column("memory", means("memory_bytes")),
     ]
     seeds = _seeds(max(c.seeds for c in compared))
-    return Table.of(f"Each candidate against the baseline, means over {seeds}", columns)
+    uncounted = any(r.status == COMPLETED and r.wire_bytes is None for r in scene.runs)
+    note = "; what is sent inside a replica (fsdp, tp, pp) is not counted" if uncounted else ""
+    return Table.of(f"Each candidate against the baseline, means over {seeds}{note}", columns)
 
 
 def _seeds(n: int) -> str:

@@ -278,3 +278,16 @@ def test_no_compression_is_named_where_it_saves_time_however_many_other_ways_do(
     assert [way.label for way in pick_ways([w for w in ways if w.label != "none"])] == [
         n for n in labels if n != "none"
     ]
+
+
+@pytest.mark.parametrize(("layout", "sent"), [({"fsdp": 2}, 0), ({"dp": 2, "fsdp": 2}, 5e5)])
+def test_messages_inside_a_replica_are_not_counted_and_not_told_apart(
+    tmp_path: Path, layout: dict[str, int], sent: float
+) -> None:
+    lines = [{**line, "layout": layout} if line["kind"] == "start" else line for line in tell(SHORT)]
+    summary, words = report(tmp_path, [{**x, "wire_bytes": sent} if x["kind"] == "steps" else x for x in lines])
+    assert (summary.wire_bytes_per_step is None) is (not sent)
+    page = (tmp_path / "report.html").read_text()
+    assert ("inside of them (fsdp) it is not counted" if sent else "inside a replica (fsdp)") in page
+    assert "the messages of fsdp among them (they are not told apart), bounds this run" in words
+    assert "twice the --workers" not in page
