@@ -22,9 +22,9 @@ from echelon.launch.culprit import (
     find_standstill,
 )
 from echelon.launch.noticeboard import NoticeBoard
-from echelon.launch.pace import LOOK_S, SHARE_OF_DEADLINE, Pace, find_late
 from echelon.launch.places.base import Place, Restart
 from echelon.launch.process import is_debugged, is_stopped
+from echelon.launch.rhythm import LOOK_S, SHARE_OF_DEADLINE, Rhythm, find_late
 from echelon.launch.slow import Slow, SlowWatch
 from echelon.observe.notes import STACK_SIGNAL, Note
 from echelon.observe.phases import Phase
@@ -82,7 +82,7 @@ class HangWatch:
 
     Who restarts alone and hangs in a step for nine tenths of the deadline is killed, and so is who has others that go
     on without it, or save what they have. These are spared the wait where it is sure: who is stopped is killed by a
-    deadline of its own rhythm (`SilenceWatch`), and so is who computes while all others wait for it (`Pace.is_late`).
+    deadline of its own rhythm (`SilenceWatch`), and so is who computes while all others wait for it (`Rhythm.is_late`).
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class HangWatch:
         self._silence = SilenceWatch(place.is_silent, deadline_s) if self._survivors_act else None
         self._verdict: Verdict | None = None
         self._ended: dict[int, str] = {}  # by pid: why we killed it
-        self._paces: dict[str, Pace] = {}
-        self._next_s = self._next_pace_s = self._next_late_s = 0.0
+        self._rhythms: dict[str, Rhythm] = {}
+        self._next_s = self._next_rhythm_s = self._next_late_s = 0.0
 
     def look(self, living: Sequence[Living]) -> None:
         """Look at what all processes are at; called again and again."""
         now = time.monotonic()
         self._end_silent(living, now)
-        self._follow_paces(living, now)
+        self._follow_rhythms(living, now)
         self._end_late(living, now)
         if now < self._next_s:
             return
@@ -137,7 +137,7 @@ class HangWatch:
     def _end_silent(self, living: Sequence[Living], now: float) -> None:
         """End who is stopped for too long, where the others go on without it."""
         if self._silence is not None:
-            longest_s = {name: pace.longest_s for name, pace in self._paces.items()}
+            longest_s = {name: rhythm.longest_s for name, rhythm in self._rhythms.items()}
             for hang in self._silence.look(living, lambda p: self._board.note(p.name, p.pid), longest_s, now):
                 self._end(hang, now)
 
@@ -146,7 +146,7 @@ class HangWatch:
         if not self._survivors_act or now < self._next_late_s:
             return
         most_s = SHARE_OF_DEADLINE * self._deadline_s
-        late = {p.name for p in living if p.name in self._paces and self._paces[p.name].is_late(most_s)}
+        late = {p.name for p in living if p.name in self._rhythms and self._rhythms[p.name].is_late(most_s)}
         late = {p.name for p in living if p.name in late and not is_debugged(p.pid) and p.pid not in self._ended}
         if not late:
             return
@@ -161,9 +161,9 @@ class HangWatch:
         if not (self._ends and hang.is_in_step and hang.process in living):
             return False
         if self._survivors_act:
-            pace = self._paces.get(hang.process.name)
+            rhythm = self._rhythms.get(hang.process.name)
             waits_alone = hang.activity == Phase.DATA and not hang.waiting  # all may wait for the same data
-            if pace is None or pace.seen_s < SHARE_OF_DEADLINE * self._deadline_s or waits_alone:
+            if rhythm is None or rhythm.seen_s < SHARE_OF_DEADLINE * self._deadline_s or waits_alone:
                 return False
         return now - hang.since_s > SHARE_OF_DEADLINE * self._deadline_s
 
@@ -177,17 +177,17 @@ class HangWatch:
             verdict = find_standstill(observed, now, still_s)
         self._take_up(verdict)
 
-    def _follow_paces(self, living: Sequence[Living], now: float) -> None:
+    def _follow_rhythms(self, living: Sequence[Living], now: float) -> None:
         """Note how long activities take."""
-        if now < self._next_pace_s:
+        if now < self._next_rhythm_s:
             return
-        self._next_pace_s = now + LOOK_S
+        self._next_rhythm_s = now + LOOK_S
         for process in living:
-            note, before = self._board.note(process.name, process.pid), self._paces.get(process.name)
+            note, before = self._board.note(process.name, process.pid), self._rhythms.get(process.name)
             if note is None:
                 continue
             if before is None or before.pid != note.pid:
-                self._paces[process.name] = Pace.begin(note, now)
+                self._rhythms[process.name] = Rhythm.begin(note, now)
             else:
                 before.go_on(note, now)
 
@@ -270,7 +270,7 @@ class HangWatch:
             Observed(
                 p, note, now - note.since_s, stack_of(dumps.get(p.name, ""), note.thread), p.name in stopped,
                 self._stuck_loader(p, note.thread) if note.activity == Phase.DATA else None, tcp_state(p.pid),
-                self._paces[p.name].longest_s if p.name in self._paces else 0.0,
+                self._rhythms[p.name].longest_s if p.name in self._rhythms else 0.0,
             )
             for p, note in noted
         ]  # fmt: skip

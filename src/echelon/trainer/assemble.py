@@ -252,7 +252,7 @@ class _Groundwork:
                 training.epochs, training.max_steps, training.eval_every, every, told,
                 training.early_stop, training.early_stop_delta,
                 time.monotonic() - self.launch.seconds_since() + self.resolved.max_time_s,
-                training.seed if self.balances else None,
+                training.seed,
             ),
             traffic=Traffic(at_start=run_parts.start_bytes),
             profiler=self.profiler,
@@ -544,7 +544,8 @@ def assemble(
         keep_sample_index(ground.source, path)
     if restored is None:
         seed_everything(rank_seed(config.training.seed, world.data_rank))
-    cursor = restored or Cursor()
+    cursor = restored or Cursor(draws_by_part=membership is not None and not _divides(world))
+    cursor.draws_by_part |= balances
     display = _display(config, ground.train_loader.batches_per_epoch, world, cursor, ground.task)
     listeners = build_listeners(config, path, record, user_objects) if world.leads else Listeners()
     progress = RunProgress(record, listeners, display)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.launch import pace
+from echelon.launch import rhythm
 from echelon.launch.culprit import Living, Observed
-from echelon.launch.pace import HANGS_LEAST_S, Pace, find_late
+from echelon.launch.rhythm import HANGS_LEAST_S, Rhythm, find_late
 from echelon.observe.notes import START, Note
 from echelon.observe.phases import Phase
 from echelon.observe.stacks import Stack, StackFrame
@@ -28,10 +28,10 @@ def late_after(
         works: processor seconds a second, of an activity that took one a second before.
     """
     worked = 0.0
-    monkeypatch.setattr(pace, "processor_s", lambda pid: worked)
-    monkeypatch.setattr(pace, "waits_for_disk", lambda pid: of_disk)
+    monkeypatch.setattr(rhythm, "processor_s", lambda pid: worked)
+    monkeypatch.setattr(rhythm, "waits_for_disk", lambda pid: of_disk)
     now, changes = 1000.0, 1
-    followed = Pace.begin(noted(Phase.FORWARD, 2, now, changes), now)
+    followed = Rhythm.begin(noted(Phase.FORWARD, 2, now, changes), now)
     for _ in range(8):
         begun = now
         while now < begun + longest_s:

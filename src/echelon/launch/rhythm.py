@@ -24,7 +24,7 @@ _MAY_TAKE_LONG = (  # compilers, which meet a new shape in the midst of a run, a
 
 
 @dataclass
-class Pace:
+class Rhythm:
     """How long the activities of a process take: the present one, and the longest before, of steps.
 
     Attributes:
@@ -46,11 +46,11 @@ class Pace:
     work_began_s: float = 0.0
 
     @classmethod
-    def begin(cls, note: Note, now: float) -> Pace:
+    def begin(cls, note: Note, now: float) -> Rhythm:
         """Begin to follow a process."""
-        pace = cls(note.pid, note.changes, note.activity, note.step, now - note.since_s, now)
-        pace.work_began_s = processor_s(note.pid)
-        return pace
+        rhythm = cls(note.pid, note.changes, note.activity, note.step, now - note.since_s, now)
+        rhythm.work_began_s = processor_s(note.pid)
+        return rhythm
 
     def go_on(self, note: Note, now: float) -> None:
         """Take a newer note; how long a start or a first step took says nothing of the steps that follow."""
@@ -84,7 +84,7 @@ def find_late(observed: list[Observed], late: set[str], now: float) -> Hang | No
 
     Args:
         observed: what all processes of this machine are at.
-        late: names of those that `Pace.is_late` tells of.
+        late: names of those that `Rhythm.is_late` tells of.
         now: by `time.monotonic`.
     """
     trains = [o for o in observed if o.note.activity != START]
