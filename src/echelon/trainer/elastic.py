@@ -228,7 +228,7 @@ class ElasticLoop:
         if commit.between:  # what a codec remembers is of other elements now
             commit = replace(commit, draws=Draws.of(run))
             batches.commit = commit
-        self._rebuilder.tell(run, cursor, time.monotonic() - began, dead)
+        self._rebuilder.tell(run, cursor, time.monotonic() - began, dead, sent)
         recorded = max(agreed.recorded, commit.step - len(results))  # of a round that is trained again, too
         resumption = Resumption(commit, recorded, results, batches.saved_s, max(m.spent_s for m in members))
         return EpochOrder(run, cursor, self._stop, resumption)
