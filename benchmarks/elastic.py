@@ -136,9 +136,10 @@ def main() -> None:
         with training(Path(folder), workers, options.machines, options.kills, options.parameters) as run:
             signum = signal.SIGSTOP if options.stop else signal.SIGKILL
             stalls = stalls_s(run, workers, options.kills, signum)
-            ended_s = ended_after_s(run) if options.stop else [0.0] * len(stalls)
-            stalls = sorted(s - ended for s, ended in zip(stalls, ended_s, strict=True))
             joined = joins(run)
+        # Machines tell the first one of their deaths a moment later.
+        ended_s = ended_after_s(run) if options.stop else [0.0] * len(stalls)
+        stalls = sorted(s - ended for s, ended in zip(stalls, ended_s, strict=True))
         steps = [s for w in read_records(run, Steps) for s in range(w.step - w.count + 1, w.step + 1)]
     once = "each step is recorded once" if steps == list(range(1, len(steps) + 1)) else "steps are missing or doubled"
     where = "" if options.machines == 1 else f", each on a machine of its own (links of {LINK}),"
