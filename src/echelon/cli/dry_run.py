@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from echelon.launch.plan import LaunchPlan
     from echelon.trainer.resolved import ResolvedRun
 
-_TOLD_APART = ("checkpoint", "peak")
+_TOLD_APART = ("checkpoint", "copies", "peak")
 
 
 def show(resolved: Resolved, all_settings: bool = False) -> None:
@@ -132,5 +132,10 @@ def _show_layout(run: ResolvedRun, forecast: Forecast, ranks: int) -> None:
     if forecast.memory:
         copy = format_bytes(max(memory.checkpoint for memory in forecast.memory))
         print_words(f"while a checkpoint is written, its copy of up to {copy} comes on top of it")
+    if copies := max((memory.copies for memory in forecast.memory), default=0):
+        print_words(
+            f"the copy of what its neighbour alone has takes up to {format_bytes(copies)} more; it is left out where "
+            "that is more than half of the memory that is free at the start (--elastic off: none)"
+        )
     if forecast.memory and run.sync.uses_servers:
         print_words("the servers hold the parameters and the optimizer's state, which the workers do not")

@@ -30,7 +30,7 @@ from echelon.sync.state_bytes import Piece, StateBytes
 from echelon.tasks.nest import Nest
 from echelon.torch_compat import NEEDS_VALUES
 from echelon.trainer.assemble import check_enough, check_mixing
-from echelon.trainer.compatibility import survivors_go_on
+from echelon.trainer.compatibility import keeps_copies, survivors_go_on, survivors_save
 from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.precision import to_fp8
 from echelon.trainer.resolved import ResolvedRun
@@ -53,6 +53,7 @@ class Memory:
             and of temporaries.
         sync: what the strategy and its codec keep between steps.
         checkpoint: most of the copy that a rank writes as its part of a checkpoint, while steps go on.
+        copies: of what a neighbour alone has, beyond the peak: they are left out where memory is short.
         peak: most at any time of all of them: the last activations have gone when the last gradient comes.
     """
 
@@ -64,6 +65,7 @@ class Memory:
     activations: int
     sync: int
     checkpoint: int
+    copies: int
     peak: int
 
 
@@ -204,8 +206,16 @@ def _memory(run: ResolvedRun, layout: Layout, peaks: Peaks) -> Memory:
         activations=max(0, working),
         sync=kept.between,
         checkpoint=saved,
+        copies=_copied(run, layout, peaks, optimizer),
         peak=max(peak, peaks.held + optimizer + kept.agreeing) + kept.between,
     )
+
+
+def _copied(run: ResolvedRun, layout: Layout, peaks: Peaks, optimizer: int) -> int:
+    """Return the most that a rank keeps of its neighbour's, with the gradients that come for it in each step."""
+    if not (keeps_copies(layout) and survivors_save(run, layout.dp * layout.model_size)):
+        return 0
+    return optimizer if layout.zero1 else peaks.held - peaks.buffers + optimizer + 2 * sum(peaks.gradients)
 
 
 def _divided(peaks: Peaks, replicas: int) -> tuple[int, int]:

@@ -7,7 +7,6 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -25,13 +24,14 @@ from echelon.launch.culprit import (
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Place, Restart
 from echelon.launch.process import is_debugged, is_stopped
+from echelon.launch.rhythm import LOOK_S, SHARE_OF_DEADLINE, Rhythm, find_late
 from echelon.launch.slow import Slow, SlowWatch
 from echelon.observe.notes import STACK_SIGNAL, Note
 from echelon.observe.phases import Phase
 from echelon.observe.stacks import Stack, stack_of
 from echelon.observe.tcp import tcp_state
 
-LOOK_S = 0.5
+AGAIN_S = 2.0  # between closer looks at who is late
 STACKS_S = 0.5  # how long stacks are waited for
 LEAVE_S = 1.5  # a process whose peer is gone notices in this time
 STILL_S = 1.0  # who changed its activity more recently does not hang, when a wait has ended already
@@ -74,31 +74,15 @@ class HangListener(Protocol):
         """Hear of a process that makes the others wait."""
 
 
-@dataclass
-class _Pace:
-    """How long the activities of a process take: the present one, and the longest before, of steps."""
-
-    pid: int
-    changes: int
-    step: int
-    still_s: float
-    longest_s: float
-
-    def go_on(self, note: Note, now: float) -> None:
-        """Take a newer note; how long a start or a first step took says nothing of the steps that follow."""
-        if note.changes != self.changes and note.step > 1:
-            self.longest_s = max(self.longest_s, self.still_s if self.step > 1 else 0.0, LOOK_S)
-        self.changes, self.step, self.still_s = note.changes, note.step, now - note.since_s
-
-
 class HangWatch:
     """Follows the notes of a job's processes.
 
     A process hangs when its activity has not changed for half of the deadline that others wait for, and others wait.
     It is told then, once, with its stack, while nobody has given up yet.
 
-    Who restarts alone and hangs in a step for nine tenths of the deadline is killed. Where the others of a group go on
-    without one of them, or save what they have, who is stopped is killed by a deadline of its own rhythm.
+    Who restarts alone and hangs in a step for nine tenths of the deadline is killed, and so is who has others that go
+    on without it, or save what they have. These are spared the wait where it is sure: who is stopped is killed by a
+    deadline of its own rhythm (`SilenceWatch`), and so is who computes while all others wait for it (`Rhythm.is_late`).
     """
 
     def __init__(
@@ -120,32 +104,29 @@ class HangWatch:
             restart: what follows when one of those that train is killed.
         """
         self._board, self._place, self._others, self._listener = board, place, others, listener
-        self._deadline_s, self._ends = deadline_s, restart is Restart.ALONE
-        self._slow = SlowWatch(independent=self._ends)
-        survivors_act = restart in (Restart.BESIDE, Restart.RESCUED)
-        self._silence = SilenceWatch(place.is_silent, deadline_s) if survivors_act else None
+        self._deadline_s, self._survivors_act = deadline_s, restart in (Restart.BESIDE, Restart.RESCUED)
+        self._ends = restart is Restart.ALONE or self._survivors_act
+        self._slow = SlowWatch(independent=restart is Restart.ALONE)
+        self._silence = SilenceWatch(place.is_silent, deadline_s) if self._survivors_act else None
         self._verdict: Verdict | None = None
         self._ended: dict[int, str] = {}  # by pid: why we killed it
-        self._paces: dict[str, _Pace] = {}
-        self._next_s = 0.0
+        self._rhythms: dict[str, Rhythm] = {}
+        self._next_s = self._next_rhythm_s = self._next_late_s = 0.0
 
     def look(self, living: Sequence[Living]) -> None:
         """Look at what all processes are at; called again and again."""
         now = time.monotonic()
         self._end_silent(living, now)
+        self._follow_rhythms(living, now)
+        self._end_late(living, now)
         if now < self._next_s:
             return
         self._next_s = now + LOOK_S
-        self._follow(living, now)
+        self._look_for_slow(living, now)
         verdict = self._verdict
         if verdict is not None and not self._goes_on(verdict, living):
             self._verdict = None
-        elif (
-            isinstance(verdict, Hang)
-            and self._ends
-            and verdict.is_in_step
-            and now - verdict.since_s > 0.9 * self._deadline_s
-        ):
+        elif isinstance(verdict, Hang) and self._is_over(verdict, living, now):
             self._end(verdict, now)
         if self._verdict is None and self._is_suspicious(living, now):
             self._next_s = now + self._deadline_s / 10  # stacks are not asked for at every look
@@ -156,9 +137,35 @@ class HangWatch:
     def _end_silent(self, living: Sequence[Living], now: float) -> None:
         """End who is stopped for too long, where the others go on without it."""
         if self._silence is not None:
-            longest_s = {name: pace.longest_s for name, pace in self._paces.items()}
+            longest_s = {name: rhythm.longest_s for name, rhythm in self._rhythms.items()}
             for hang in self._silence.look(living, lambda p: self._board.note(p.name, p.pid), longest_s, now):
                 self._end(hang, now)
+
+    def _end_late(self, living: Sequence[Living], now: float) -> None:
+        """End who computes for too long, where all others wait for it and go on without it."""
+        if not self._survivors_act or now < self._next_late_s:
+            return
+        most_s = SHARE_OF_DEADLINE * self._deadline_s
+        late = {p.name for p in living if p.name in self._rhythms and self._rhythms[p.name].is_late(most_s)}
+        late = {p.name for p in living if p.name in late and not is_debugged(p.pid) and p.pid not in self._ended}
+        if not late:
+            return
+        self._next_late_s = now + AGAIN_S
+        hang = find_late(self._observe(living), late, time.monotonic())
+        if hang is not None:
+            self._take_up(hang)
+            self._end(hang, time.monotonic())
+
+    def _is_over(self, hang: Hang, living: Sequence[Living], now: float) -> bool:
+        """Whether the others of a process that hangs in a step, on this machine, have waited for long enough."""
+        if not (self._ends and hang.is_in_step and hang.process in living):
+            return False
+        if self._survivors_act:
+            rhythm = self._rhythms.get(hang.process.name)
+            waits_alone = hang.activity == Phase.DATA and not hang.waiting  # all may wait for the same data
+            if rhythm is None or rhythm.seen_s < SHARE_OF_DEADLINE * self._deadline_s or waits_alone:
+                return False
+        return now - hang.since_s > SHARE_OF_DEADLINE * self._deadline_s
 
     def _look_closely(self, here: list[Observed]) -> None:
         """Judge by what this machine's processes are at and what others have told of theirs; tell them as well."""
@@ -170,15 +177,22 @@ class HangWatch:
             verdict = find_standstill(observed, now, still_s)
         self._take_up(verdict)
 
-    def _follow(self, living: Sequence[Living], now: float) -> None:
-        """Note how long activities take, and look for who is slow."""
-        notes = {p.name: note for p in living if (note := self._board.note(p.name, p.pid)) is not None}
-        for name, note in notes.items():
-            before = self._paces.get(name)
+    def _follow_rhythms(self, living: Sequence[Living], now: float) -> None:
+        """Note how long activities take."""
+        if now < self._next_rhythm_s:
+            return
+        self._next_rhythm_s = now + LOOK_S
+        for process in living:
+            note, before = self._board.note(process.name, process.pid), self._rhythms.get(process.name)
+            if note is None:
+                continue
             if before is None or before.pid != note.pid:
-                self._paces[name] = _Pace(note.pid, note.changes, note.step, now - note.since_s, 0.0)
+                self._rhythms[process.name] = Rhythm.begin(note, now)
             else:
                 before.go_on(note, now)
+
+    def _look_for_slow(self, living: Sequence[Living], now: float) -> None:
+        notes = {p.name: note for p in living if (note := self._board.note(p.name, p.pid)) is not None}
         if self._verdict is None and self._slow.wants_look(notes, now):
             slow = self._slow.looked(self._observe(living), now)
             if slow is not None:
@@ -256,7 +270,7 @@ class HangWatch:
             Observed(
                 p, note, now - note.since_s, stack_of(dumps.get(p.name, ""), note.thread), p.name in stopped,
                 self._stuck_loader(p, note.thread) if note.activity == Phase.DATA else None, tcp_state(p.pid),
-                self._paces[p.name].longest_s if p.name in self._paces else 0.0,
+                self._rhythms[p.name].longest_s if p.name in self._rhythms else 0.0,
             )
             for p, note in noted
         ]  # fmt: skip

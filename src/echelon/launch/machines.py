@@ -354,7 +354,10 @@ def _term_folder(scratch: Path, round_: Round) -> TermFolder:
 
 def waits_for_return(first: str, most_s: float) -> str:
     """Return the sentence for who waits for a first machine that does not answer."""
-    return f"{first} gives no answer: waiting up to {format_seconds(most_s)} for its return (--machine-patience)"
+    return (
+        f"{first} gives no answer: waiting up to {format_seconds(most_s)} for its return (--machine-patience); if it "
+        "does not come back by itself, give the run's command there again"
+    )
 
 
 def _fitting(observed: Sequence[Observed]) -> tuple[Observed, ...]:

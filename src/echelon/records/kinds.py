@@ -89,6 +89,8 @@ class Start(Record):
         shares: samples of each rank's part of a full batch, as it begins; empty: they are equal.
         objects: keywords of `echelon.resume` by which the run needs objects from Python again.
         resident_bytes: of each rank's process before it had a model; empty where ranks are on GPUs.
+        recovery_bytes: sent to bring ranks where the others are, after some have come or gone; they count in
+            `other_wire_bytes` as well.
     """
 
     kind: ClassVar[str] = "start"
@@ -121,6 +123,7 @@ class Start(Record):
     shares: Sequence[int] = ()
     objects: Sequence[str] = ()
     resident_bytes: Sequence[int] = ()
+    recovery_bytes: int = 0
 
     @property
     def splits_model(self) -> bool:
@@ -186,7 +189,7 @@ class Steps(Record):
         seconds: wall time, pauses left out.
         phases: (ranks, phases) seconds, summed over the window; columns are `phase_names`.
         wire_bytes: sent by all ranks so that replicas agree; `wire_bytes_by_group` holds its parts.
-        other_wire_bytes: sent for anything else: checkpoints, evaluations, statistics.
+        other_wire_bytes: sent for anything else: checkpoints, evaluations, statistics, copies, recovery after a death.
         density: share of the encoded elements that the last message carried, where a codec is sparse.
         memory_bytes: by rank, the most so far: of the process on a CPU, of torch's allocator on a GPU.
         gc_s: by rank, in garbage collections.

@@ -204,7 +204,10 @@ def how_to_come(run: Path, host: str) -> str:
         return f"{host} joins when the run's own command is given there: {launch.command}"
     if launch.rendezvous:
         described = config.launch.nodes
-        return f"{host} cannot join: the run has --nodes {described}; with a range, such as 1:4, machines may come"
+        return (
+            f"{host} cannot join: the run has --nodes {described}; with a range, such as 1:4, machines may come. "
+            f"One that the run has lost joins again when its own command is given there: {launch.command}"
+        )
     return f"{host} cannot join a run of one machine: with --nodes 1:4 --rendezvous HOST:PORT machines may come"
 
 

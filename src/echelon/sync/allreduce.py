@@ -148,8 +148,8 @@ class AllReduce:
             self._context.clock.enter(Phase.COMMUNICATE)
             self._rows.reduce()
             self._context.clock.enter(Phase.UPDATE)
-        if self._confirms:
-            dist.all_reduce(torch.zeros(1, device=self._context.device), group=self._context.group)
+        if self._confirms and self._context.group is not None:
+            self._confirm(self._context.group)
         if self._hook is None:
             self._context.update()
             return
@@ -227,6 +227,12 @@ class AllReduce:
         """
         codec = self._hook.codec if self._hook else None
         return self._context.survives and codec is not None and codec.linear and codec.biased
+
+    def _confirm(self, group: dist.ProcessGroup) -> None:
+        assert self._hook is not None
+        nothing = torch.zeros(1, device=self._context.device)
+        dist.all_reduce(nothing, group=group)
+        self._hook.wire.add("small", ring_bytes(nothing.nbytes, group.size(), nothing.is_cuda))
 
     def leave(self) -> Callable[[dist.ProcessGroup | None, Path], AllReduce]:
         """Let go of the group and of what gradients are reduced with; returns what builds the strategy for another one

@@ -255,7 +255,7 @@ class _Groundwork:
                 training.epochs, training.max_steps, training.eval_every, every, told,
                 training.early_stop, training.early_stop_delta,
                 time.monotonic() - self.launch.seconds_since() + self.resolved.max_time_s,
-                training.seed if self.balances else None,
+                training.seed,
             ),
             traffic=Traffic(at_start=run_parts.start_bytes),
             profiler=self.profiler,
@@ -486,9 +486,13 @@ class Rebuilder:
             keep_sample_index(ground.source, self._path)
             run.saver.postpone()
 
-    def tell(self, run: TrainingRun, cursor: Cursor, seconds: float, dead: int) -> None:
-        """Record who the ranks are from now on, and what is lost with `dead` of before; all of them call it."""
-        start = _start_of(self._ground, run, cursor)
+    def tell(self, run: TrainingRun, cursor: Cursor, seconds: float, dead: int, sent: int) -> None:
+        """Record who the ranks are from now on, and what is lost with `dead` of before; all of them call it.
+
+        Args:
+            sent: bytes that this rank sent to bring others where it is.
+        """
+        start = _start_of(self._ground, run, cursor, sent)
         if start is not None:
             run.progress.record.write(start)
             run.progress.record.flush()
@@ -547,7 +551,8 @@ def assemble(
         keep_sample_index(ground.source, path)
     if restored is None:
         seed_everything(rank_seed(config.training.seed, world.data_rank))
-    cursor = restored or Cursor()
+    cursor = restored or Cursor(draws_by_part=membership is not None and not _divides(world))
+    cursor.draws_by_part |= balances
     display = _display(config, ground.train_loader.batches_per_epoch, world, cursor, ground.task)
     listeners = build_listeners(config, path, record, user_objects) if world.leads else Listeners()
     progress = RunProgress(record, listeners, display)
@@ -833,11 +838,14 @@ def _record_start(ground: _Groundwork, run: TrainingRun, cursor: Cursor, path: P
         run.progress.begins(start, ground.resolved.described, path)
 
 
-def _start_of(ground: _Groundwork, run: TrainingRun, cursor: Cursor) -> Start | None:
+def _start_of(ground: _Groundwork, run: TrainingRun, cursor: Cursor, sent: int = 0) -> Start | None:
     """Return the record's line of a start, on the rank that leads; all ranks call it together."""
     world = run.world
     ranks = roll_call(world, ground.resident_bytes)
     parameters = _parameter_count(run.parts, world)
+    recovery = torch.tensor([sent], device=world.device)
+    if world.group is not None:
+        dist.all_reduce(recovery, group=world.group)
     if not world.leads:
         return None
     return replace(
@@ -855,6 +863,7 @@ def _start_of(ground: _Groundwork, run: TrainingRun, cursor: Cursor) -> Start | 
         start_epoch=cursor.epoch,
         idle=_idle_settings(ground.resolved, world),
         shares=cursor.shares,
+        recovery_bytes=int(recovery),
     )
 
 

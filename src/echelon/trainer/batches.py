@@ -75,8 +75,7 @@ class EpochOrder:
         self._run, self._cursor, self._stop = run, cursor, stop
         self._slow = SlowSteps(run.progress.record)
         self._due, self.saved_s = False, time.monotonic()
-        of_layers = run.settings.draws_seed is None
-        self._kept = KeptDraws(run.parts.local_model, of_layers) if run.survives else None
+        self._kept = KeptDraws(run.parts.local_model, not cursor.draws_by_part) if run.survives else None
         # Asked once: a protocol's check takes long. Ranks of split replicas agree in each step.
         self._regroups = regroupable(run) if run.survives and run.parts.split is None else None
         self._trained = False
@@ -102,7 +101,7 @@ class EpochOrder:
                     )
                     run.world.notes.at_step(cursor.step + 1)
                     self.note(between=True)
-                    if run.settings.draws_seed is not None:
+                    if cursor.draws_by_part:
                         seed_layers(run.settings.draws_seed, cursor.step, run.world)
                     yield batch
                     if self.status == "stopped":
@@ -211,6 +210,11 @@ class EpochOrder:
     def shares(self) -> tuple[int, ...]:
         """Samples of each rank's part of a full batch, in force; empty: they are equal."""
         return self._cursor.shares
+
+    @property
+    def draws_by_part(self) -> bool:
+        """Whether what layers draw depends on the part of a batch alone."""
+        return self._cursor.draws_by_part
 
     @property
     def agreed(self) -> bool:

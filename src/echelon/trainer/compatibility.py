@@ -108,7 +108,8 @@ def _has_second(layout: Layout) -> bool:
     return layout.zero1 or (layout.splits and (layout.dp > 1 or layout.fsdp > 1))
 
 
-def _keeps_copies(layout: Layout) -> bool:
+def keeps_copies(layout: Layout) -> bool:
+    """Whether no other replica has what a rank has, so that a neighbour keeps a copy of it."""
     return layout.zero1 or layout.dp == 1
 
 
@@ -117,7 +118,7 @@ def _against_rescue(run: ResolvedRun, ranks: int) -> str:
     given, config, layout = run.described.strategy, run.config, run.layout_for(ranks)
     against = (
         (not _has_second(layout), f"--parallel {given.parallel}"),
-        (_keeps_copies(layout) and run.optimizer.reach > Reach.ELEMENT, f"--optimizer {run.optimizer.name}"),
+        (keeps_copies(layout) and run.optimizer.reach > Reach.ELEMENT, f"--optimizer {run.optimizer.name}"),
         (not run.sync.sums_in_backward, f"--sync {given.sync}"),
         (config.training.precision == "fp16", "--precision fp16"),
         (not run.tuning.changes_nothing, f"--tune {run.tuning.text}"),

@@ -48,6 +48,7 @@ class _Member:
         part: samples that it had of a full batch, where parts follow speed; 0: it had none.
         spent_s: seconds of the steps since the record, as far as it was there.
         paths: of each size, where they were tried at the start: the text of `PathsFile`.
+        draws_by_part: whether what layers draw depends on the part of a batch alone.
         tells_best: it is the first of those that are left: `best` and `best_loss` are of a checkpoint that is kept.
     """
 
@@ -57,6 +58,7 @@ class _Member:
     part: int = 0
     spent_s: float = 0.0
     paths: str = ""
+    draws_by_part: bool = False
     tells_best: bool = False
     best: Number | None = None
     best_loss: Number | None = None
@@ -219,13 +221,15 @@ class ElasticLoop:
         run.saver.best, run.saver.stagnation = BestResult.of(commit.best, commit.best_loss), commit.stagnation
         run.saver.owes_evaluation = commit.owes_evaluation
         results = _completed(_since(batches, agreed.recorded, commit.step, world), world)
-        cursor = replace(commit.cursor(), shares=self._rebuilder.shares([member.part for member in members]))
+        shares = self._rebuilder.shares([member.part for member in members])
+        by_part = members[agreed.source].draws_by_part
+        cursor = replace(commit.cursor(), shares=shares, draws_by_part=by_part)
         dead = max(0, run.world.size - survivors)
         self._rebuilder.enter(run, world, cursor, sent)
         if commit.between:  # what a codec remembers is of other elements now
             commit = replace(commit, draws=Draws.of(run))
             batches.commit = commit
-        self._rebuilder.tell(run, cursor, time.monotonic() - began, dead)
+        self._rebuilder.tell(run, cursor, time.monotonic() - began, dead, sent)
         recorded = max(agreed.recorded, commit.step - len(results))  # of a round that is trained again, too
         resumption = Resumption(commit, recorded, results, batches.saved_s, max(m.spent_s for m in members))
         return EpochOrder(run, cursor, self._stop, resumption)
@@ -235,7 +239,7 @@ class ElasticLoop:
         commit = replace(batches.commit, draws=None) if batches.commit is not None else None  # draws are of one rank
         part = run.balance.sizes[run.world.rank] if run.balance is not None else 0
         recorded, paths = batches.recorded if leads else self._rebuilder.recorded(), self._rebuilder.paths
-        told = _Member(recorded, leads, commit, part, batches.spent_s, paths)
+        told = _Member(recorded, leads, commit, part, batches.spent_s, paths, batches.draws_by_part)
         if world.rank or commit is None:
             return told
         best, best_loss = BestResult.numbers(run.saver.kept_best())

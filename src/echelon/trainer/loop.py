@@ -41,8 +41,7 @@ class LoopSettings:
         early_stop: after so many evaluations in a row without improvement; 0: never.
         early_stop_delta: a change up to this is none.
         ends_s: when the command is to have ended, by `time.monotonic`.
-        draws_seed: layers draw numbers of (this seed, step, part of the batch), so that a part draws the same whoever
-            has it; None: of a rank's generator, which goes on from step to step.
+        draws_seed: of what layers draw where that depends on the part of a batch (see `Cursor.draws_by_part`).
     """
 
     epochs: int
@@ -53,7 +52,7 @@ class LoopSettings:
     early_stop: int = 0
     early_stop_delta: float = 0.0
     ends_s: float = math.inf
-    draws_seed: int | None = None
+    draws_seed: int = 0
 
 
 @dataclass

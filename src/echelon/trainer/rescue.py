@@ -225,7 +225,8 @@ class _Rescue:
             record.flush()
             self._batches.recorded = agreed.step  # where another dies and all begin again
         run.saver.go_on(_SurvivorsState(run, table, written, record.patience), record, 0)
-        run.saver.save(replace(agreed.cursor(), shares=self._batches.shares), REASON, last=True)
+        shares, by_part = self._batches.shares, self._batches.draws_by_part
+        run.saver.save(replace(agreed.cursor(), shares=shares, draws_by_part=by_part), REASON, last=True)
         run.saver.settle()
         table.hear("saved", "yes")
         record.flush()

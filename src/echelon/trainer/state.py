@@ -43,13 +43,17 @@ SINCE = "tuned_since"
 class Cursor:
     """How far the run is: the next global batch is `batch` of `epoch`; `step` optimizer steps are done.
 
-    `shares`: samples of each rank's part of a full batch, in force; empty: they are equal.
+    Attributes:
+        shares: samples of each rank's part of a full batch, in force; empty: they are equal.
+        draws_by_part: what layers draw in a step depends on the seed, the step and the part of its batch alone, so
+            that a part draws the same whoever has it; else on a rank's generator, which goes on from step to step.
     """
 
     epoch: int = 0
     batch: int = 0
     step: int = 0
     shares: tuple[int, ...] = ()
+    draws_by_part: bool = False  # in checkpoints that say nothing of it
 
 
 @dataclass(frozen=True)

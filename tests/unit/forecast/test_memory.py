@@ -220,3 +220,12 @@ class Picky(nn.Module):
 def test_a_model_to_which_values_matter_is_not_predicted() -> None:
     found = forecast(resolve(build(None, {"strategy.parallel": "dp=1"}).config), INFO, 1, Picky())
     assert not found.memory and "DataDependent" in found.unknown
+
+
+def test_what_a_neighbour_keeps_is_told_apart() -> None:
+    (sharded,), (divided,) = predict("fsdp=2", 2), predict("dp=2,zero1", 2)
+    assert sharded.copies == 3 * sharded.parameters + sharded.optimizer, "and two vectors of gradients, on their way"
+    assert divided.copies == divided.optimizer
+    (off,) = predict("fsdp=2", 2, launch__elastic="off")
+    assert not off.copies and off.peak == sharded.peak
+    assert not any(each.copies for layout in ("dp=2,fsdp=2", "tp=2,dp=2") for each in predict(layout, 4))

@@ -109,7 +109,10 @@ def test_one_that_is_silent_and_comes_back_is_told_of_once_each_time(first: Firs
             with first.there():
                 _look_until(watch, partial(first.said_so_many, 2 * number))
     where = f"the first machine at {first.rendezvous}"
-    waits = f"{where} gives no answer: waiting up to 10m 0s for its return (--machine-patience)"
+    waits = (
+        f"{where} gives no answer: waiting up to 10m 0s for its return (--machine-patience); "
+        "if it does not come back by itself, give the run's command there again"
+    )
     assert first.said == [waits, f"{where} answers again"] * 2
 
 

@@ -58,3 +58,29 @@ def test_what_was_told_to_the_machine_that_judges_is_taken_back_when_the_suspici
     notes |= {pid: Note(Phase.FORWARD, 1, clock, 2, pid, 0, False, False) for pid in notes}
     watch.look(WORKERS)
     assert not others.share.call_args.args[0]
+
+
+@pytest.mark.parametrize(
+    ("restart", "is_ended"), [(Restart.BESIDE, True), (Restart.RESCUED, True), (Restart.TOGETHER, False)]
+)
+def test_who_hangs_where_survivors_act_is_ended_before_the_others_give_up(
+    restart: Restart, is_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 1 never returns from a forward pass that its rhythm says nothing of: it is its first."""
+    clock = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    monkeypatch.setattr(hangs, "STACKS_S", 0.0)
+    board, place = Mock(), Mock()
+    notes = {
+        "worker0": Note(Phase.COMMUNICATE, 1, clock, 4, 1, 0, False, False),
+        "worker1": Note(Phase.FORWARD, 1, clock, 3, 2, 0, False, False),
+    }
+    board.note.side_effect = lambda name, pid: notes[name]
+    place.is_silent.return_value = False
+    watch = hangs.HangWatch(board, place, hangs.NoOthers(), DEADLINE_S, Mock(), restart)
+    for _ in range(20):
+        watch.look(WORKERS)
+        clock += 0.5  # its deadline has not passed at the last look
+    ended = [call.args[0] for call in place.signal.call_args_list if call.args[0]]
+    assert ended[:1] == ([["worker1"]] if is_ended else [])
+    assert bool(watch.ended(2)) is is_ended

@@ -51,7 +51,7 @@ def test_a_step_that_is_not_brought_here_may_be_done_again(
     nothing: Any = None
     loop = elastic.ElasticLoop(rebuilder, nothing, nothing)
     run: Any = SimpleNamespace(world=SimpleNamespace(leads=False), balance=None)
-    batches: Any = SimpleNamespace(commit=commit(own), recorded=0, spent_s=0.0)
+    batches: Any = SimpleNamespace(commit=commit(own), recorded=0, spent_s=0.0, draws_by_part=True)
     world: Any = SimpleNamespace(rank=1)
     with pytest.raises(PeerLostError):
         loop._agree(run, batches, world)
