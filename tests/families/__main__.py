@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from tests.families import trial, zoo
@@ -12,10 +16,29 @@ from tests.ranks import spawn
 from tests.ranks.spawn import RanksFailed
 
 SEED, COUNT = 27, 40
+LIBRARIES = ("torch", "timm", "torchvision", "transformers")
+FAILED_ONCE = (
+    *(
+        "timm/efficientnet_b0",
+        "timm/mobilenetv3_small_050",
+        "timm/mobilevit_xxs",
+        "timm/resnet10t",
+        "torchvision/swin_t",
+    ),
+    *(f"transformers/{name}ForCausalLM" for name in ("Cohere2", "Emu3", "Flint", "GPTNeoXJapanese", "HyperCLOVAX")),
+    *(f"transformers/{name}ForCausalLM" for name in ("Jais2", "JetMoe", "Mamba", "Mistral", "Mpt", "Phi", "Qwen3")),
+    "torchvision/swin_t",
+    "transformers/SmolLM3ForCausalLM",
+    *(f"transformers/{name}ForSequenceClassification" for name in ("DistilBert", "EuroBert", "GPT2", "Gte")),
+    *(f"transformers/{name}ForSequenceClassification" for name in ("Persimmon", "Phi3", "Roberta", "T5")),
+    "transformers/XLMRobertaXLForSequenceClassification",
+    *(f"transformers/{name}ForImageClassification" for name in ("FocalNet", "ViT", "ViTMSN")),
+)
+"""Models that were drawn before, or failed once."""
 
 
-def main(file: Path, names: list[str]) -> None:
-    """Try every family in every layout, and append each verdict as it comes."""
+def main(file: Path, names: Sequence[str]) -> None:
+    """Try every family in every layout, and append each verdict as it comes; without names of all models."""
     spawn.PRELOAD += [
         "timm",
         "torchvision",
@@ -23,10 +46,12 @@ def main(file: Path, names: list[str]) -> None:
         "transformers.masking_utils",
         "tests.families.trial",
     ]
-    done = (
-        {(r["name"], r["layout"]) for r in map(json.loads, file.read_text().splitlines())} if file.exists() else set()
-    )
-    for name in names or zoo.draw(SEED, COUNT):
+    drawn = zoo.draw(SEED, COUNT)
+    if not names:
+        for name, reason in drawn.passed_over.items():
+            _write(file, name, {"": trial.Verdict("passed over", reason)}, drawn=True)
+    done = {(row.name, row.layout) for row in trial.read_rows(file)}
+    for name in names or dict.fromkeys((*drawn.names, *FAILED_ONCE)):
         todo = [layout for layout in trial.LAYOUTS if (name, layout) not in done]
         if not todo:
             continue
@@ -37,12 +62,18 @@ def main(file: Path, names: list[str]) -> None:
             verdicts = {layout: trial.Verdict("alone", str(failure)[-1500:]) for layout in todo}
         else:
             verdicts = {layout: trial.compare(name, layout, expected) for layout in todo}
-        with file.open("a") as lines:
-            for layout, verdict in verdicts.items():
-                row = {"name": name, "layout": layout, "outcome": verdict.outcome, "words": verdict.words}
-                lines.write(json.dumps(row) + "\n")
+        _write(file, name, verdicts, name in drawn.names)
         shown = " ".join(f"{layout}:{verdict.outcome}" for layout, verdict in verdicts.items())
         print(f"{time.monotonic() - began:5.1f} s  {name}  {shown}", flush=True)
+
+
+def _write(file: Path, name: str, verdicts: dict[str, trial.Verdict], drawn: bool) -> None:
+    today = datetime.now(UTC).date().isoformat()
+    versions = ", ".join(f"{each} {version(each).partition('+')[0]}" for each in LIBRARIES)
+    with file.open("a") as lines:
+        for layout, verdict in verdicts.items():
+            row = trial.Row(name, layout, verdict.outcome, verdict.words, drawn, today, versions)
+            lines.write(json.dumps(asdict(row)) + "\n")
 
 
 if __name__ == "__main__":
