@@ -35,6 +35,8 @@ SMALL: Mapping[str, int] = {
     **dict.fromkeys(("patch_size",), 8),
     **dict.fromkeys(("num_channels",), 3),
     **dict.fromkeys(("state_size", "conv_kernel", "time_step_rank"), 4),
+    **dict.fromkeys(("mamba_d_ssm",), 32),
+    **dict.fromkeys(("mamba_n_heads", "mamba_d_state", "mamba_chunk_size"), 4),
     **dict.fromkeys(("num_experts", "num_local_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
@@ -207,4 +209,4 @@ def misfit(name: str) -> str:
         return f"it answers with a {type(answer).__name__}, not a tensor"
     if answer.shape[-1] not in (CLASSES, VOCABULARY):
         return f"it answers with {answer.shape[-1]} numbers, neither classes nor tokens"
-    return ""
+    return "" if answer.isfinite().all() else "it answers with numbers that are not finite"

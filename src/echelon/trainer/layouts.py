@@ -10,7 +10,7 @@ from echelon.core.layout import Layout
 from echelon.core.own import TRANSFORMERS
 from echelon.models import hints_for, is_chain_by_name
 from echelon.optim.traits import Reach
-from echelon.parallel.pipeline.chain import MAKES_CHAIN, is_chain, no_chain
+from echelon.parallel.pipeline.chain import find_chain, no_chain
 from echelon.parallel.pipeline.settings import schedule_kind
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.tables import check_cut
@@ -41,10 +41,10 @@ def check_own_chain(run: ResolvedRun, ranks: int, model: nn.Module) -> None:
     """Refuse a pipeline of a caller's module whose forward pass is not known to be a chain.
 
     Raises:
-        UserError: says what makes it one, and what works.
+        UserError: says why, what makes it one, and what works.
     """
-    if run.layout_for(ranks).pp > 1 and not is_chain(model, hints_for(model)):
-        raise no_chain(type(model).__name__, MAKES_CHAIN)
+    if run.layout_for(ranks).pp > 1:
+        find_chain(model, hints_for(model))
 
 
 def _check_named_chain(run: ResolvedRun) -> None:

@@ -189,7 +189,10 @@ class Peeks(nn.Module):
 
 
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
-    "no chain": (lambda: find_chain(Tangled(), None), "Tangled is not known to be a chain"),
+    "no chain": (
+        lambda: find_chain(Tangled(), None),
+        r"Tangled is not known to be a chain of blocks \(it calls no",
+    ),
     "a layer that no step has": (
         lambda: find_chain(HalfDeclared(), Hints(chain=("a",))),
         "b.weight belongs to no step",

@@ -173,9 +173,14 @@ def _why_not(model: nn.Module) -> str:
 class _Tracer(fx.Tracer):
     """Takes attention modules as one step; or all children."""
 
-    def __init__(self, attention_only: bool) -> None:
+    def __init__(self, root: nn.Module, attention_only: bool) -> None:
         super().__init__()
+        self.known = frozenset(root.modules())
         self.attention_only = attention_only
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Go into a module that is made in the forward pass, such as an activation by its name."""
+        return super().call_module(m, forward, args, kwargs) if m in self.known else forward(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one step of the graph: torch's own and attention; without `attention_only` every one."""
@@ -186,7 +191,7 @@ class _Tracer(fx.Tracer):
 
 def _trace(module: nn.Module, attention_only: bool) -> fx.Graph | None:
     try:
-        return _Tracer(attention_only).trace(module)
+        return _Tracer(module, attention_only).trace(module)
     except (TraceError, TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError):
         return None
 
