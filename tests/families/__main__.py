@@ -38,7 +38,7 @@ FAILED_ONCE = (
 
 
 def main(file: Path, names: Sequence[str]) -> None:
-    """Try every family in every layout, and append each verdict as it comes; without names of all models."""
+    """Try every family in every layout, and append each verdict as it comes; without names of what is drawn."""
     spawn.PRELOAD += [
         "timm",
         "torchvision",
@@ -46,12 +46,14 @@ def main(file: Path, names: Sequence[str]) -> None:
         "transformers.masking_utils",
         "tests.families.trial",
     ]
-    drawn = zoo.draw(SEED, COUNT)
-    if not names:
-        for name, reason in drawn.passed_over.items():
-            _write(file, name, {"": trial.Verdict("passed over", reason)}, drawn=True)
-    done = {(row.name, row.layout) for row in trial.read_rows(file)}
-    for name in names or dict.fromkeys((*drawn.names, *FAILED_ONCE)):
+    rows = trial.read_rows(file)
+    if not names and not any(row.outcome == "drawn" for row in rows):
+        drawn = zoo.draw(SEED, COUNT)
+        _write(file, [(name, "", trial.Verdict("drawn", "")) for name in drawn.names])
+        _write(file, [(name, "", trial.Verdict("passed over", reason)) for name, reason in drawn.passed_over.items()])
+        rows = trial.read_rows(file)
+    done = {(row.name, row.layout) for row in rows}
+    for name in names or dict.fromkeys((*(row.name for row in rows if row.outcome == "drawn"), *FAILED_ONCE)):
         todo = [layout for layout in trial.LAYOUTS if (name, layout) not in done]
         if not todo:
             continue
@@ -62,17 +64,17 @@ def main(file: Path, names: Sequence[str]) -> None:
             verdicts = {layout: trial.Verdict("alone", str(failure)[-1500:]) for layout in todo}
         else:
             verdicts = {layout: trial.compare(name, layout, expected) for layout in todo}
-        _write(file, name, verdicts, name in drawn.names)
+        _write(file, [(name, layout, verdict) for layout, verdict in verdicts.items()])
         shown = " ".join(f"{layout}:{verdict.outcome}" for layout, verdict in verdicts.items())
         print(f"{time.monotonic() - began:5.1f} s  {name}  {shown}", flush=True)
 
 
-def _write(file: Path, name: str, verdicts: dict[str, trial.Verdict], drawn: bool) -> None:
+def _write(file: Path, found: Sequence[tuple[str, str, trial.Verdict]]) -> None:
     today = datetime.now(UTC).date().isoformat()
     versions = ", ".join(f"{each} {version(each).partition('+')[0]}" for each in LIBRARIES)
     with file.open("a") as lines:
-        for layout, verdict in verdicts.items():
-            row = trial.Row(name, layout, verdict.outcome, verdict.words, drawn, today, versions)
+        for name, layout, verdict in found:
+            row = trial.Row(name, layout, verdict.outcome, verdict.words, today, versions)
             lines.write(json.dumps(asdict(row)) + "\n")
 
 

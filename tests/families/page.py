@@ -31,7 +31,7 @@ def page(rows: Sequence[Row]) -> str:
     trials = [row for row in rows if row.layout in trial.LAYOUTS]
     names = sorted({row.name for row in trials})
     outcomes = {(row.name, row.layout): row.outcome for row in trials}
-    drawn = {row.name for row in trials if row.drawn}
+    drawn = {row.name for row in rows if row.outcome == "drawn"}
     header = ["model", *(f"`{layout}`" for layout in trial.LAYOUTS)]
     table = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for name in names:

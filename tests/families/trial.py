@@ -50,13 +50,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a file of verdicts: a family in a layout, or, with none, a family that is `passed over`, and why."""
+    """A line of a file of verdicts: a family in a layout, or, without one, that it was `drawn` or `passed over`."""
 
     name: str
     layout: str
     outcome: str
     words: str
-    drawn: bool
     date: str
     versions: str
 
