@@ -302,6 +302,8 @@ def check_chain(model: nn.Module, units: Sequence[Unit], example: Nest) -> str:
     Returns:
         Where the outputs are not the bits of the model's own, and how; empty where they are.
     """
+    if nest.is_container(example):
+        return "it takes several inputs"
     tensors = [*model.parameters(), *model.buffers(), *nest.leaves(example)]
     if any(each.is_meta for each in tensors) or detect_fake_mode(tensors) is not None:
         return ""

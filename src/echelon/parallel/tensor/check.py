@@ -153,7 +153,7 @@ def same_function(model: nn.Module, example: Nest, before: Answer) -> None:
 def _where(model: nn.Module, trail: _Trail) -> str:
     """Say in which module a forward pass failed."""
     name = trail.running[-1] if trail.running else ""
-    return f" in {name}, a {_kind(model, name)}" if name else ""
+    return f": in the forward pass of {name}, a {_kind(model, name)}" if name else ""
 
 
 def _first_wrong(model: nn.Module, before: Answer, after: Answer, tolerance: float) -> str:
