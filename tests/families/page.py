@@ -18,8 +18,8 @@ dropout, in six layouts. Those with a star were drawn at random (`python -m test
 before, or failed once.
 
 - *As one process*: the first three losses on two processes are those of one, within a millionth (some models compute
-  in float32 inside). int8 rounds, so there this holds for the first loss; the second is within {trial.LOSSY[1]:.0%},
-  the third within {trial.LOSSY[2]:.0%}. Models with BatchNorm use `--sync-batchnorm`.
+  in float32 inside). int8 rounds, so there this holds for the first loss; the second is within {trial.LOSSY[1]:.0%}
+  of the largest loss, the third within {trial.LOSSY[2]:.0%}. Models with BatchNorm use `--sync-batchnorm`.
 - *Refused*: in one line, before the start.
 
 No other outcome is allowed.
