@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from echelon.core.errors import UserError
 from echelon.parallel.pipeline import PipelineSettings
-from echelon.parallel.pipeline.chain import find_chain, units_of
+from echelon.parallel.pipeline.chain import units_of
+from echelon.parallel.pipeline.find_chain import find_chain
 from echelon.parallel.pipeline.plan import plan_stages
 from echelon.parallel.pipeline.stage import make_stage
 from echelon.parallel.pipeline.traced_chain import check_chain

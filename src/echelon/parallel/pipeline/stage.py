@@ -69,13 +69,13 @@ class _Stage(nn.Module):
         return _plain(run_steps(self, given))
 
 
-def run_steps(stage: Any, given: tuple[Tensor, ...]) -> Any:
+def run_steps(stage: Any, inputs: tuple[Tensor, ...]) -> Any:
     """Run a stage's steps; the result lies in memory as the last step leaves it, which rounding may depend on."""
     dtype, param_dtype = stage._stage_types
     if param_dtype is not None:
-        given = tuple(each.to(param_dtype) if each.is_floating_point() else each for each in given)
-    autocast = torch.autocast(given[0].device.type, dtype or torch.bfloat16, enabled=dtype is not None)
-    x: Nest = nest.rebuild(stage._stage_inputs, iter(given))
+        inputs = tuple(each.to(param_dtype) if each.is_floating_point() else each for each in inputs)
+    autocast = torch.autocast(inputs[0].device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+    x: Nest = nest.rebuild(stage._stage_inputs, iter(inputs))
     with autocast, computing_in(stage, param_dtype):
         for number, step in enumerate(stage._stage_steps):
             x = _run(stage, step, x, nest.call if stage._stage_ends[0] and not number else _call_with_one)

@@ -2,7 +2,7 @@
 
 The trace (torch.fx) goes into what holds blocks and takes everything else as one step. It is of the root's own Python
 code, run on placeholders: what that decides by values, or does beside tensors' operations, cannot be seen and is
-refused. `check_traced` then runs the steps one after the other and compares with the model, bit for bit.
+refused. `check_chain` then runs the steps one after the other and compares with the model, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from echelon.parallel.blocks import find_blocks
 from echelon.parallel.pipeline.chain import ChainStep, Unit, is_under, numel_of
-from echelon.parallel.pipeline.stage import make_stage, run_steps
+from echelon.parallel.pipeline.stage import make_stage, run_steps, set_types
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 from echelon.torch_compat import detect_fake_mode
@@ -88,9 +88,9 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, whole: nn.Module, blocks: Sequence[str]) -> None:
+    def __init__(self, root: nn.Module, blocks: Sequence[str]) -> None:
         super().__init__()
-        self.known = frozenset(whole.modules())
+        self.known = frozenset(root.modules())
         self.blocks = blocks
         self.opaque: dict[str, str] = {}
 
@@ -293,29 +293,32 @@ def _shown(node: fx.Node, back: bool) -> str:
     return node.name
 
 
-def check_chain(model: nn.Module, units: Sequence[Unit], example: Nest) -> str:
+def check_chain(model: nn.Module, units: Sequence[Unit], example: Nest, autocast: torch.dtype | None = None) -> str:
     """Run a traced chain's units one after the other, each with its own parts of the model alone.
 
     Both in training and in evaluation, with batches of two sizes; the model's state stays as it was. A rehearsal's
     tensors, which have no values, are not tried.
+
+    Args:
+        autocast: type that autocast gives to matrix products; None: no autocast.
 
     Returns:
         Where the outputs are not the bits of the model's own, and how; empty where they are.
     """
     if nest.is_container(example):
         return "it takes several inputs"
-    tensors = [*model.parameters(), *model.buffers(), *nest.leaves(example)]
+    tensors = [*model.parameters(), *model.buffers(), example]
     if any(each.is_meta for each in tensors) or detect_fake_mode(tensors) is not None:
         return ""
     modes = {module: module.training for module in model.modules()}
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    device: torch.device = nest.leaves(example)[0].device
+    device: torch.device = example.device
     try:
         for training, samples in ((True, 2), (False, 3)):
             model.train(training)
-            batch = nest.take(example, torch.arange(samples, device=device) % nest.rows(example))
+            batch = example[torch.arange(samples, device=device) % len(example)]
             with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
-                problem = _difference(model, units, batch)
+                problem = _difference(model, units, batch, autocast)
             if problem:
                 return problem
     finally:
@@ -327,11 +330,12 @@ def check_chain(model: nn.Module, units: Sequence[Unit], example: Nest) -> str:
     return ""
 
 
-def _difference(model: nn.Module, units: Sequence[Unit], batch: Nest) -> str:
+def _difference(model: nn.Module, units: Sequence[Unit], batch: Tensor, autocast: torch.dtype | None) -> str:
     with torch.enable_grad():
         torch.manual_seed(0)
         before = [buffer.clone() for buffer in model.buffers()]
-        expected = nest.logits_in(nest.call(model, batch))
+        with torch.autocast(batch.device.type, autocast or torch.bfloat16, enabled=autocast is not None):
+            expected = nest.logits_in(model(batch))
         torch.manual_seed(0)
         for buffer, value in zip(model.buffers(), before, strict=True):
             buffer.detach().copy_(value)
@@ -339,16 +343,16 @@ def _difference(model: nn.Module, units: Sequence[Unit], batch: Nest) -> str:
         for i, unit in enumerate(units):
             stage = make_stage(model, unit.steps, i == 0, i == len(units) - 1, batch)
             stage.training = model.training
+            set_types(stage, autocast, None)
             try:
-                x = run_steps(stage, tuple(nest.leaves(x)))
+                x = run_steps(stage, (x,))
             except Exception as error:  # noqa: BLE001  a model's own code may raise any
                 return f"{unit.name} cannot run by itself: {_reason(error)}"
             if not isinstance(x, Tensor):
                 return f"{unit.name} gives a {type(x).__name__}, not one tensor"
             x = x.detach()
             x = x.requires_grad_() if x.is_floating_point() else x
-    same = x.shape == expected.shape and torch.equal(x, expected)
-    if same:
+    if x.shape == expected.shape and torch.equal(x, expected):
         return ""
     mode = "training" if model.training else "evaluation"
     return f"in {mode}, {units[0].name} to {units[-1].name} one after the other give other outputs"

@@ -280,8 +280,12 @@ def _back(node: fx.Node, modules: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _follow(node: fx.Node, first: tuple[str, ...], modules: dict[str, nn.Module], parts: int = 1) -> _Run | None:
-    """Follow an output through what works on each element or channel to the layer of its kind that alone uses it."""
+def _follow(node: fx.Node, first: tuple[str, ...], modules: dict[str, nn.Module], fused: int = 1) -> _Run | None:
+    """Follow an output through what works on each element or channel to the layer of its kind that alone uses it.
+
+    Args:
+        fused: parts of the first layer's output, of which what is followed has the width of one.
+    """
     begin, between = modules[first[0]], list[str]()
     while len(node.users) == 1:
         node = next(iter(node.users))
@@ -289,8 +293,8 @@ def _follow(node: fx.Node, first: tuple[str, ...], modules: dict[str, nn.Module]
             return None
         if node.op == "call_module":
             module, name = modules[str(node.target)], str(node.target)
-            if is_linear(begin) and is_linear(module) and begin.out_features == parts * module.in_features:
-                return _Run(first, tuple(between), name, parts)
+            if is_linear(begin) and is_linear(module) and begin.out_features == fused * module.in_features:
+                return _Run(first, tuple(between), name, fused)
             if is_convolution(begin) and _is_whole_convolution(module):
                 return _Run(first, tuple(between), name)
             if is_convolution(begin) and _works_by_channel(module, begin):
