@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -105,6 +106,29 @@ class Secret(Net):
         self.blocks = nn.ModuleList(Remembering(notes) for _ in range(3))
 
 
+class Caching(nn.Linear):
+    """Remembers in evaluation what it makes of its weights, until it is trained."""
+
+    cache: Tensor | None = None
+
+    def train(self, mode: bool = True) -> Caching:
+        self.cache = None if mode else self.cache
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return super().forward(x)
+        self.cache = self.weight * 1 if self.cache is None else self.cache
+        return nn.functional.linear(x, self.cache, self.bias)
+
+
+def caching() -> Net:
+    """Return a model with blocks that remember."""
+    model = Net()
+    model.blocks = nn.ModuleList(nn.Sequential(Caching(8, 8), nn.Dropout(0.5)) for _ in range(3))
+    return model
+
+
 def timm_model(name: str) -> nn.Module:
     """Build a model of timm without weights."""
     import timm
@@ -115,6 +139,7 @@ def timm_model(name: str) -> nn.Module:
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "own code": (Net, (2, 6)),
+    "what is remembered in evaluation": (caching, (2, 6)),
     "mobilenet": (lambda: timm_model("mobilenetv3_small_050"), (2, 3, 64, 64)),
     "regnet": (lambda: timm_model("regnetx_002"), (2, 3, 64, 64)),
     "tokens and relative positions": (lambda: timm_model("test_vit_relpos"), (2, 3, 160, 160)),
@@ -131,6 +156,7 @@ def test_a_traced_chain_has_the_models_gradients_and_state(family: str) -> None:
     modes, state = [m.training for m in model.modules()], {k: v.clone() for k, v in model.state_dict().items()}
     units = units_of(find_chain(model, None))
     assert check_chain(model, units, images) == ""
+    copy.deepcopy(model)  # as stages are
     assert [m.training for m in model.modules()] == modes
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
     torch.manual_seed(2)
@@ -179,5 +205,5 @@ def test_what_is_no_chain_says_what_breaks_it(why: str) -> None:
 
 
 def test_modules_that_work_together_unseen_are_refused_by_their_outputs() -> None:
-    with pytest.raises(UserError, match=r"in training, .* one after the other give other outputs"):
+    with pytest.raises(UserError, match=r"in evaluation, .* one after the other give other outputs"):
         plan_stages(Secret(), None, PipelineSettings("gpipe"), 2, torch.randn(2, 6))

@@ -296,8 +296,9 @@ def _shown(node: fx.Node, back: bool) -> str:
 def check_chain(model: nn.Module, units: Sequence[Unit], example: Nest, autocast: torch.dtype | None = None) -> str:
     """Run a traced chain's units one after the other, each with its own parts of the model alone.
 
-    Both in training and in evaluation, with batches of two sizes; the model's state stays as it was. A rehearsal's
-    tensors, which have no values, are not tried.
+    Both in evaluation and in training, with batches of two sizes; the model's state stays as it was. Training comes
+    last, for what modules remember of an evaluation they forget there. A rehearsal's tensors, which have no values, are
+    not tried.
 
     Args:
         autocast: type that autocast gives to matrix products; None: no autocast.
@@ -314,7 +315,7 @@ def check_chain(model: nn.Module, units: Sequence[Unit], example: Nest, autocast
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device: torch.device = example.device
     try:
-        for training, samples in ((True, 2), (False, 3)):
+        for training, samples in ((False, 3), (True, 2)):
             model.train(training)
             batch = example[torch.arange(samples, device=device) % len(example)]
             with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
@@ -331,7 +332,7 @@ def check_chain(model: nn.Module, units: Sequence[Unit], example: Nest, autocast
 
 
 def _difference(model: nn.Module, units: Sequence[Unit], batch: Tensor, autocast: torch.dtype | None) -> str:
-    with torch.enable_grad():
+    with torch.set_grad_enabled(model.training):
         torch.manual_seed(0)
         before = [buffer.clone() for buffer in model.buffers()]
         with torch.autocast(batch.device.type, autocast or torch.bfloat16, enabled=autocast is not None):
@@ -351,7 +352,7 @@ def _difference(model: nn.Module, units: Sequence[Unit], batch: Tensor, autocast
             if not isinstance(x, Tensor):
                 return f"{unit.name} gives a {type(x).__name__}, not one tensor"
             x = x.detach()
-            x = x.requires_grad_() if x.is_floating_point() else x
+            x = x.requires_grad_() if x.is_floating_point() and model.training else x
     if x.shape == expected.shape and torch.equal(x, expected):
         return ""
     mode = "training" if model.training else "evaluation"
