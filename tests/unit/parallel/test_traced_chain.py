@@ -16,6 +16,7 @@ from echelon.parallel.pipeline.find_chain import find_chain
 from echelon.parallel.pipeline.plan import plan_stages
 from echelon.parallel.pipeline.stage import make_stage
 from echelon.parallel.pipeline.traced_chain import check_chain
+from echelon.torch_compat import FakeTensorMode
 
 
 class Net(nn.Module):
@@ -207,3 +208,11 @@ def test_what_is_no_chain_says_what_breaks_it(why: str) -> None:
 def test_modules_that_work_together_unseen_are_refused_by_their_outputs() -> None:
     with pytest.raises(UserError, match=r"in evaluation, .* one after the other give other outputs"):
         plan_stages(Secret(), None, PipelineSettings("gpipe"), 2, torch.randn(2, 6))
+
+
+def test_a_rehearsal_finds_the_same_chain() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model, inputs = Net(), torch.randn(2, 6)
+        units = units_of(find_chain(model, None))
+        assert check_chain(model, units, inputs) == ""
+    assert [unit.name for unit in units] == [unit.name for unit in units_of(find_chain(Net(), None))]

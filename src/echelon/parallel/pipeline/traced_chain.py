@@ -140,7 +140,7 @@ def _trace(model: nn.Module, blocks: Sequence[str]) -> _Trace:
     whole = _Whole(model)
     tracer = _Tracer(whole, blocks)
     whole.training = model.training
-    before = (torch.get_rng_state(), random.getstate())
+    before = _random_states()
     try:
         with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
             graph = tracer.trace(whole)
@@ -148,9 +148,15 @@ def _trace(model: nn.Module, blocks: Sequence[str]) -> _Trace:
         called = [node for node in tracer.graph.nodes if node.op == "call_module"] if hasattr(tracer, "graph") else []
         where = f" after {_plain(called[-1])}" if called else ""
         raise NoChain(f"its own code cannot be traced{where}: {_reason(error)}") from error
-    if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
+    if before != _random_states():
         raise NoChain("it draws random numbers outside its modules")
     return _Trace(graph, tracer.opaque)
+
+
+def _random_states() -> tuple[object, ...]:
+    """Return the states of Python's and torch's random numbers; a rehearsal cannot read torch's."""
+    rehearses = detect_fake_mode(()) is not None
+    return random.getstate(), None if rehearses else torch.get_rng_state().numpy().tobytes()
 
 
 @dataclass(frozen=True)
