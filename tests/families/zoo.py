@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -34,7 +35,10 @@ SMALL: Mapping[str, int] = {
     **dict.fromkeys(("patch_size",), 8),
     **dict.fromkeys(("num_channels",), 3),
     **dict.fromkeys(("state_size", "conv_kernel", "time_step_rank"), 4),
+    **dict.fromkeys(("mamba_d_ssm",), 32),
+    **dict.fromkeys(("mamba_n_heads", "mamba_d_state", "mamba_chunk_size"), 4),
     **dict.fromkeys(("num_experts", "num_local_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("pad_token_id",), 0),
     **dict.fromkeys(("bos_token_id",), 1),
@@ -118,6 +122,7 @@ def shrink(config: Any) -> None:
     for key, value in list(vars(config).items()):
         if isinstance(value, float) and ("dropout" in key or key.endswith("_pdrop") or "drop_path" in key):
             setattr(config, key, 0.0)
+    config._experts_implementation = "eager"  # the others multiply no matrices of doubles
     types = vars(config).get("layer_types")
     if types:
         config.layer_types = list(types)[: config.num_hidden_layers]
@@ -133,24 +138,36 @@ def _without_chance(module: nn.Module) -> None:
         module.eval()
 
 
-def draw(seed: int, count: int) -> list[str]:
+@dataclass(frozen=True)
+class Draw:
+    """What a seed draws.
+
+    Attributes:
+        names: of the models, none twice.
+        passed_over: families of which no model fits, and why the smallest name's does not.
+    """
+
+    names: tuple[str, ...]
+    passed_over: Mapping[str, str]
+
+
+def draw(seed: int, count: int) -> Draw:
     """Draw families: half of timm's, one of each module there, half of transformers' configurations."""
     chance = random.Random(seed)
-    found = _drawn(chance, _timm_names(), count // 2)
-    return [*found, *_drawn(chance, _transformers_names(), count - len(found))]
-
-
-def _drawn(chance: random.Random, names: Sequence[Sequence[str]], count: int) -> list[str]:
-    families = list(names)
-    chance.shuffle(families)
-    found: list[str] = []
-    for family in families:
-        if len(found) == count:
-            break
-        fitting = list(islice((name for name in sorted(family, key=len) if _fits(name)), 2))
-        if fitting:
-            found.append(chance.choice(fitting))
-    return found
+    names: list[str] = []
+    passed_over: dict[str, str] = {}
+    for families, until in ((_timm_names(), count // 2), (_transformers_names(), count)):
+        chance.shuffle(families)
+        for family in families:
+            if len(names) == until:
+                break
+            candidates = [name for name in sorted(family, key=len) if name not in names]
+            fitting = list(islice((name for name in candidates if not misfit(name)), 2))
+            if fitting:
+                names.append(chance.choice(fitting))
+            elif candidates:
+                passed_over[candidates[0]] = misfit(candidates[0])
+    return Draw(tuple(names), passed_over)
 
 
 def _timm_names() -> list[list[str]]:
@@ -176,16 +193,20 @@ def _transformers_names() -> list[list[str]]:
     return found
 
 
-def _fits(name: str) -> bool:
-    """Whether a model is small, can be built and answers a batch; what cannot be is no family of this trial."""
+def misfit(name: str) -> str:
+    """Return why a model is none of this trial: it is large, cannot be built or answers no batch; empty where it is."""
     try:
         with torch.device("meta"):
-            small = sum(p.numel() for p in build(name).parameters()) <= MOST_PARAMETERS
-        if not small:
-            return False
+            parameters = sum(p.numel() for p in build(name).parameters())
+        if parameters > MOST_PARAMETERS:
+            return f"{parameters:,} parameters, more than {MOST_PARAMETERS:,}"
         inputs, _ = batch(name, 2)
         with torch.no_grad():
             answer = build(name).eval()(inputs)
-    except Exception:  # noqa: BLE001 - any reason, in a library's own words
-        return False
-    return isinstance(answer, Tensor) and answer.shape[-1] in (CLASSES, VOCABULARY)
+    except Exception as error:  # noqa: BLE001 - any reason, in a library's own words
+        return f"{type(error).__name__}: {(str(error).strip() or 'no words').splitlines()[0][:120]}"
+    if not isinstance(answer, Tensor):
+        return f"it answers with a {type(answer).__name__}, not a tensor"
+    if answer.shape[-1] not in (CLASSES, VOCABULARY):
+        return f"it answers with {answer.shape[-1]} numbers, neither classes nor tokens"
+    return "" if answer.isfinite().all() else "it answers with numbers that are not finite"

@@ -124,3 +124,30 @@ class Complex(nn.Module):
         if self.training:
             self.seen.mul_(0.9).add_(0.1 * waves.mean(0).detach())
         return self.head(torch.fft.irfft(waves * self.filter, n=WIDTH))  # type: ignore[no-any-return]
+
+
+class Competing(nn.Module):
+    """Two layers with a softmax between them, which takes all hidden units together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(self.up(x.flatten(1)[:, :WIDTH]).softmax(1)))  # type: ignore[no-any-return]
+
+
+class Branching(nn.Module):
+    """Blocks with code of the root's own around them: a chain that nothing declares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.place = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x.flatten(1)[:, :WIDTH]) + self.place
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(x)  # type: ignore[no-any-return]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
+import echelon
 from echelon.config import build
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo
@@ -54,6 +57,7 @@ def train(rank: Rank | None, name: str, settings: Mapping[str, Any]) -> list[flo
         ("Empty", SPLIT),
         ("GatedTokens", {"strategy.parallel": "tp=2"}),
         ("Normed", {"strategy.parallel": "tp=2"}),
+        ("Branching", {"strategy.parallel": "pp=2,microbatches=2"}),
         ("Complex", {"strategy.parallel": "dp=2"}),
         ("Complex", {"strategy.parallel": "dp=2,zero1"}),
     ],
@@ -76,6 +80,19 @@ def test_a_chain_whose_steps_need_each_other_is_refused_on_all_ranks() -> None:
         assert "cannot run by itself" in refusal, refusal
 
 
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("up=column,down=row", "is not the same function (logits differ by "),
+        ("up=column,down=replicate", "cannot compute one batch ("),
+    ],
+)
+def test_a_tensor_plan_that_does_not_work_is_refused_by_the_module(plan: str, words: str) -> None:
+    settings = {"strategy.parallel": "tp=2", "strategy.tensor_plan": plan}
+    for refusal in run_ranks(train, 2, "Competing", settings, timeout_s=60):
+        assert f"tp: the split model {words}" in refusal and "of down, a Linear" in refusal, refusal
+
+
 def averaged(rank: Rank) -> list[complex]:
     """Average a complex buffer that differs by rank."""
     model = odd_models.Complex()
@@ -89,3 +106,26 @@ def test_complex_buffers_are_averaged_whole() -> None:
     assert mean == [0.5 + 1j] * len(mean)
     copies = [{"seen": torch.tensor([complex(r, 2 * r)])} for r in range(2)]
     assert mean_of_replicas(copies)["seen"].tolist() == [0.5 + 1j]
+
+
+@pytest.mark.long
+def test_complex_tensors_go_through_evaluation_and_resume(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(48, 8, generator=draw), torch.arange(48) % odd_models.CLASSES)
+    common: dict[str, Any] = {"batch_size": 8, "device": "cpu", "threads": 1, "workers": 2, "schedule": "constant"}
+
+    def model() -> odd_models.Complex:
+        torch.manual_seed(0)
+        return odd_models.Complex().double()
+
+    whole = echelon.train(model(), (data, data), run=tmp_path / "whole", epochs=2, **common)
+    echelon.train(model(), (data, data), run=tmp_path / "resumed", epochs=1, **common)
+    resumed = echelon.resume(tmp_path / "resumed", model=model(), data=(data, data), epochs=2)
+    values = resumed.model().state_dict()
+    for name, value in whole.model().state_dict().items():
+        assert torch.equal(values[name], value), name
+        assert not torch.equal(value, model().state_dict()[name]), name
+    assert values["filter"].is_complex() and values["seen"].is_complex()
+    network = resumed.model().eval()
+    right = sum(int(network(x[None]).argmax()) == y for x, y in data) / len(data)
+    assert resumed.metrics["top1"] == pytest.approx(right)

@@ -25,6 +25,7 @@ from echelon.tasks.nest import Nest
 if TYPE_CHECKING:
     from echelon.parallel.pipeline import Pipeline
     from echelon.parallel.tensor import TensorPlan
+    from echelon.parallel.tensor.check import Answer
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def _plan_layers(
     return plan_tensor(model, layout.tp, hints, options.tensor_plan, layout.sequence)
 
 
-def _answer(model: nn.Module, options: SplitOptions) -> Nest:
+def _answer(model: nn.Module, options: SplitOptions) -> Answer:
     from echelon.parallel.tensor import answer
 
     return answer(model, options.example)

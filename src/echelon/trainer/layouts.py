@@ -10,7 +10,6 @@ from echelon.core.layout import Layout
 from echelon.core.own import TRANSFORMERS
 from echelon.models import hints_for, is_chain_by_name
 from echelon.optim.traits import Reach
-from echelon.parallel.pipeline.chain import MAKES_CHAIN, is_chain, no_chain
 from echelon.parallel.pipeline.settings import schedule_kind
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.tables import check_cut
@@ -41,14 +40,20 @@ def check_own_chain(run: ResolvedRun, ranks: int, model: nn.Module) -> None:
     """Refuse a pipeline of a caller's module whose forward pass is not known to be a chain.
 
     Raises:
-        UserError: says what makes it one, and what works.
+        UserError: says why, what makes it one, and what works.
     """
-    if run.layout_for(ranks).pp > 1 and not is_chain(model, hints_for(model)):
-        raise no_chain(type(model).__name__, MAKES_CHAIN)
+    if run.layout_for(ranks).pp > 1:
+        from echelon.parallel.pipeline.find_chain import (
+            find_chain,  # it imports DTensor, which only pipelines need here
+        )
+
+        find_chain(model, hints_for(model))
 
 
 def _check_named_chain(run: ResolvedRun) -> None:
     """Refuse a pipeline of a model whose name tells that it is no chain; of others the ranks say, who build them."""
+    from echelon.parallel.pipeline.find_chain import no_chain
+
     name, features = run.config.model.name, run.config.data.features
     hears = name.startswith(TRANSFORMERS) and features == name  # no family for sounds declares a chain
     if hears or is_chain_by_name(name) is False:

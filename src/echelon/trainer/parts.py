@@ -288,7 +288,7 @@ def _build_deferred(run: ResolvedRun, work: Work, world: World) -> tuple[nn.Modu
     """Build the model without memory where it is to be split as its family says: each rank then makes its pieces alone.
 
     None where values are needed before: they are the caller's or a file's, tied (memory would be given twice), partly
-    frozen, or a plan that nobody declared is tried on them.
+    frozen, or a plan or a chain that nobody declared is tried on them.
     """
     layout, config = world.placement.layout if world.placement is not None else None, run.config
     if (
@@ -307,7 +307,8 @@ def _build_deferred(run: ResolvedRun, work: Work, world: World) -> tuple[nn.Modu
         model = build_model(config.model, model_input(work.info, work.task))
     hints = hints_for(model)
     tied = len(list(model.parameters())) < len(dict(model.named_parameters(remove_duplicate=False)))
-    if tied or hints is None or (layout.tp > 1 and not hints.tensor_plan):
+    found = layout.pp > 1 and (hints is None or hints.chain is None)
+    if tied or hints is None or found or (layout.tp > 1 and not hints.tensor_plan):
         torch.set_rng_state(state)
         return None
     return model, DeferredInit(recording, named_tensors(model), world.device)

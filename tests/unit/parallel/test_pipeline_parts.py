@@ -17,8 +17,9 @@ from echelon.models.builtin.small_gpt import SmallGPT, TextSize
 from echelon.models.builtin.small_vit import Size, SmallViT
 from echelon.parallel.pipeline import PipelineSettings
 from echelon.parallel.pipeline.batches import cut_batch, dividing_count
-from echelon.parallel.pipeline.chain import find_chain, units_of
+from echelon.parallel.pipeline.chain import units_of
 from echelon.parallel.pipeline.cuts import balanced, measure_units, stages_of
+from echelon.parallel.pipeline.find_chain import find_chain
 from echelon.parallel.pipeline.plan import plan_stages
 from echelon.parallel.pipeline.settings import SCHEDULES, microbatch_count, stage_count
 from echelon.parallel.pipeline.stage import Skeleton, make_stage
@@ -189,7 +190,10 @@ class Peeks(nn.Module):
 
 
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
-    "no chain": (lambda: find_chain(Tangled(), None), "Tangled is not known to be a chain"),
+    "no chain": (
+        lambda: find_chain(Tangled(), None),
+        r"Tangled is not known to be a chain of blocks \(it calls no",
+    ),
     "a layer that no step has": (
         lambda: find_chain(HalfDeclared(), Hints(chain=("a",))),
         "b.weight belongs to no step",

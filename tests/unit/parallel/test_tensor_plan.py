@@ -147,6 +147,24 @@ def test_layers_of_attention_that_no_family_declares_take_its_inputs_themselves(
     assert not plan(family).enters_by_layer("blocks.0.attn", family.get_submodule("blocks.0.attn"))
 
 
+class Fused(nn.Module):
+    """A gated MLP whose gate and values are halves of one layer's output; they are multiplied, or added."""
+
+    def __init__(self, product: bool = True) -> None:
+        super().__init__()
+        self.both, self.down, self.product = nn.Linear(8, 32), nn.Linear(16, 8), product
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, values = self.both(x).chunk(2, dim=-1)
+        gate = torch.nn.functional.silu(gate)
+        return self.down(gate * values if self.product else gate + values)  # type: ignore[no-any-return]
+
+
+def test_a_gate_fused_with_its_values_is_split_in_both_halves() -> None:
+    assert names(plan(Fused())) == {"both": "column(parts=2)", "down": "row"}
+    assert "no attention, pair of layers" in refusal(Fused(product=False), 2)
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -18,7 +18,7 @@ from echelon.core.errors import UserError
 from echelon.data.base import DataInfo
 from echelon.models import build_model, parameter_count
 from echelon.models.families import hints_for
-from echelon.parallel.pipeline.chain import find_chain
+from echelon.parallel.pipeline.find_chain import find_chain
 from echelon.tasks.base import TaskSettings
 from echelon.tasks.nest import TensorSpec
 from echelon.tasks.segmentation import Segmentation, class_colours

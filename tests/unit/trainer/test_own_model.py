@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from echelon.config import build
 from echelon.core.errors import UserError
 from echelon.core.task import Metric
 from echelon.data import example_samples, from_datasets
@@ -23,7 +24,9 @@ from echelon.tasks.registry import build_task
 from echelon.tasks.regression import Regression
 from echelon.tasks.tailored import TailoredTask
 from echelon.trainer.own_trial import check_own_model, check_single_samples, make_whole
+from echelon.trainer.parts import build_whole
 from echelon.trainer.work import Work
+from tests.ranks.layouts import make_world
 
 X = torch.randn(12, 8)
 Y = torch.arange(12) % 3
@@ -330,3 +333,10 @@ def test_a_task_that_returns_the_mean_of_a_batch_is_refused() -> None:
 
     with pytest.raises(UserError, match="task regression: its loss_sum returns the mean"):
         check(nn.Linear(8, 1), X, targets, own=Reduced(by_unit))
+
+
+def test_a_module_that_is_compiled_already_is_refused() -> None:
+    config = build(None, {}).config
+    work = replace(work_of(X, Y), user_model=torch.compile(nn.Linear(8, 3)))
+    with pytest.raises(UserError, match=r"wrapped by torch\.compile already.*give the module itself, and compile=True"):
+        build_whole(config, work, make_world(config, None))

@@ -20,7 +20,10 @@ def hints(model: nn.Module) -> Hints | None:
     chain = ("patch_embed", ":_pos_embed", "patch_drop", "norm_pre", "blocks.*", "norm", ":forward_head")
     glue = {":_pos_embed": ("pos_embed", "cls_token", "reg_token", "pos_drop"), ":forward_head": HEAD}
     splits = all(_is_plain(block) for block in model.get_submodule("blocks").children())
-    whole = None if getattr(model, "dynamic_img_size", False) else chain  # positions then follow the patches' grid
+    follows_grid = getattr(model, "dynamic_img_size", False)  # so do positions then
+    whole = (
+        None if follows_grid or hasattr(model, "dist_token") else chain
+    )  # a distilled one has a second token and head
     return Hints(("blocks.*",), whole, glue, _plan() if splits else {})
 
 

@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 
 from echelon.core.errors import UserError
-from echelon.core.hints import Hints, Style, matching
+from echelon.core.hints import Style
 
-FUNCTIONS = ("=flatten", "=relu")
 _SPLITTING = ("column", "channels_out")
 _JOINING = ("row", "channels_in", "vocabulary")
 
@@ -33,68 +32,6 @@ class ChainStep:
     function: Callable[[Any, Any], Any] | None = None
 
 
-def is_chain(model: nn.Module, hints: Hints | None) -> bool:
-    """Whether a model's forward pass is a chain that is known: its family's, or the children of an `nn.Sequential`."""
-    declared = hints is not None and hints.chain is not None
-    return declared or (isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward)
-
-
-def no_chain(model: str, fix: str = "") -> UserError:
-    """Build the refusal of a model that is none, as `fix` may make it one."""
-    return UserError(
-        f"--parallel pp: the forward pass of {model} is not known to be a chain of blocks: {fix}use fsdp=N instead"
-    )
-
-
-MAKES_CHAIN = (
-    "make the model an nn.Sequential, give its class `structure = echelon.models.Hints(chain=...)` beside its forward, "
-    "or "
-)
-
-
-def find_chain(model: nn.Module, hints: Hints | None) -> tuple[ChainStep, ...]:
-    """Return a model's forward pass as a chain: its family's, or the children of an `nn.Sequential`.
-
-    Raises:
-        UserError: it is none that is known, a parameter belongs to no step or to two, or a declaration names what the
-            model does not have.
-    """
-    if not is_chain(model, hints):
-        raise no_chain(type(model).__name__, MAKES_CHAIN)
-    if hints is not None and hints.chain is not None:
-        steps = _declared(model, hints.chain, hints)
-    else:
-        steps = _declared(model, ("*",), Hints())
-    _check_owners(model, steps)
-    return steps
-
-
-def _declared(model: nn.Module, chain: tuple[str, ...], hints: Hints) -> tuple[ChainStep, ...]:
-    modules = dict(model.named_modules())
-    steps: list[ChainStep] = []
-    for entry in chain:
-        if entry in FUNCTIONS:
-            steps.append(ChainStep(entry, (), 0))
-        elif entry.startswith(":"):
-            function = hints.functions.get(entry)
-            if function is None and not callable(getattr(model, entry[1:], None)):
-                raise UserError(f"the chain of {type(model).__name__} names {entry}, a method that it does not have")
-            # A family declares more than each of its members has.
-            owned = tuple(name for name in hints.glue.get(entry, ()) if _has(model, name))
-            steps.append(ChainStep(entry, owned, _numel(model, owned), function))
-        else:
-            names = [name for name in modules if name]
-            steps += [ChainStep(name, (name,), _numel(model, (name,))) for name in matching([entry], names)]
-    if not steps:
-        raise UserError(f"the chain of {type(model).__name__}, {', '.join(chain)}, names no module that it has")
-    return tuple(steps)
-
-
-def _has(model: nn.Module, owned: str) -> bool:
-    sources = (model.named_modules(), model.named_parameters(remove_duplicate=False), model.named_buffers())
-    return any(is_under(name, owned) for source in sources for name, _ in source)
-
-
 def is_under(name: str, owned: str) -> bool:
     """Whether a dotted name is another, or inside it.
 
@@ -104,19 +41,9 @@ def is_under(name: str, owned: str) -> bool:
     return name == owned or name.startswith(f"{owned}.")
 
 
-def _numel(model: nn.Module, owned: tuple[str, ...]) -> int:
+def numel_of(model: nn.Module, owned: tuple[str, ...]) -> int:
+    """Return the numbers in the parameters that have one of these names, or are inside of it."""
     return sum(p.numel() for name, p in model.named_parameters() if any(is_under(name, each) for each in owned))
-
-
-def _check_owners(model: nn.Module, steps: tuple[ChainStep, ...]) -> None:
-    for name, _ in model.named_parameters():
-        users = [step.name for step in steps if any(is_under(name, owned) for owned in step.owns)]
-        if len(users) != 1:
-            found = f"{len(users)} steps ({', '.join(users)})" if users else "no step"
-            raise UserError(
-                f"--parallel pp: {type(model).__name__}: the parameter {name} belongs to {found} of its chain "
-                f"({', '.join(step.name for step in steps[:4])}, ...): the declaration does not fit this model"
-            )
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from torch import nn
 
 from echelon.core.errors import UserError
 from echelon.core.hints import Hints
-from echelon.parallel.pipeline.chain import ChainStep, Unit, check_tied, find_chain, units_of
+from echelon.parallel.pipeline.chain import ChainStep, Unit, check_tied, units_of
 from echelon.parallel.pipeline.cuts import balanced, cuts_by_hand, measure_units, stages_of
+from echelon.parallel.pipeline.find_chain import MAKES_CHAIN, declares_chain, find_chain, no_chain
 from echelon.parallel.pipeline.settings import (
     SCHEDULES,
     PipelineSettings,
@@ -21,6 +22,7 @@ from echelon.parallel.pipeline.settings import (
     stage_count,
     stage_ranks,
 )
+from echelon.parallel.pipeline.traced_chain import check_chain
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 
@@ -60,6 +62,8 @@ def plan_stages(
         UserError: the model is no chain, has too few blocks for the schedule, or a cut does not fit it.
     """
     units = units_of(find_chain(model, hints), settings.styles)
+    if not declares_chain(model, hints):
+        _check_together(model, units, example, settings.autocast)
     count = stage_count(settings, ranks, len(units))
     where = stage_ranks(SCHEDULES[settings.schedule], count, ranks)
     times: Sequence[float] | None = None
@@ -79,6 +83,21 @@ def plan_stages(
         StagePlan(rank, steps, sum(step.numel for step in steps), taken)
         for rank, steps, taken in zip(where, stages, seconds, strict=True)
     )
+
+
+def _check_together(model: nn.Module, units: Sequence[Unit], example: Nest, autocast: torch.dtype | None) -> None:
+    """Try a traced chain on every rank; where one finds another output, all refuse.
+
+    Raises:
+        UserError: names the unit, or says that outputs differ.
+    """
+    problem = check_chain(model, units, example, autocast)
+    wrong = torch.tensor([float(bool(problem))], device=nest.leaves(example)[0].device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(wrong)
+    if wrong.item():
+        reason = problem or "as another rank says, its modules one after the other give other outputs"
+        raise no_chain(type(model).__name__, MAKES_CHAIN, reason)
 
 
 def _as_microbatch(example: Nest, samples: int) -> Nest:

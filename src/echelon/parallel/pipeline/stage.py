@@ -64,18 +64,22 @@ class _Stage(nn.Module):
 
     def forward(self, *given: Tensor) -> Tensor:
         """Run the stage's steps on the leaves of the model's inputs, or on what the stage before gives."""
-        x: Nest = given[0]
-        if not self._stage_ends[0] and x.requires_grad:
-            x.register_hook(_contiguous)  # what is sent back must be, and the gradient of a mean is not
-        dtype, param_dtype = self._stage_types
-        if param_dtype is not None:
-            given = tuple(each.to(param_dtype) if each.is_floating_point() else each for each in given)
-        autocast = torch.autocast(x.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
-        x = nest.rebuild(self._stage_inputs, iter(given))
-        with autocast, computing_in(self, param_dtype):
-            for number, step in enumerate(self._stage_steps):
-                x = _run(self, step, x, nest.call if self._stage_ends[0] and not number else _call_with_one)
-        return _plain(x)
+        if not self._stage_ends[0] and given[0].requires_grad:
+            given[0].register_hook(_contiguous)  # what is sent back must be, and the gradient of a mean is not
+        return _plain(run_steps(self, given))
+
+
+def run_steps(stage: Any, inputs: tuple[Tensor, ...]) -> Any:
+    """Run a stage's steps; the result lies in memory as the last step leaves it, which rounding may depend on."""
+    dtype, param_dtype = stage._stage_types
+    if param_dtype is not None:
+        inputs = tuple(each.to(param_dtype) if each.is_floating_point() else each for each in inputs)
+    autocast = torch.autocast(inputs[0].device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+    x: Nest = nest.rebuild(stage._stage_inputs, iter(inputs))
+    with autocast, computing_in(stage, param_dtype):
+        for number, step in enumerate(stage._stage_steps):
+            x = _run(stage, step, x, nest.call if stage._stage_ends[0] and not number else _call_with_one)
+    return x
 
 
 def _run(stage: Any, step: ChainStep, x: Nest, call: Callable[[Any, Nest], Any]) -> Tensor:
@@ -102,8 +106,14 @@ def _contiguous(gradient: Tensor) -> Tensor:
     return gradient.contiguous()
 
 
-def _plain(x: Tensor) -> Tensor:
-    """A whole tensor: under sequence parallelism blocks pass on a part of the tokens each."""
+def _plain(x: Any) -> Tensor:
+    """A whole tensor: under sequence parallelism blocks pass on a part of the tokens each.
+
+    Raises:
+        TypeError: it is no tensor, but several.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"it gives a {type(x).__name__}, not one tensor")
     whole: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
     return whole.contiguous()
 

@@ -1,19 +1,15 @@
 """Split a model as planned: parameters become DTensors, layers compute on their local parts.
 
-Whole tensors under plain names come from a split model and go into one; and a plan that nobody declared is tried.
+Whole tensors under plain names come from a split model and go into one.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -25,9 +21,7 @@ from echelon.parallel.tensor.comm import Group, add, enter, gather, scatter_add,
 from echelon.parallel.tensor.layers import Split, drops
 from echelon.parallel.tensor.local import Sight, embed_by_rows, first_row, local_part, localise
 from echelon.parallel.tensor.plan import TensorPlan, placements_of, plan_tensor
-from echelon.tasks import nest
-from echelon.tasks.nest import Nest
-from echelon.torch_compat import FAKE_TENSOR_LOGGER, detect_fake_mode, is_persistent, registered_tensors
+from echelon.torch_compat import is_persistent, registered_tensors
 
 TOKENS = 1  # the dim of tokens in (N, T, D)
 
@@ -258,154 +252,3 @@ def load_full_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
-
-
-# Sums over ranks are made in another order: some ulps of a network's depth; a wrong split is off by the whole.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-# Of a layer's gradient: a ReLU whose input is about zero may turn, which in float32 is 0.4% of a ResNet-50's.
-GRADIENT_TOLERANCE = {torch.float64: 1e-7, torch.float32: 3e-2}
-SKETCH = 8
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a model answers an example.
-
-    Attributes:
-        logits: its first output `(B, ...)`.
-        gradients: sketches of the trainable parameters' gradients, by name in the order of backward; empty where the
-            output has none, as a pipeline's.
-    """
-
-    logits: Tensor
-    gradients: Mapping[str, Tensor]
-
-
-def answer(model: nn.Module, example: Nest) -> Answer:
-    """Return what the model answers an example, in evaluation mode; all ranks of the group call it together.
-
-    Of gradients there is one at a time: those of a whole model may not fit beside it.
-    """
-    was_training = model.training
-    model.eval()
-    has_rnn = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    try:
-        with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False) if has_rnn else nullcontext():
-            result = nest.call(model, example)
-            logits = getattr(result, "logits", None)
-            if not isinstance(logits, Tensor):
-                logits = next(leaf for leaf in nest.leaves(result) if isinstance(leaf, Tensor))
-            return Answer(logits.detach(), _gradients(model, logits))
-    finally:
-        model.train(was_training)
-
-
-def _gradients(model: nn.Module, logits: Tensor) -> dict[str, Tensor]:
-    """Return sketches of the gradients of a random sum of logits."""
-    sketches: dict[str, Tensor] = {}
-    if not logits.requires_grad or detect_fake_mode((logits,)) is not None:  # a rehearsal: there are no values
-        return sketches
-
-    def take(name: str, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        sketches[name] = _sketch(parameter.grad)
-        parameter.grad = None
-
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    hooks = [parameter.register_post_accumulate_grad_hook(partial(take, name)) for name, parameter in named]
-    try:
-        logits.backward(_random(logits.shape, logits))
-    finally:
-        for each in hooks:
-            each.remove()
-    return sketches
-
-
-def _sketch(gradient: Tensor) -> Tensor:
-    """Return random projections `(SKETCH, SKETCH)` of a gradient of any shape, whose norm is about its own."""
-    full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    dense = torch.view_as_real(full) if full.is_complex() else full.to_dense()
-    matrix = nest.exact(dense.reshape(len(dense), -1) if dense.ndim > 1 else dense.reshape(1, -1))
-    left, right = _random((SKETCH, matrix.shape[0]), matrix), _random((matrix.shape[1], SKETCH), matrix)
-    return left @ matrix @ right / SKETCH
-
-
-def _random(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return normal random numbers, the same on all ranks."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
-
-
-def same_function(model: nn.Module, example: Nest, before: Answer) -> None:
-    """Check that the split model answers an example as it did `before` it was split, and that gradients are the same.
-
-    Use it where the plan was found or written by the user; the example should be random, not blank.
-
-    Raises:
-        UserError: it fails, or answers otherwise.
-    """
-    advice = (
-        "write --tensor-plan by hand, or change yours: layers that follow each other are column and then row, or both "
-        "replicate (a fused qkv ordered by head is column, by q, k, v column(parts=3))"
-    )
-    try:
-        with _quiet(FAKE_TENSOR_LOGGER):  # it logs a traceback of what is refused in words here
-            after = answer(model, example)
-    except (RuntimeError, ValueError, IndexError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"tp: the split model cannot compute one batch ({reason}): {advice}") from error
-    if detect_fake_mode((before.logits, after.logits)) is not None:  # a rehearsal: there are no values
-        return
-    difference = _difference(before.logits, after.logits)
-    if not difference <= TOLERANCE.get(before.logits.dtype, 0.1):
-        raise UserError(
-            f"tp: the split model is not the same function (logits differ by {difference:.1e} of the largest): {advice}"
-        )
-    if after.gradients:
-        _check_gradients(model, before, after)
-
-
-def _difference(before: Tensor, after: Tensor) -> float:
-    scale = before.abs().max().clamp(min=1e-6)
-    return float((after - before).abs().max() / scale) if after.shape == before.shape else float("inf")
-
-
-def _check_gradients(model: nn.Module, before: Answer, after: Answer) -> None:
-    """Refuse a split model with other gradients, on any rank; backward was right up to the layer that is named."""
-    tolerance = GRADIENT_TOLERANCE.get(before.logits.dtype, 0.3)
-    known = {name: sketch for name, sketch in before.gradients.items() if sketch.isfinite().all()}
-    if not known:
-        return
-    sizes = {name: sketch.norm() for name, sketch in known.items()}
-    # Of a gradient that is zero, such as that of the bias of attention's keys, rounding leaves something.
-    rounding = 16 * torch.finfo(before.logits.dtype).eps * torch.stack(list(sizes.values())).norm()
-    modules: dict[str, Tensor] = {}
-    for name, size in sizes.items():
-        module = name.rpartition(".")[0]
-        modules[module] = modules.get(module, 0) + size
-    excesses = []
-    for name, sketch in known.items():
-        after_split = after.gradients.get(name, torch.full_like(sketch, torch.inf))
-        allowed = tolerance * modules[name.rpartition(".")[0]] + rounding
-        excesses.append((after_split - sketch).norm() - allowed)
-    differs = (~(torch.stack(excesses) <= 0)).int()
-    mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    dist.all_reduce(differs, dist.ReduceOp.MAX, group=mesh.get_group())
-    for name, wrong in zip(known, differs.tolist(), strict=True):
-        if wrong:
-            module = name.rpartition(".")[0]
-            shared = f"if it works on split units, write --tensor-plan {module}=shared; else " if module else ""
-            raise UserError(
-                f"tp: the split model's gradient of {name} is not that of the model: {shared}keep the layers after it "
-                "whole, with the style replicate"
-            )

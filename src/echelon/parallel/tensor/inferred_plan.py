@@ -1,8 +1,8 @@
 """A tensor plan found from a model's structure: attention modules, and layers that follow each other.
 
-Two Linear layers, gated or not, with elementwise functions between them; two convolutions with BatchNorm, depthwise
-convolutions and pooling between them. Proven by a symbolic trace (torch.fx) of the smallest module around them that can
-be traced.
+Two Linear layers, gated (by a layer of its own, or by half of one) or not, with elementwise functions between them; two
+convolutions with BatchNorm, depthwise convolutions and pooling between them. Proven by a symbolic trace (torch.fx) of
+the smallest module around them that can be traced.
 """
 
 from __future__ import annotations
@@ -69,24 +69,28 @@ def find_plan(model: nn.Module, tp: int) -> dict[str, Style]:
 
 @dataclass(frozen=True)
 class _Run:
-    """Layers that follow each other: `first` ones, multiplied where they are two, what works by channel, and `last`."""
+    """Layers that follow each other: `first` ones, multiplied where they are two, what works by channel, and `last`.
+
+    `parts`: that the first layer's output is cut into, which are multiplied: a gate and its values in one layer.
+    """
 
     first: tuple[str, ...]
     between: tuple[str, ...]
     last: str
+    parts: int = 1
 
     def under(self, prefix: str) -> _Run:
         """Return the same by names from the root."""
         if not prefix:
             return self
         first, between = (tuple(f"{prefix}.{name}" for name in names) for names in (self.first, self.between))
-        return _Run(first, between, f"{prefix}.{self.last}")
+        return _Run(first, between, f"{prefix}.{self.last}", self.parts)
 
     def styles(self, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
         """Return how its layers are split."""
         begin, end = ("column", "row") if is_linear(modules[self.last]) else ("channels_out", "channels_in")
         return {
-            **dict.fromkeys(self.first, Style(begin)),
+            **dict.fromkeys(self.first, Style(begin, self.parts)),
             **dict.fromkeys(self.between, Style("channels")),
             self.last: Style(end),
         }
@@ -173,9 +177,14 @@ def _why_not(model: nn.Module) -> str:
 class _Tracer(fx.Tracer):
     """Takes attention modules as one step; or all children."""
 
-    def __init__(self, attention_only: bool) -> None:
+    def __init__(self, root: nn.Module, attention_only: bool) -> None:
         super().__init__()
+        self.known = frozenset(root.modules())
         self.attention_only = attention_only
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Go into a module that is made in the forward pass, such as an activation by its name."""
+        return super().call_module(m, forward, args, kwargs) if m in self.known else forward(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one step of the graph: torch's own and attention; without `attention_only` every one."""
@@ -186,7 +195,7 @@ class _Tracer(fx.Tracer):
 
 def _trace(module: nn.Module, attention_only: bool) -> fx.Graph | None:
     try:
-        return _Tracer(attention_only).trace(module)
+        return _Tracer(module, attention_only).trace(module)
     except (TraceError, TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError):
         return None
 
@@ -195,7 +204,7 @@ def _in_graph(graph: fx.Graph, modules: dict[str, nn.Module]) -> Iterator[_Run]:
     calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
     taken: set[str] = set()
     for node in graph.nodes:
-        found = _from_layer(node, modules) or _from_product(node, modules)
+        found = _from_layer(node, modules) or _from_product(node, modules) or _from_fused(node, modules)
         names = (*found.first, *found.between, found.last) if found is not None else ()
         if found is not None and not taken & set(names) and all(calls[name] == 1 for name in names):
             taken |= set(names)
@@ -224,6 +233,38 @@ def _from_product(node: fx.Node, modules: dict[str, nn.Module]) -> _Run | None:
     return _follow(node, names, modules)
 
 
+def _from_fused(node: fx.Node, modules: dict[str, nn.Module]) -> _Run | None:
+    """Return the layers of a gated MLP whose gate and values are one layer's output, by the halves of it."""
+    if _function(node) != "chunk" or len(node.all_input_nodes) != 1 or len(node.users) != 2:
+        return None
+    source, count, dim = _argument(node, 0), _argument(node, 1, "chunks"), _argument(node, 2, "dim")
+    if not isinstance(source, fx.Node) or len(source.users) != 1 or source.op != "call_module":
+        return None
+    layer = modules[str(source.target)]
+    if not is_linear(layer) or layer.out_features % 2 or (count, dim) != (2, -1):
+        return None
+    products = {_product_after(half, modules) for half in node.users}
+    product = next(iter(products))
+    return _follow(product, (str(source.target),), modules, 2) if len(products) == 1 and product is not None else None
+
+
+def _argument(node: fx.Node, place: int, name: str = "") -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
+
+
+def _product_after(half: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | None:
+    """Return the product that a half of a layer's output reaches through elementwise functions alone."""
+    node = half
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if node.op in ("call_function", "call_method") and _function(node) in PRODUCTS:
+            return node
+        known = node.op == "call_module" and isinstance(modules[str(node.target)], ELEMENTWISE)
+        if not (known or _is_elementwise(node)):
+            return None
+    return None
+
+
 def _back(node: fx.Node, modules: dict[str, nn.Module]) -> str | None:
     """Return the Linear layer whose output reaches a node through elementwise functions alone, and nothing else."""
     while len(node.users) == 1 and len(node.all_input_nodes) == 1:
@@ -239,8 +280,12 @@ def _back(node: fx.Node, modules: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _follow(node: fx.Node, first: tuple[str, ...], modules: dict[str, nn.Module]) -> _Run | None:
-    """Follow an output through what works on each element or channel to the layer of its kind that alone uses it."""
+def _follow(node: fx.Node, first: tuple[str, ...], modules: dict[str, nn.Module], fused: int = 1) -> _Run | None:
+    """Follow an output through what works on each element or channel to the layer of its kind that alone uses it.
+
+    Args:
+        fused: parts of the first layer's output, of which what is followed has the width of one.
+    """
     begin, between = modules[first[0]], list[str]()
     while len(node.users) == 1:
         node = next(iter(node.users))
@@ -248,8 +293,8 @@ def _follow(node: fx.Node, first: tuple[str, ...], modules: dict[str, nn.Module]
             return None
         if node.op == "call_module":
             module, name = modules[str(node.target)], str(node.target)
-            if is_linear(begin) and is_linear(module) and begin.out_features == module.in_features:
-                return _Run(first, tuple(between), name)
+            if is_linear(begin) and is_linear(module) and begin.out_features == fused * module.in_features:
+                return _Run(first, tuple(between), name, fused)
             if is_convolution(begin) and _is_whole_convolution(module):
                 return _Run(first, tuple(between), name)
             if is_convolution(begin) and _works_by_channel(module, begin):
