@@ -202,7 +202,7 @@ def test_what_is_no_chain_says_what_breaks_it(why: str) -> None:
     kind, words = REFUSALS[why]
     with pytest.raises(UserError, match=words) as refused:
         find_chain(kind(), None)
-    assert "\n" not in str(refused.value) and "fsdp=N or tp=N" in str(refused.value)
+    assert "\n" not in str(refused.value) and "use fsdp=N instead" in str(refused.value)
 
 
 def test_modules_that_work_together_unseen_are_refused_by_their_outputs() -> None:
