@@ -423,7 +423,9 @@ class Rebuilder:
     def take_paths(self, text: str) -> None:
         """Take over what the others chose before this rank came."""
         if text:
-            self.resolved = replace(self.resolved, path=PathBySize(PathsFile.from_text(text).choices))
+            self.resolved = replace(
+                self.resolved, path=PathBySize(PathsFile.from_text(text).choices, order=self.resolved.path.order)
+            )
 
     def recorded(self) -> int:
         """Return the last step that the run's record tells of."""
