@@ -89,6 +89,7 @@ class Start(Record):
         shares: samples of each rank's part of a full batch, as it begins; empty: they are equal.
         objects: keywords of `echelon.resume` by which the run needs objects from Python again.
         resident_bytes: of each rank's process before it had a model; empty where ranks are on GPUs.
+        order: in which gradients are summed, `ready` or `priority`; empty where there is no choice.
     """
 
     kind: ClassVar[str] = "start"
@@ -121,6 +122,7 @@ class Start(Record):
     shares: Sequence[int] = ()
     objects: Sequence[str] = ()
     resident_bytes: Sequence[int] = ()
+    order: str = ""
 
     @property
     def splits_model(self) -> bool:

@@ -73,6 +73,7 @@ from echelon.trainer.compatibility import (
     length_notes,
     sent_whole_notes,
     still_notes,
+    summing_order,
     worker_notes,
 )
 from echelon.trainer.display import Display, RunLength
@@ -838,6 +839,7 @@ def _start_of(ground: _Groundwork, run: TrainingRun, cursor: Cursor) -> Start | 
         start_step=cursor.step,
         start_epoch=cursor.epoch,
         idle=_idle_settings(ground.resolved, world),
+        order=summing_order(ground.resolved, world.size),
         shares=cursor.shares,
     )
 

@@ -104,6 +104,15 @@ def _check_priority(run: ResolvedRun, ranks: int) -> None:
             raise UserError(f"{spec} {reason}: {instead}")
 
 
+def summing_order(run: ResolvedRun, ranks: int) -> str:
+    """Return in which order a run's gradients are summed; empty where it could not be by priority."""
+    try:
+        _check_priority(run, ranks)
+    except UserError:
+        return ""
+    return run.path.order
+
+
 def _fewest_replicas(run: ResolvedRun, ranks: int) -> int:
     """Return the least number of replicas, above one, between which a codec may work: that of the fewest machines."""
     if run.layout.sizes.get(Axis.DP, FILL) != FILL:

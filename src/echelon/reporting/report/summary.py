@@ -24,6 +24,7 @@ from echelon.reporting.report.clock import sittings
 from echelon.reporting.report.communication import Communication
 from echelon.reporting.report.incidents import ExplainedStep, Incident, count_restarts, find_incidents, find_slow_steps
 from echelon.reporting.report.predictions import WayPrediction, predict
+from echelon.reporting.report.priority import priority_notes
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import SlowRank, Timing, measure, timing_notes
 from echelon.reporting.report.waterfall import Waterfall, waterfall_notes, waterfall_of
@@ -158,7 +159,13 @@ def summarise(record: RunRecord) -> Summary:
         slowest_rank=_slowest(record, timing),
         advice=tuple(advise(record, timing, RunFacts(seconds, startup_s, whole, predictions))),
         incidents=tuple(find_incidents(record, stretches)),
-        notes=(*record.notes, *timing_notes(timing), *waterfall_notes(waterfall), *_notes(record)),
+        notes=(
+            *record.notes,
+            *timing_notes(timing),
+            *waterfall_notes(waterfall),
+            *priority_notes(record, timing),
+            *_notes(record),
+        ),
         predictions=predictions,
         slow_steps=tuple(find_slow_steps(record, timing)),
         communication=timing.communication if timing else None,
