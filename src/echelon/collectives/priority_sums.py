@@ -24,6 +24,8 @@ from echelon.collectives.wire import WireCount, framing_bytes
 
 UNDER_WAY = 2
 """Pieces that travel at a time: while the last message of one is on its way, the link carries the next."""
+AHEAD = 1
+"""Pieces that are chosen before it is their turn: what becomes ready after that waits for them."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class PrioritySums:
         self._left = [0] * len(self.parameters)  # pieces that are not summed, by parameter
         self._order = PieceOrder(len(self._pieces))
         # The first choices are made before anything is ready, alike in all ranks: nobody has to tell of them.
-        self._choices = deque(_Choice(torch.tensor(self._order.choose(self._needed))) for _ in range(UNDER_WAY))
+        self._choices = deque(_Choice(torch.tensor(self._order.choose(self._needed))) for _ in range(AHEAD))
         self._changed = threading.Condition()
         self._closed = False
         self._error: Exception | None = None
