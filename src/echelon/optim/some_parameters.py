@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ BY_PARAMETER = ("sgd", "nesterov", "momentum", "adam", "adamw")
 """Optimizers, all of them torch's, that keep no state beside each parameter's: several steps for some parameters each
 are one step for all of them, bit for bit. Many of timm's count their steps by group."""
 
-Settings = Sequence[Mapping[str, Any]]
+Settings = Sequence[Mapping[str, object]]
 """Of each group of an optimizer all but its parameters."""
 
 

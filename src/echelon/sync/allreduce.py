@@ -99,11 +99,6 @@ class AllReduce:
             return
         averages, seed = context.averages_gradients, context.seed
         compression = context.compression.for_run(context.steps)
-        if self._tables and context.path.by_priority:
-            raise UserError(
-                f"--collective with order=priority: {next(iter(self._tables))} makes sparse gradients, whose rows are "
-                "summed at the end of the step: leave out order=priority, or --sparse-tables"
-            )
         if self._tables:
             self._rows = _row_reducer(context, self._tables)
         if not any(p.requires_grad and n not in self._tables for n, p in context.model.named_parameters()):
@@ -426,8 +421,13 @@ def _row_reducer(context: SyncContext, tables: Mapping[str, nn.Parameter]) -> Ro
     """Build what reduces the rows of tables; None: no other rank has the same.
 
     Raises:
-        UserError: it is for a loop of somebody else's.
+        UserError: it is for a loop of somebody else's, or sums are in the order of the forward pass.
     """
+    if context.path.by_priority:
+        raise UserError(
+            f"--collective with order=priority: {next(iter(tables))} makes sparse gradients, whose rows are summed at "
+            "the end of the step: leave out order=priority, or --sparse-tables"
+        )
     if context.averages_gradients:
         raise UserError(
             f"{next(iter(tables))} makes sparse gradients, which are summed at the step here, after a loop of your own "

@@ -8,7 +8,7 @@ module's reads, was not seen in the first forward pass either: those parameters 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ class _Reads(TorchFunctionMode):
         self._update = update
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         """Call what was called, once its parameters are updated."""
         if self._update.listens:
