@@ -108,7 +108,7 @@ class DeviceLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the input, once its time has passed."""
         x = x + self.weight[:1].detach()  # it reads its weight
-        return _OnDevice.apply(x, self.weight, *self.seconds)  # type: ignore[no-any-return, no-untyped-call]
+        return _OnDevice.apply(x, self.weight, *self.seconds)
 
 
 SAMPLE_S = 2.0e-3, 4.4e-3

@@ -85,7 +85,7 @@ def state_of(run_parts: RunParts) -> Tensor:
 
 def trained(rank: Rank, paths: list[str], trials: list[dict[str, Any]]) -> list[list[Trained]]:
     """Return what each trial ends with, for each path."""
-    results = []
+    results: list[list[Trained]] = []
     for collective in paths:
         results.append([])
         for settings in trials:

@@ -15,7 +15,7 @@ from echelon.trainer.resolved import ResolvedRun
 RING = "ring(order=priority)"
 
 
-def _run(settings: dict[str, object]) -> ResolvedRun:
+def _run(settings: dict[str, str | int | float | None]) -> ResolvedRun:
     return resolve(build(None, {"data.source": "digits", "strategy.collective": RING, **settings}).config)
 
 
@@ -43,7 +43,9 @@ def _run(settings: dict[str, object]) -> ResolvedRun:
         ),
     ],
 )
-def test_what_needs_all_sums_is_refused(settings: dict[str, object], reason: str, instead: str) -> None:
+def test_what_needs_all_sums_is_refused(
+    settings: dict[str, str | int | float | None], reason: str, instead: str
+) -> None:
     with pytest.raises(UserError, match=re.escape(reason)) as refused:
         check_strategies(_run(settings), 4)
     assert instead in str(refused.value)
