@@ -5,10 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from echelon.collectives.schedule import PathStep, Ring
+from echelon.core.bounds import OneOf, check_bounds
 from echelon.core.shards import Span
+
+READY, PRIORITY = "ready", "priority"
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,13 @@ class Tiers:
     spread_round: int
 
 
+@dataclass(frozen=True, kw_only=True)
 class Path(ABC):
     """One way through the ranks. Subclasses are frozen dataclasses of their settings, named like their file.
 
     Attributes:
+        order: of the gradients of a step; `ready`: as backward makes them; `priority`: in pieces, what the next forward
+            pass needs first, and each parameter is updated when its sum has come.
         name: the spec name.
         examples: specs that show its settings, the simplest first; every law is tried on each. Empty: the name alone.
         by_backend: the backend's own all-reduce does it; there is no schedule.
@@ -42,6 +48,15 @@ class Path(ABC):
     examples: ClassVar[tuple[str, ...]] = ()
     by_backend: ClassVar[bool] = False
     is_choice: ClassVar[bool] = False
+    order: Annotated[str, OneOf(("ready", "priority"))] = "ready"
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    @property
+    def by_priority(self) -> bool:
+        """Whether what forward needs first is summed first."""
+        return self.order == PRIORITY
 
     @abstractmethod
     def schedule(self, rank: int, size: int, numel: int) -> list[PathStep]:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon.collectives import registry
 from echelon.collectives.base import Path
-from echelon.collectives.hook import GradientHook
+from echelon.collectives.hook import BY_PRIORITY, GradientHook
 from echelon.collectives.wire import WireCount
 from echelon.compression import Compression, read
 from echelon.core.errors import UserError
@@ -148,6 +148,9 @@ def ddp_hook(compression: str, collective: str = "backend", seed: int = 0) -> Dd
         seed: of the codec's draws, the same on every rank.
 
     Raises:
-        UserError: a spec cannot be read.
+        UserError: a spec cannot be read, or asks for an update layer by layer (order=priority).
     """
-    return DdpHook(read(compression), registry.build(collective), seed)
+    path: Path = registry.build(collective)
+    if path.by_priority:
+        raise UserError(f"ddp_hook({compression!r}, {collective!r}): {BY_PRIORITY}")
+    return DdpHook(read(compression), path, seed)

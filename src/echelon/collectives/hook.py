@@ -20,6 +20,7 @@ from echelon.collectives.buckets import lay_out
 from echelon.collectives.comm_thread import BucketWork, CommThread, DdpBucket
 from echelon.collectives.pace import LinkPace
 from echelon.collectives.paths.backend import Backend
+from echelon.collectives.priority_sums import PrioritySums
 from echelon.collectives.reducer import Coding, check_combination
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.times import ReduceTimes
@@ -33,6 +34,11 @@ from echelon.core.listeners import closed_afterwards
 from echelon.core.state_tree import StateTree, StateView
 from echelon.torch_compat import same_ranks_group, uses_nccl
 
+BY_PRIORITY = (
+    "order=priority is of runs of `echelon train` whose gradients travel as they are: leave out order=priority here, "
+    "or the codec"
+)
+
 
 class GradientHook:
     """Reduces the gradients of a DDP model: sums them, or averages them as plain DDP does.
@@ -43,6 +49,7 @@ class GradientHook:
 
     Attributes:
         codec: what encodes the gradients; None: they travel as they are.
+        sums: of a path by priority, once attached: what gradients go through, which backward then leaves unsummed.
         pace: of a codec that follows the link: which way gradients go; else None.
         wire: bytes sent by this rank, by group of parameters.
         times: how long buckets were under way; on a GPU only the host's part, which says nothing.
@@ -91,12 +98,16 @@ class GradientHook:
         self._thread: CommThread | None = None
         self._closed = self._silent = False
         self._work: BucketWork | None = None
+        self.sums: PrioritySums | None = None
         if self.codec is not None:
             check_combination(self.codec, self._route.path, self._route.size)
-        if self.codec is not None or not self._route.path.by_backend:
+        by_priority = self._route.path.by_priority
+        if by_priority and (self.codec is not None or average):
+            raise UserError(BY_PRIORITY)
+        if self.codec is not None or by_priority or not self._route.path.by_backend:
             with closed_afterwards(with_nccl=uses_nccl(self._route.group)):
                 self._route = Route(self._route.path, same_ranks_group(self._route.group))
-            self._work = self._make_work()
+            self._work = None if by_priority else self._make_work()
         follows = self.codec is not None and compression is not None and compression.codec.follows_link
         self.pace = LinkPace() if follows and self._route.path.by_backend else None
         self._pace_before: StateTree = {}  # the step that was begun last, until it is made
@@ -119,6 +130,8 @@ class GradientHook:
         self._names = {id(p): n for n, p in named}
         if isinstance(self._work, CodecWork):
             self._work.build(lay_out(reversed(named)))
+        if self._route.path.by_priority:
+            self.sums = PrioritySums([p for _, p in named], self._route, self.wire, self.times)
         self.after_backward = any(isinstance(each, nn.SyncBatchNorm) for each in ddp.modules())
         ddp.register_comm_hook(self, GradientHook.function)
 
@@ -132,6 +145,8 @@ class GradientHook:
         handed_s = self.times.handed(bucket.index() == 0, bucket.is_last())
         if bucket.is_last():
             self._mark_ready(bucket, handed_s)
+        if self.sums is not None:
+            return _submitted(self.sums, bucket)
         if self.pace is not None and bucket.index() == 0:
             self._begin_step(self.pace, handed_s)
         work = None if self.pace is not None and self.pace.is_plain else self._work
@@ -242,6 +257,8 @@ class GradientHook:
         self._closed = True
         if self._thread is not None:
             self._thread.close()
+        if self.sums is not None:
+            self.sums.close()
 
     def state_dict(self) -> StateTree:
         """Return what must survive a restart: tensors and numbers under flat keys; see `codec_state.state_dict`.
@@ -307,6 +324,19 @@ class GradientHook:
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+def _submitted(sums: PrioritySums, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Hand a bucket's gradients over to be summed in place; backward goes on with what this rank has."""
+    if bucket.index() == 0:
+        sums.begin()
+    buffer, start = bucket.buffer(), 0
+    for parameter in bucket.parameters():
+        sums.submit(parameter, buffer[start : start + parameter.numel()])
+        start += parameter.numel()
+    future: Future[Tensor] = Future()
+    future.set_result(buffer)
+    return future
 
 
 def _gradient_views(bucket: dist.GradBucket) -> list[Tensor]:

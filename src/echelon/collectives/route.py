@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from echelon.collectives import registry
 from echelon.collectives.base import Path
-from echelon.collectives.transfer import PeerLostError, Plan, make_plan, run_plan
+from echelon.collectives.transfer import PeerLostError, Plan, make_plan, planned_bytes, run_plan
 from echelon.collectives.wire import ring_bytes
 
 PLANS = 256
@@ -61,9 +63,41 @@ class Route:
             tensor.copy_(flat.view(tensor.shape))
         return sent
 
+    def sends(self, numel: int, element_size: int) -> int:
+        """Return the bytes that this rank sends to sum a vector in a processor's memory."""
+        path = self.path.for_bytes(numel * element_size)
+        if path.by_backend or self.size <= 2:
+            return ring_bytes(numel * element_size, self.size, on_gpu=False) if self.size > 1 else 0
+        return planned_bytes(_plan(path, self.rank, self.size, numel, element_size), element_size)
+
+    def begin_sum_(self, flat: Tensor) -> Callable[[], None]:
+        """Begin to sum a contiguous 1-D tensor in place; returns what waits until it is summed, as `sum_` does it.
+
+        Along a path with a schedule it is summed by who waits, so that all ranks wait in the order in which they began.
+        """
+        if self.size > 1 and (self.size == 2 or self.path.for_bytes(flat.nbytes).by_backend):
+            with self._losing():
+                work = dist.all_reduce(flat, group=self.group, async_op=True)
+            return lambda: self._wait(work)
+        return lambda: self._sum(flat)
+
+    def _sum(self, flat: Tensor) -> None:
+        self.sum_(flat)
+
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None, "this rank is of the group"
+        with self._losing():
+            work.wait()
+
     def _sum_by_backend(self, flat: Tensor) -> None:
-        try:
+        with self._losing():
             dist.all_reduce(flat, group=self.group)
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Say of an error of the backend which rank was lost."""
+        try:
+            yield
         except RuntimeError as error:
             other = f"rank {1 - self.rank}" if self.size == 2 else "a rank"
             raise PeerLostError(f"rank {self.rank} of the group lost {other} that it sums with: {error}") from error

@@ -67,6 +67,11 @@ def make_plan(steps: Sequence[PathStep], element_size: int) -> Plan:
     return Plan(steps, _ordered_receipts(steps, element_size), _ordered_sends(steps, element_size))
 
 
+def planned_bytes(plan: Plan, element_size: int) -> int:
+    """Return the bytes that `run_plan` sends over gloo."""
+    return sum(_length(s.span) * element_size + framing_bytes(1, on_gpu=False) for s in plan.sends)
+
+
 def run_plan(flat: Tensor, plan: Plan, group: dist.ProcessGroup) -> int:
     """Carry out this rank's steps on a contiguous 1-D tensor, in place; returns the bytes sent.
 

@@ -359,7 +359,8 @@ class StrategyConfig:
     compression: str = setting("none", "what travels instead of a tensor, such as int8 or topk(0.01)")
     collective: str = setting(
         "backend",
-        "along which path it travels; backend: as NCCL or gloo chooses; auto: the fastest, measured at the start",
+        "along which path it travels; backend: as NCCL or gloo chooses; auto: the fastest, measured at the start; each "
+        "takes order=priority: what the next forward pass needs first goes first",
     )
     tensor_plan: str = setting(
         "", "tp: how layers are split, in place of Echelon's choice: PATTERN=STYLE,PATTERN=STYLE"

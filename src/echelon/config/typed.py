@@ -205,4 +205,4 @@ class TrainSettings(ResumeSettings, total=False):
     compression: str
     """what travels instead of a tensor, such as int8 or topk(0.01) [default: 'none']"""
     collective: str
-    """along which path it travels; backend: as NCCL or gloo chooses; auto: the fastest, measured at the start [default: 'backend']"""
+    """along which path it travels; backend: as NCCL or gloo chooses; auto: the fastest, measured at the start; each takes order=priority: what the next forward pass needs first goes first [default: 'backend']"""

@@ -91,6 +91,7 @@ class Start(Record):
         resident_bytes: of each rank's process before it had a model; empty where ranks are on GPUs.
         recovery_bytes: sent to bring ranks where the others are, after some have come or gone; they count in
             `other_wire_bytes` as well.
+        order: in which gradients are summed, `ready` or `priority`; empty where there is no choice.
     """
 
     kind: ClassVar[str] = "start"
@@ -124,6 +125,7 @@ class Start(Record):
     objects: Sequence[str] = ()
     resident_bytes: Sequence[int] = ()
     recovery_bytes: int = 0
+    order: str = ""
 
     @property
     def splits_model(self) -> bool:

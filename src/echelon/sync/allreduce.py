@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.collectives.base import Path
 from echelon.collectives.codec_state import StepMemories, carried, common, left_out, merge, velocity_of
 from echelon.collectives.hook import GradientHook
+from echelon.collectives.piece_order import MOST_BYTES
 from echelon.collectives.row_reducer import RowReducer
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import is_small, ring_bytes
@@ -36,6 +37,7 @@ from echelon.observe.phases import Phase
 from echelon.optim.kernels import laid_out_as
 from echelon.sync.base import Agreement, Sync, SyncContext
 from echelon.sync.buffers import averaged_buffers, mean_of_replicas, saved_buffers
+from echelon.sync.layerwise import LayerwiseUpdate
 from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_hook
 from echelon.sync.unreached import UnreachedParameters
@@ -85,6 +87,7 @@ class AllReduce:
         self.needs_warmup_backward = False
         self.in_flight = False
         self._ddp: DistributedDataParallel | None = None
+        self._layerwise: LayerwiseUpdate | None = None  # of a path by priority
         self._tables = sparse_tables(context.model)
         self._rows: RowReducer | None = None
         self._exchange = context.cut_rows.exchange if context.cut_rows else None
@@ -103,7 +106,8 @@ class AllReduce:
             return  # DDP refuses a model of which nothing is left to it: tables alone, or a frozen part of a pipeline
         self._ddp = context.ddp or _wrapped(context, self._tables)
         self._hook = GradientHook(context.group, compression, context.path, average=averages, seed=seed)
-        self._hook.on_last_bucket = context.clock.only_waits
+        if not context.path.by_priority:  # else backward waits for nobody
+            self._hook.on_last_bucket = context.clock.only_waits
         self._hook.attach(self._ddp)
         self.module = self._ddp
         if not context.has_unused and any(p.requires_grad for p in context.model.parameters()):
@@ -112,7 +116,10 @@ class AllReduce:
         # order: a resumed run would not repeat the bits. Codecs work on buckets that do not depend on DDP's; a
         # compiled model would be compiled twice.
         compiled = is_compiled(context.model)
-        self.needs_warmup_backward = self._hook.codec is None and context.group.size() > 2 and not compiled
+        unordered = self._hook.codec is None and self._hook.sums is None
+        self.needs_warmup_backward = unordered and context.group.size() > 2 and not compiled
+        if self._hook.sums is not None:
+            self._layerwise = LayerwiseUpdate(self._ddp, context.optimizer, self._hook.sums, context.clock)
 
     def begin_step(self, units: int, global_units: int) -> int:
         """Gradients are summed over all replicas: they are divided by the size of the global batch."""
@@ -133,7 +140,7 @@ class AllReduce:
 
     def communication_began(self) -> Any:
         """Return when the last bucket was handed over: from then on backward only waits."""
-        if self._hook is None:
+        if self._hook is None or self._layerwise is not None:
             return None
         return self._hook.last_ready_event if self._context.device.type == "cuda" else self._hook.last_ready_s
 
@@ -143,7 +150,10 @@ class AllReduce:
         if self._left_out:
             self._catch_up()
         if self._unreached and self._is_in_loop:
-            self._unreached.settle()
+            self._unreached.settle(self._layerwise.wait if self._layerwise else None)
+        if self._layerwise is not None:
+            self._layerwise.begin()
+            return
         if self._rows:
             self._context.clock.enter(Phase.COMMUNICATE)
             self._rows.reduce()
@@ -201,6 +211,7 @@ class AllReduce:
 
     def agreed(self, averages: bool = False) -> AbstractContextManager[object]:
         """Average BatchNorm statistics over the replicas, once after a step; each keeps its own."""
+        self._finish_update()
         known = self._agreed.setdefault(averages, [])
         return averaged_buffers(self._context.model, self._context.group, known)
 
@@ -325,6 +336,7 @@ class AllReduce:
 
     def state_dict(self) -> StateTree:
         """Return the hook's state: error-feedback memories and step counters."""
+        self._finish_update()
         counted = ((_ROW_STEPS, self._rows), (_LOOKUPS, self._exchange))
         steps = {key: part.steps for key, part in counted if part}
         if self._hook:
@@ -408,8 +420,14 @@ class AllReduce:
                 velocity[name] *= self._context.loss_scale() / count
         hook.take_velocity(velocity)
 
+    def _finish_update(self) -> None:
+        """Update what still waits for its sum: what is read now is of the last step."""
+        if self._layerwise is not None:
+            self._layerwise.finish()
+
     def close(self) -> None:
         """End the hook's communication thread."""
+        self._finish_update()
         if self._unreached:
             self._unreached.close()
         if self._hook:
@@ -420,8 +438,13 @@ def _row_reducer(context: SyncContext, tables: Mapping[str, nn.Parameter]) -> Ro
     """Build what reduces the rows of tables; None: no other rank has the same.
 
     Raises:
-        UserError: it is for a loop of somebody else's.
+        UserError: it is for a loop of somebody else's, or sums are in the order of the forward pass.
     """
+    if context.path.by_priority:
+        raise UserError(
+            f"--collective with order=priority: {next(iter(tables))} makes sparse gradients, whose rows are summed at "
+            "the end of the step: leave out order=priority, or --sparse-tables"
+        )
     if context.averages_gradients:
         raise UserError(
             f"{next(iter(tables))} makes sparse gradients, which are summed at the step here, after a loop of your own "
@@ -442,6 +465,7 @@ def _wrapped(context: SyncContext, tables: Collection[str]) -> DistributedDataPa
         process_group=context.group,
         gradient_as_bucket_view=True,
         find_unused_parameters=context.has_unused,
+        bucket_cap_mb=MOST_BYTES / 2**20 if context.path.by_priority else None,  # what is ready may travel
         init_sync=False,  # replicas begin alike already: see `same_start`
         **_no_buffers_in_steps(),
     )

@@ -74,11 +74,17 @@ class UnreachedParameters:
         with self.silent():
             _Zeros.apply(*missing).backward()
 
-    def settle(self) -> None:
-        """Take back the zeros of parameters that no rank reached in this step; all ranks call it."""
+    def settle(self, wait: Callable[[nn.Parameter], None] | None = None) -> None:
+        """Take back the zeros of parameters that no rank reached in this step; all ranks call it.
+
+        Args:
+            wait: waits for the sum of a gradient, where sums may not have come yet.
+        """
         zeroed = {id(parameter) for parameter in self._zeroed}
         reached = self._marks.agreed([id(p) not in zeroed for p in self._parameters], self._left_out)
         for parameter, mark in zip(self._parameters, reached or (), strict=reached is not None):
+            if not mark and wait is not None:
+                wait(parameter)
             # What a codec had left out of earlier gradients may have come: it is not lost.
             if not mark and parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None

@@ -75,6 +75,7 @@ from echelon.trainer.compatibility import (
     length_notes,
     sent_whole_notes,
     still_notes,
+    summing_order,
     worker_notes,
 )
 from echelon.trainer.display import Display, RunLength
@@ -426,7 +427,9 @@ class Rebuilder:
     def take_paths(self, text: str) -> None:
         """Take over what the others chose before this rank came."""
         if text:
-            self.resolved = replace(self.resolved, path=PathBySize(PathsFile.from_text(text).choices))
+            self.resolved = replace(
+                self.resolved, path=PathBySize(PathsFile.from_text(text).choices, order=self.resolved.path.order)
+            )
 
     def recorded(self) -> int:
         """Return the last step that the run's record tells of."""
@@ -862,6 +865,7 @@ def _start_of(ground: _Groundwork, run: TrainingRun, cursor: Cursor, sent: int =
         start_step=cursor.step,
         start_epoch=cursor.epoch,
         idle=_idle_settings(ground.resolved, world),
+        order=summing_order(ground.resolved, world.size),
         shares=cursor.shares,
         recovery_bytes=int(recovery),
     )

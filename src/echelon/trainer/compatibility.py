@@ -17,6 +17,7 @@ from echelon.core.layout import AUTO, FILL, Layout
 from echelon.core.own import TRANSFORMERS
 from echelon.models.external import WITHOUT_AUXILIARY_HEADS
 from echelon.models.keras_model import KerasModule
+from echelon.optim.some_parameters import BY_PARAMETER
 from echelon.optim.traits import Reach, is_sgd, moves_by_rate
 from echelon.torch_compat import BatchNormBase, DropoutNd
 from echelon.trainer.layouts import check_layout
@@ -61,8 +62,55 @@ def check_strategies(run: ResolvedRun, ranks: int) -> None:
         raise UserError(
             f"--compression {given.compression} gives directions, whose norm says nothing: leave out --clip-norm"
         )
+    if path.by_priority:
+        _check_priority(run, ranks)
     if not path.by_backend and ranks == 1:
         raise UserError(f"--collective {given.collective} needs several workers: leave it out, or use --workers 2")
+
+
+def _check_priority(run: ResolvedRun, ranks: int) -> None:
+    """Refuse what an update by layers, behind the next forward pass, does not go together with.
+
+    Raises:
+        UserError: names it, the reason, and what works.
+    """
+    given, config, layout = run.described.strategy, run.config, run.layout_for(ranks)
+    spec, optimizer = f"--collective {given.collective}", run.config.optimizer
+    on_gpu = config.training.device != "cpu" and torch.cuda.device_count() > 0
+    layers = "each layer is updated when its own sum has come"
+    against = (
+        (ranks == 1, "needs several workers", "use --workers 2, or leave it out"),
+        (not run.sync.sums_in_backward, f"orders the sums of each step's gradients, and --sync {given.sync} has none",
+         "use --sync allreduce"),
+        (layout.splits or layout.zero1 or layout.table > 1, f"with --parallel {given.parallel}: parts of a model are "
+         "not updated layer by layer yet", "use --parallel dp=N"),
+        (run.compression.encodes, f"with --compression {given.compression}: codecs work on gradients together, not "
+         "piece by piece", "leave one of them out"),
+        (optimizer.clip_norm > 0, "with --clip-norm: the norm of all gradients is known with the last sum, and "
+         f"{layers}", "leave one of them out"),
+        (run.optimizer.user_traits is not None or optimizer.name.lower() not in BY_PARAMETER,
+         f"with --optimizer {run.optimizer.name}: {layers}, in several steps, which it may count",
+         f"use {', '.join(BY_PARAMETER[:-1])} or {BY_PARAMETER[-1]}"),
+        (config.training.precision == "fp16", "with --precision fp16: whether a step overflows is known with the last "
+         f"sum, and {layers}", "use --precision bf16 or fp32"),
+        (config.training.ema > 0, "with --ema: the average is taken of all layers when a step ends, and the update "
+         "ends in the next one", "leave one of them out"),
+        (config.model.compile, "with --compile: compiled code reads all layers at once", "leave one of them out"),
+        (on_gpu, f"with --device {config.training.device}: NCCL's sums are queued in one order on the device",
+         "leave it out, or use --device cpu"),
+    )  # fmt: skip
+    for stands, reason, instead in against:
+        if stands:
+            raise UserError(f"{spec} {reason}: {instead}")
+
+
+def summing_order(run: ResolvedRun, ranks: int) -> str:
+    """Return in which order a run's gradients are summed; empty where it could not be by priority."""
+    try:
+        _check_priority(run, ranks)
+    except UserError:
+        return ""
+    return run.path.order
 
 
 def _fewest_replicas(run: ResolvedRun, ranks: int) -> int:
@@ -152,6 +200,7 @@ def _against_elastic(run: ResolvedRun, ranks: int) -> str:
         (in_tiers, f"--collective {given.collective} and --compression {given.compression}"),
         (layout.splits or layout.zero1 or layout.table > 1, f"--parallel {given.parallel}"),
         (config.model.compile, "--compile"),
+        (run.path.by_priority, f"--collective {given.collective}"),  # a step is applied by layers, not by all or none
         (run.tuning.changes_later, f"--tune {run.tuning.text}"),
         (config.training.device != "cpu" and torch.cuda.device_count() > 0, f"--device {config.training.device}"),
     )
@@ -167,7 +216,7 @@ def _check_replicas(run: ResolvedRun, ranks: int) -> None:
     for flag, value, acts in (
         ("--sync", given.sync, not run.sync.sums_in_backward),
         ("--compression", given.compression, run.compression.encodes),
-        ("--collective", given.collective, not run.path.by_backend),
+        ("--collective", given.collective, not run.path.by_backend or run.path.by_priority),
     ):
         if acts:
             raise UserError(
@@ -193,7 +242,7 @@ def _check_servers(run: ResolvedRun, ranks: int) -> None:
         )
     if config.model.sync_batchnorm:
         raise UserError(f"{sync} has no group for --sync-batchnorm: leave it out, or use --sync allreduce")
-    if not run.path.by_backend:
+    if not run.path.by_backend or run.path.by_priority:
         raise UserError(f"{sync} has no collectives: leave out --collective")
     run.sync.check_run(
         workers=ranks * run.nodes.least // run.nodes.most // size,
@@ -364,6 +413,8 @@ def _momentum_notes(run: ResolvedRun) -> list[str]:
 
 def _path_notes(run: ResolvedRun, ranks: int) -> list[str]:
     if run.sync.uses_servers or run.path.by_backend or run.layout_for(ranks).dp != 2:
+        return []
+    if run.path.by_priority:
         return []
     spec = run.described.strategy.collective
     return [f"between 2 replicas all paths are one: --collective {spec} changes nothing"]

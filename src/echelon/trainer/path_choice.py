@@ -68,7 +68,7 @@ def with_chosen_paths(run: ResolvedRun, world: World, folder: Path) -> tuple[Res
     note = f"--collective auto, {source}: {in_words(choices)}"
     if len(choices) == 1 and choices[0].spec == BACKEND:
         return run, [note]
-    return replace(run, path=PathBySize(choices)), [note]
+    return replace(run, path=PathBySize(choices, order=run.path.order)), [note]
 
 
 def in_words(choices: tuple[SizeChoice, ...]) -> str:

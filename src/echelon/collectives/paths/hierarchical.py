@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 
 from echelon.collectives.base import Path, Tiers
 from echelon.collectives.schedule import PathStep, Ring, all_gather, reduce_scatter, ring_sum
-from echelon.core.bounds import Bounds, check_bounds
+from echelon.core.bounds import Bounds
 from echelon.core.shards import cut
 
 
@@ -31,9 +31,6 @@ class Hierarchical(Path):
     name: ClassVar[str] = "hierarchical"
     examples: ClassVar[tuple[str, ...]] = tuple(f"hierarchical(group={size})" for size in (2, 3, 1, 4, 8))
     group: Annotated[int, Bounds(least=1)]
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
     def tiers(self, rank: int, size: int, numel: int) -> Tiers:
         """Return the ring of this rank's group, the ring between groups that it is in, and the spans of the pieces."""

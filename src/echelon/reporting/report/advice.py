@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from echelon.observe.phases import Phase
 from echelon.records.kinds import Checkpoint, Evaluation, Start
 from echelon.reporting.report.predictions import FEWEST_AGREEMENTS, SAYS_SO, WayPrediction, pick_ways
+from echelon.reporting.report.priority import LEAST_GAIN, could_gain
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import SlowRank, Timing
 from echelon.reporting.report.whole_run import WholeRun
@@ -121,6 +122,9 @@ def _about_steps(record: RunRecord, timing: Timing, predictions: Sequence[WayPre
     if shares["communication"] >= _WORTH_SAYING:
         share = shares["communication"]
         found.append(_predicted(predictions, share) if predictions else _communication(record, share))
+    if (gain := could_gain(record, timing)) >= LEAST_GAIN:
+        text = "Sums in the order of the forward pass (order=priority in --collective) travel behind it, too"
+        found.append(Advice(text, gain))
     if (slow := held_up_by(timing)) is not None:
         text = f"Make rank {slow.rank} as fast as the next slowest (it loses its time in {slow.phase})"
         found.append(Advice(text, _gain(shares["slow rank"])))

@@ -24,6 +24,7 @@ from echelon.reporting.report.clock import sittings
 from echelon.reporting.report.communication import Communication
 from echelon.reporting.report.incidents import ExplainedStep, Incident, count_restarts, find_incidents, find_slow_steps
 from echelon.reporting.report.predictions import WayPrediction, predict
+from echelon.reporting.report.priority import priority_notes
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import SlowRank, Timing, measure, timing_notes
 from echelon.reporting.report.waterfall import Waterfall, waterfall_notes, waterfall_of
@@ -171,7 +172,7 @@ def summarise(record: RunRecord) -> Summary:
         slowest_rank=_slowest(record, timing),
         advice=tuple(advise(record, timing, RunFacts(seconds, startup_s, whole, predictions))),
         incidents=tuple(find_incidents(record, stretches)),
-        notes=(*record.notes, *timing_notes(timing), *waterfall_notes(waterfall), *_notes(record)),
+        notes=(*record.notes, *timing_notes(timing), *waterfall_notes(waterfall), *_notes(record, timing)),
         predictions=predictions,
         slow_steps=tuple(find_slow_steps(record, timing)),
         communication=timing.communication if timing else None,
@@ -186,11 +187,11 @@ def summarise(record: RunRecord) -> Summary:
     )
 
 
-def _notes(record: RunRecord) -> list[str]:
+def _notes(record: RunRecord, timing: Timing | None) -> list[str]:
     traced = [event.message for event in record.of(Event) if event.name == "profile"]
     predicted = [event.message for event in record.of(WayPredicted)]
     told = (f"{text[:1].upper()}{text[1:]}." for text in (*traced[-1:], *predicted[-1:]))
-    return [*_entropy_notes(record), *_idle_notes(record), *told]
+    return [*priority_notes(record, timing), *_entropy_notes(record), *_idle_notes(record), *told]
 
 
 def _idle_notes(record: RunRecord) -> list[str]:
