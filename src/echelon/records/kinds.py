@@ -139,8 +139,13 @@ class Start(Record):
 
     @property
     def axes_in_passes(self) -> tuple[str, ...]:
-        """Axes whose messages go during forward and backward passes, and are timed as parts of these."""
-        return tuple(axis for axis in self.inner_axes if axis != "pp")
+        """Those of `inner_axes` that are `in_passes`."""
+        return in_passes(self.inner_axes)
+
+
+def in_passes(axes: Sequence[str]) -> tuple[str, ...]:
+    """Return the axes whose messages go during forward and backward passes, and are timed as parts of these."""
+    return tuple(axis for axis in axes if axis != "pp")
 
 
 @dataclass(frozen=True)

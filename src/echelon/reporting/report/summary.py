@@ -18,7 +18,7 @@ from echelon.records.events import (
     RunDiverged,
     WayPredicted,
 )
-from echelon.records.kinds import End, EntropyCoding, Evaluation, ServerWindow, Start
+from echelon.records.kinds import End, EntropyCoding, Evaluation, ServerWindow, Start, in_passes
 from echelon.reporting.report.advice import Advice, Bound, RunFacts, advise, find_bound, shares_of
 from echelon.reporting.report.clock import sittings
 from echelon.reporting.report.communication import Communication
@@ -48,7 +48,6 @@ class Summary:
         objects: keywords of `echelon.resume` by which the run needs objects from Python again.
         wire_bytes_per_step: between replicas; None: not known, as where there is one that is spread over the ranks.
         inner_axes: that a replica is spread over, inside of which bytes are not counted.
-        axes_in_passes: those of them whose messages are timed as parts of forward and backward passes.
         folder: of the run, as its reader named it; empty: not known.
         whole: from the first step to the end of the last evaluation or checkpoint: the figure by which runs compare.
     """
@@ -99,7 +98,11 @@ class Summary:
     objects: tuple[str, ...] = ()
     folder: str = ""
     inner_axes: tuple[str, ...] = ()
-    axes_in_passes: tuple[str, ...] = ()
+
+    @property
+    def axes_in_passes(self) -> tuple[str, ...]:
+        """Those of `inner_axes` whose messages are among forward and backward."""
+        return in_passes(self.inner_axes)
 
     def to_json(self) -> JsonObject:
         """Plain values for `summary.json`; NaN and infinity become null."""
@@ -126,8 +129,7 @@ def summarise(record: RunRecord) -> Summary:
     """Compute a run's numbers from its record."""
     timing = measure(record)
     stretches = sittings(record)
-    seconds = sum(s.seconds for s in stretches)
-    startup_s = _startup_s(record)
+    seconds, startup_s = sum(s.seconds for s in stretches), _startup_s(record)
     evaluations, task = record.kept_evaluations(), record.task
     best, best_step = _best(evaluations, task.primary)
     status, message = _status(record)
@@ -183,7 +185,6 @@ def summarise(record: RunRecord) -> Summary:
         objects=tuple(start.objects) if start else (),
         folder=record.folder,
         inner_axes=inner_axes,
-        axes_in_passes=start.axes_in_passes if start else (),
     )
 
 
