@@ -65,9 +65,9 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
     and step). The result is a direction, so it is not divided by the number of workers.
 
     Attributes:
-        block: elements that share a scale. The fewer, the closer messages are to what they stand for (averages of
-            replicas lost 0.4 points of accuracy in a short run with 4096, 0.2 with 256, none with 64), and the more
-            scales travel.
+        block: elements that share a scale. The fewer, the closer messages are to what they stand for, and the more
+            scales travel: with averages every 4 steps of a short run 0.36 points of accuracy were lost with blocks of
+            4096, 0.27 with 256, 0.13 with 64.
         vote: take a majority vote.
         momentum: applied in the worker, before encoding; left out: the optimizer's momentum, which Echelon moves here.
         nesterov: Nesterov momentum in the worker (see topk), which makes up for gradients that error feedback delays

@@ -133,8 +133,7 @@ def summarise(record: RunRecord) -> Summary:
     evaluations, task = record.kept_evaluations(), record.task
     best, best_step = _best(evaluations, task.primary)
     status, message = _status(record)
-    start = record.last_start
-    steps = max((w.step for w in record.kept_windows()), default=0)
+    start, steps = record.last_start, max((w.step for w in record.kept_windows()), default=0)
     waterfall, whole = waterfall_of(record), whole_run_of(record)
     inner_axes = start.inner_axes if start else ()
     predictions = tuple(predict(record, timing, whole))
