@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.collectives import all_reduce, open_route
-from echelon.collectives import pieces as in_pieces
+from echelon.collectives import all_reduce, messages, open_route
 from echelon.collectives import registry as paths
 from echelon.collectives.messages import Mailbox, seal
 from echelon.collectives.reducer import Coding, make_reducer
@@ -206,7 +205,7 @@ def exchange_all_lengths(rank: Rank) -> list[str]:
     choose, own, wrong = random.Random(0), random.Random(rank.index), []
     mailbox = Mailbox(group, Ring(range(rank.world_size), rank.index))
     for turn in range(60):
-        in_pieces.SLOW_BYTES_PER_S = in_pieces.FAST_BYTES_PER_S = own.choice((0.0, math.inf))
+        messages.SLOW_BYTES_PER_S = messages.FAST_BYTES_PER_S = own.choice((0.0, math.inf))
         places = range(rank.world_size)
         lengths = {(i, j): choose.choice((0, 8, 500, 40_000, 70_000, 200_000)) for i in places for j in places}
         sent = {

@@ -57,7 +57,7 @@ class _Gathered:
 
 
 def cut_gradients(parameters: Sequence[Tensor]) -> list[GradientPiece]:
-    """Cut the gradients of parameters, in the order of the model, into pieces of at most `MOST_BYTES`.
+    """Cut the gradients of parameters (any shape), in the order of the model, into pieces of at most `MOST_BYTES`.
 
     Those of neighbours that are smaller travel together, if their types are the same; biases and the like in pieces of
     their own, for a neighbour of theirs may be large.

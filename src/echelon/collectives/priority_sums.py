@@ -92,7 +92,7 @@ class PrioritySums:
         self._thread: threading.Thread | None = None
 
     def need(self, parameters: Sequence[Tensor]) -> None:
-        """Hear in which order a forward pass has read parameters; those that are not among them come first."""
+        """Hear in which order a forward pass has read parameters (any shape); those that are not among them come first."""
         places = {self._numbers[id(parameter)]: place for place, parameter in enumerate(parameters)}
         with self._changed:
             self._needed = [
@@ -125,11 +125,11 @@ class PrioritySums:
             self._changed.notify_all()
 
     def is_summed(self, parameter: Tensor) -> bool:
-        """Whether the sum of a parameter's gradient has arrived."""
+        """Whether the sum of a parameter's gradient has arrived; any shape."""
         return not self._left[self._numbers[id(parameter)]]
 
     def wait(self, parameter: Tensor) -> None:
-        """Wait until the sum of a parameter's gradient has arrived.
+        """Wait until the sum of a parameter's gradient has arrived; any shape.
 
         Raises:
             PeerLostError: a rank did not answer before the group's timeout.

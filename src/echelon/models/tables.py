@@ -112,7 +112,7 @@ def counting_nothing(model: nn.Module, gathered: Iterable[Tensor] = ()) -> Itera
     A loss times zero is not enough: where a derivative is infinite, or an output NaN, its gradients would be NaN.
 
     Args:
-        gathered: more tensors that gradients are made of.
+        gathered: more tensors, of any shape, that gradients are made of.
     """
     sending = [module for module in model.modules() if isinstance(module, SendsRows)]
     elsewhere = {id(parameter) for module in sending for parameter in module.parameters()}

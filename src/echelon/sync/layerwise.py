@@ -56,7 +56,7 @@ class LayerwiseUpdate:
             self._complete(parameter)
 
     def wait(self, parameter: Tensor) -> None:
-        """Wait for the sum of a parameter's gradient, before it is updated."""
+        """Wait for the sum of a parameter's gradient, of any shape, before it is updated."""
         self._sums.wait(parameter)
 
     def reads(self, values: Iterable[Any]) -> None:

@@ -67,7 +67,8 @@ def test_a_global_batch_does_not_depend_on_ranks_or_loaders(tmp_path: Path, load
         for epoch in (0, 1):
             for wanted, *parts in zip(alone.epoch(epoch), *(rank.epoch(epoch) for rank in ranks), strict=True):
                 for name in ("features", "mask"):
-                    assert torch.equal(torch.cat([part.inputs[name] for part in parts]), wanted.inputs[name])
+                    mine = [part.inputs[name][: len(part.targets)] for part in parts]  # none of what stands in
+                    assert torch.equal(torch.cat(mine), wanted.inputs[name])
                 lengths = wanted.inputs["mask"].sum(1)
                 assert wanted.inputs["features"].shape == (len(lengths), int(lengths.max()), BANDS)
     finally:

@@ -47,11 +47,11 @@ class Endless(Shuffled):
 
 
 def rows(source: Source, epoch: int, shard: Shard, start: int = 0, **settings: Any) -> list[list[tuple[float, ...]]]:
-    """Return the inputs of each batch, as one rank has them."""
+    """Return the inputs of each batch that have targets, as one rank has them."""
     config = DataConfig(batch_size=4, **settings)
     loader = TrainLoader(source, LoaderConfig(config, 3, torch.device("cpu")), shard)
     state = torch.get_rng_state(), random.getstate()
-    found = [[tuple(row) for row in batch.inputs.tolist()] for batch in loader.epoch(epoch, start)]
+    found = [[tuple(row) for row in b.inputs[: len(b.targets)].tolist()] for b in loader.epoch(epoch, start)]
     loader.close()
     assert torch.equal(torch.get_rng_state(), state[0]) and random.getstate() == state[1]
     return found
