@@ -92,7 +92,7 @@ class PrioritySums:
         self._thread: threading.Thread | None = None
 
     def need(self, parameters: Sequence[Tensor]) -> None:
-        """Hear in which order a forward pass has read parameters (any shape); those that are not among them come first."""
+        """Hear in which order a forward pass has read parameters (any shape); all others come first."""
         places = {self._numbers[id(parameter)]: place for place, parameter in enumerate(parameters)}
         with self._changed:
             self._needed = [

@@ -22,7 +22,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
 
 
 def step_for(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], settings: Settings) -> None:
-    """Update some parameters (any shape) with the settings of a moment (see `settings_of`), and clear their gradients."""
+    """Update some parameters (any shape) with the settings of a moment (`settings_of`), and clear their gradients."""
     chosen = {id(parameter): parameter for parameter in parameters}
     with _narrowed(optimizer, chosen, settings):
         optimizer.step()

@@ -70,7 +70,10 @@ class _Stage(nn.Module):
 
 
 def run_steps(stage: Any, inputs: tuple[Tensor, ...]) -> Any:
-    """Run a stage's steps on its inputs `(B, ...)`; the result lies in memory as the last step leaves it, which rounding may depend on."""
+    """Run a stage's steps on its inputs `(B, ...)`.
+
+    The result lies in memory as the last step leaves it, which rounding may depend on.
+    """
     dtype, param_dtype = stage._stage_types
     if param_dtype is not None:
         inputs = tuple(each.to(param_dtype) if each.is_floating_point() else each for each in inputs)
