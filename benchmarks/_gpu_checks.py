@@ -24,7 +24,14 @@ CODECS = (
     "threshold(density=0.01)", "topk(0.01)", "topk(0.01, momentum=0.9)", "randomk(0.01)", "powersgd(rank=2)",
     "qsgd+huffman",
 )  # fmt: skip
-EXACT = ("int8", "fp16", "bf16")  # whose bytes do not depend on the order of a sum
+EXACT = (
+    "int8",
+    "fp16",
+    "bf16",
+    "qsgd",
+    "sign(vote=true)",
+    "qsgd+huffman",
+)  # whose bytes do not depend on the order of a sum
 SANITIZED = "TORCH_CUDA_SANITIZER"
 _SIDE = 1024
 ALONE = "no CUDA device here: tried on the CPU alone, with nothing to compare"

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._gpu_checks import Row
 
-PROBE_S = 40.0
-AT_ONCE = 4
+PROBE_S = 20.0
+AT_ONCE = max(2, min(8, (os.cpu_count() or 4) // 2))
 APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 
 
