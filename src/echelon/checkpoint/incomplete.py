@@ -86,6 +86,11 @@ class IncompleteCheckpoint:
         """The ranks whose parts have not come."""
         return [rank for rank in self.lacking.away if not self.arrived(rank).exists()]
 
+    @property
+    def can_come(self) -> bool:
+        """Whether it is known of all parts that have not come where they lie: else no start can complete it."""
+        return self.notes().keys() >= set(self.missing)
+
     def note(self, rank: int, note: PartNote) -> None:
         """Keep what is known of a part. Raises OSError."""
         self.arrived(rank).parent.mkdir(exist_ok=True)
