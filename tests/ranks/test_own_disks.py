@@ -119,5 +119,7 @@ def test_a_start_that_cannot_complete_the_only_checkpoint_is_refused(tmp_path: P
     aside = part.rename(tmp_path / "aside")
     for said in run_ranks(refused, 2, tmp_path):
         assert "the part of rank 1 is on no disk of the machines that are here" in said and "--from-scratch" in said
+    changed = next((tmp_path / "disk0" / "checkpoints").glob("incomplete-*")) / "arrived" / "part-00001.safetensors"
+    changed.write_bytes(aside.read_bytes()[:-1])
     aside.rename(part)
     assert [step for step, _, _ in run_ranks(go_on, 2, tmp_path)] == [LAST, LAST]

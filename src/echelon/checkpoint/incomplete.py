@@ -108,6 +108,15 @@ class IncompleteCheckpoint:
         """Compare what is here with its checksums, but for parts that have come. Raises DamagedError, OSError."""
         files.verify(self._entry, beside={ARRIVED})
 
+    def drop_changed(self) -> list[int]:
+        """Remove parts that have come and are not what their ranks wrote; returns whose they were. Raises OSError."""
+        notes = self.notes()
+        here = [rank for rank in self.lacking.away if self.arrived(rank).exists()]
+        changed = [r for r in here if r not in notes or files.sha256_of(self.arrived(r)) != notes[r].sha256]
+        for rank in changed:
+            self.arrived(rank).unlink()
+        return changed
+
     def sums(self) -> dict[str, str]:
         """Return the SHA-256 of the ranks' files that are here, by name. Raises DamagedError, OSError."""
         here = files.file_sums(self._entry)

@@ -272,6 +272,8 @@ class CheckpointStore:
             of_base,
         )
         self._arriving, self._metric = arriving, job.metric
+        if arriving is not None and arriving.lacking is not None:
+            self._coming.add(arriving.lacking.token)  # not in the thread, which may come to it after giving up
         # Not a daemon: an interpreter that ends normally finishes the checkpoint first.
         self._thread = threading.Thread(target=self._run, args=(job, background), name="echelon-checkpoint")
         self._thread.start()
@@ -439,6 +441,10 @@ class CheckpointStore:
         """Go on with what another process saved and lacks parts: they are here, or on their way."""
         self._coming.add(incomplete.lacking.token)
 
+    def leave(self, incomplete: IncompleteCheckpoint) -> None:
+        """Do not go on with it after all; it stays where it is."""
+        self._coming.discard(incomplete.lacking.token)
+
     def complete(self, incomplete: IncompleteCheckpoint, complete: Complete, brought_s: float = 0.0) -> None:
         """Make a checkpoint of one whose parts have all come; any thread may call it, one at a time.
 
@@ -500,8 +506,6 @@ class CheckpointStore:
             of_base = job.base
             self._base, self._left_out = self._insist(lambda: self._write_base(of_base)), job.left_out
         lacking = None if job.arriving is None else job.arriving.lacking
-        if lacking is not None:
-            self._coming.add(lacking.token)
         target, manifest = self._insist(lambda: self._write(job))
         self._insist(
             lambda: self._prune(target, manifest) if lacking is None else self._drop_incomplete(job.step, set())

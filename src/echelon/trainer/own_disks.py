@@ -21,7 +21,7 @@ import torch.distributed as dist
 from echelon.checkpoint import WRITING_PART, CheckpointStore
 from echelon.checkpoint.blocks import coded, decoded, load_codec
 from echelon.checkpoint.collector import PartCollector, as_saved
-from echelon.checkpoint.files import DamagedError, sha256_of
+from echelon.checkpoint.files import DamagedError
 from echelon.checkpoint.incomplete import HomeParts, IncompleteCheckpoint, Lacking, PartNote, incompletes
 from echelon.checkpoint.store import Complete
 from echelon.checkpoint.transfer import PartServer
@@ -193,7 +193,7 @@ def complete_from_machines(store: CheckpointStore, world: World, complete: Compl
             target = present[i].arrived(rank) if world.leads else None
             n_sent += _handed_over(home.path(offer.lacking.token, rank), target, holder, world)
         if world.leads:
-            _complete(store, present[i], complete)
+            unused |= _complete(store, present[i], complete)
     refusal = _refusal(store, unused) if world.leads else ""
     seen = from_plain(_Seen, json.loads(text_from_rank_0(json.dumps(to_plain(_Seen(tokens, refusal))), world)))
     if seen.refusal:
@@ -222,6 +222,7 @@ def _usable(store: CheckpointStore) -> tuple[list[IncompleteCheckpoint], dict[Pa
             continue
         try:
             each.check()
+            each.drop_changed()  # they come again
         except DamagedError as damage:
             store.reject(each.path, str(damage))
             damaged[each.path] = str(damage)
@@ -261,13 +262,15 @@ def _why_not(offer: _Offer, held_by: Mapping[int, int], world: World) -> str:
     return f"{what} of {ranks} on no disk of the machines that are here{offer.hosts(gone)}"
 
 
-def _complete(store: CheckpointStore, incomplete: IncompleteCheckpoint, complete: Complete) -> None:
-    notes = incomplete.notes()
-    for rank in incomplete.lacking.away:
-        if sha256_of(incomplete.arrived(rank)) != notes[rank].sha256:
-            store.reject(incomplete.path, f"the part of rank {rank} came changed")
-            return
+def _complete(store: CheckpointStore, incomplete: IncompleteCheckpoint, complete: Complete) -> dict[Path, str]:
+    """Complete a checkpoint; returns why not, by its path, where a part came changed: another start takes it again."""
+    if changed := incomplete.drop_changed():
+        why = f"the part of rank {changed[0]} came changed"
+        store.leave(incomplete)
+        store.reject(incomplete.path, why)
+        return {incomplete.path: why}
     store.complete(incomplete, as_saved if incomplete.lacking.is_agreed else complete)
+    return {}
 
 
 def _handed_over(source: Path, target: Path | None, holder: int, world: World) -> int:
