@@ -472,8 +472,8 @@ class Saver:
         self._shown: _ShownEvaluation | None = None
         self.passed_over: list[str] = []
         self.best: BestResult | None = None
-        self._best_before: BestResult | None = None  # that of the newest best checkpoint
-        self._best_metric: float | None = None  # that it was saved with
+        self._best_before: BestResult | None = None  # when this process had saved none
+        self._bests: list[tuple[float, BestResult]] = []  # what best checkpoints were saved with, from old to new
         self.on_saved: Callable[[Checkpoint], None] | None = None
         self.stagnation = Stagnation()
         self.owes_evaluation = False
@@ -505,9 +505,9 @@ class Saver:
 
     def kept_best(self) -> BestResult | None:
         """Return the best result whose checkpoint is on the disk, or will be: what waits for lost ranks is given up."""
-        metric = self._best_metric
-        lost = metric is not None and not self._store.keeps(metric)
-        return self._best_before if lost else self.best
+        if not self._bests or self._store.keeps(self._bests[-1][0]):
+            return self.best
+        return next((result for score, result in reversed(self._bests) if self._store.keeps(score)), self._best_before)
 
     def save(self, cursor: Cursor, reason: str, metric: float | None = None, last: bool = False) -> bool:
         """Write a checkpoint in the background; all ranks call it after the same step.
@@ -593,7 +593,9 @@ class Saver:
                 self.best = best_before
         if not is_saved:
             return False
-        self._best_before, self._best_metric = best_before, score
+        if not self._bests:
+            self._best_before = best_before
+        self._bests.append((score, result))
         if self._shown is not None:
             self._shown.pending.result()  # replaced by this one
             self._shown = None
