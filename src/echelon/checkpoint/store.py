@@ -19,6 +19,7 @@ from echelon.checkpoint import files
 from echelon.checkpoint.files import CheckpointEntry, DamagedError, Manifest
 from echelon.checkpoint.hashed_file import yield_to_training
 from echelon.checkpoint.incomplete import (
+    TREE_FILE,
     IncompleteCheckpoint,
     Lacking,
     incomplete_path,
@@ -46,7 +47,6 @@ from echelon.core.state_tree import StateTree, StateView
 WRITING = "checkpoint"
 """What patience with the disk calls it."""
 
-_TREE = "tree.json"
 _LOCK_DEADLINE_S = 10.0
 
 R = TypeVar("R")
@@ -476,7 +476,7 @@ class CheckpointStore:
         incomplete.check()
         folder = self.parts_folder(incomplete.lacking.token)
         arriving = Arriving(folder, incomplete.link_parts(folder), complete)
-        tree = json.loads((incomplete.path / _TREE).read_bytes())
+        tree = json.loads((incomplete.path / TREE_FILE).read_bytes())
         tensors = read_tensors(incomplete.path, (slot for slot in slots(tree) if not slot.file))
         job = _Job(incomplete.step, incomplete.metric, tree, tensors, 0.0, 0.0, arriving, incomplete.lacking.reason)
         target = files.free_entry(self.folder, job.step)
@@ -584,7 +584,7 @@ class CheckpointStore:
             sums = files.noted_sums(unfinished, parts)
             files.empty(unfinished, but=parts)
             sums[TENSORS] = write_tensors(unfinished, tensors)
-            files.write_durable(unfinished / _TREE, json.dumps(tree).encode())
+            files.write_durable(unfinished / TREE_FILE, json.dumps(tree).encode())
             if lacking is not None:
                 stood = replace(lacking, reason=job.reason, blocked_s=job.blocked_s, saved_t=time.time())
                 write_lacking(unfinished, stood)
@@ -676,7 +676,7 @@ def _read(entry: CheckpointEntry, rank: int | None) -> tuple[StateView, Manifest
     """Return the state in a folder, and its manifest."""
     try:
         manifest = files.verify(entry)
-        tree = json.loads((entry.path / _TREE).read_bytes())
+        tree = json.loads((entry.path / TREE_FILE).read_bytes())
         if rank is not None:
             tree = _only_rank(tree, rank)
         state = unflatten(tree, read_tensors(entry.path, slots(tree)))

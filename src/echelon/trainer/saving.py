@@ -36,8 +36,8 @@ from echelon.checkpoint import (
     take_parts,
     whole,
 )
-from echelon.checkpoint.files import chosen
-from echelon.checkpoint.incomplete import INCOMPLETE, Lacking
+from echelon.checkpoint.files import INCOMPLETE, chosen
+from echelon.checkpoint.incomplete import Lacking
 from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
 from echelon.core.files import write_atomic

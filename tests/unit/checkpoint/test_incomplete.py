@@ -6,9 +6,15 @@ from pathlib import Path
 
 import torch
 
-from echelon.checkpoint.incomplete import IncompleteCheckpoint, Lacking, PartNote, incompletes, superseded
+from echelon.checkpoint.incomplete import (
+    IncompleteCheckpoint,
+    Lacking,
+    PartNote,
+    incompletes,
+    superseded,
+)
 from echelon.checkpoint.parts import AlikeTensors, PartWriter, RankPart, part_file
-from echelon.checkpoint.store import Arriving, CheckpointStore
+from echelon.checkpoint.store import Arriving, BaseState, CheckpointStore, files
 
 
 def lacking(token: int) -> Lacking:
@@ -36,13 +42,16 @@ def part_of(rank: int, value: float) -> RankPart:
     return RankPart.of(rank, {"own": torch.full((4,), value)}, {}, {}, AlikeTensors())
 
 
-def save(store: CheckpointStore, step: int, token: int) -> IncompleteCheckpoint:
+def save(
+    store: CheckpointStore, step: int, token: int, base: BaseState | None = None, **state: object
+) -> IncompleteCheckpoint:
     """Save what lacks rank 1's part, and let that come."""
     folder = store.room_for_parts(token)
     writer = PartWriter()
     writer.write({folder / part_file(0): part_of(0, step)})
     arriving = Arriving(folder, [part_file(0)], lambda state, _: state, lacking=lacking(token))
-    store.save(step, {"model": {"a": torch.ones(3)}}, arriving=arriving, reason="interval")
+    state = {"model": {"a": torch.ones(3)}, **state}
+    store.save(step, state, arriving=arriving, base=base, reason="interval")
     writer.wait()
     store.wait()
     incomplete = next(each for each in incompletes(store.folder) if each.lacking.token == token)
@@ -121,4 +130,12 @@ def test_a_part_that_was_changed_after_it_came_is_missing_again(tmp_path: Path) 
     assert incomplete.drop_changed() == [1] and incomplete.missing == [1]
     store.leave(incomplete)
     assert store.coming() == [] and incompletes(store.folder), "it stays for a start that has the part"
+    store.close()
+
+
+def test_a_base_that_it_names_stays(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    store.save(5, {"n": 5}, background=False)
+    incomplete = save(store, 10, token=1, base=BaseState({"b"}, {"model": {"b": torch.ones(2)}}))
+    assert incomplete.base and files.unnamed_bases(store.folder) == []
     store.close()
