@@ -29,6 +29,10 @@ MANIFEST_SUM = "manifest.sha256"
 FORMAT = 1
 FORMAT_ON_BASE = 2  # what is left out of a checkpoint lies in its base
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+INCOMPLETE = "incomplete-"
+"""What the names of checkpoints begin with that lack parts."""
+
+_INCOMPLETE_NAME = re.compile(INCOMPLETE + r"(\d{8,})-[0-9a-f]{16}")
 _TEMPORARY = ".tmp-"
 _BASE = "base-"
 _DOOMED = ".old-"
@@ -207,6 +211,14 @@ def bases_of(chosen: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
     return [base for base in found.values() if base.path.is_dir()]
 
 
+def incomplete_entries(folder: Path) -> list[CheckpointEntry]:
+    """List the checkpoints in a folder that lack parts, by name alone; none when it does not exist."""
+    if not folder.is_dir():
+        return []
+    found = ((_INCOMPLETE_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted(CheckpointEntry(int(match[1]), 1, path) for match, path in found if match)
+
+
 def unnamed_bases(folder: Path) -> list[Path]:
     """Return the bases that no checkpoint beside them names; none where one cannot be read, which may name any.
 
@@ -215,7 +227,7 @@ def unnamed_bases(folder: Path) -> list[Path]:
     """
     present = entries(folder)
     try:
-        named = {base_entry(folder, read_manifest(entry).base).path for entry in present}
+        named = {base_entry(folder, read_manifest(each).base).path for each in present + incomplete_entries(folder)}
     except DamagedError:
         return []
     return [path for path in folder.iterdir() if is_base(path.name) and path not in named] if present else []

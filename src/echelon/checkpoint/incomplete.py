@@ -14,25 +14,23 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from echelon.checkpoint import files
-from echelon.checkpoint.files import CheckpointEntry, DamagedError
+from echelon.checkpoint.files import INCOMPLETE, CheckpointEntry, DamagedError
 from echelon.checkpoint.parts import part_file
+from echelon.checkpoint.tree import unflatten
 from echelon.core.files import write_atomic
 from echelon.messages.plain import Malformed, from_plain, to_plain
 
+TREE_FILE = "tree.json"
 LACKING_FILE = "lacking.json"
 ARRIVED = "arrived"
-INCOMPLETE = "incomplete-"
-"""What the names of their folders begin with."""
-
-_NAME = re.compile(INCOMPLETE + r"(\d{8,})-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -86,6 +84,11 @@ class IncompleteCheckpoint:
         """The ranks whose parts have not come."""
         return [rank for rank in self.lacking.away if not self.arrived(rank).exists()]
 
+    @property
+    def can_come(self) -> bool:
+        """Whether it is known of all parts that have not come where they lie: else no start can complete it."""
+        return self.notes().keys() >= set(self.missing)
+
     def note(self, rank: int, note: PartNote) -> None:
         """Keep what is known of a part. Raises OSError."""
         self.arrived(rank).parent.mkdir(exist_ok=True)
@@ -102,6 +105,20 @@ class IncompleteCheckpoint:
     def check(self) -> None:
         """Compare what is here with its checksums, but for parts that have come. Raises DamagedError, OSError."""
         files.verify(self._entry, beside={ARRIVED})
+
+    def entry(self, key: str) -> Any:
+        """Return an entry of the state that has no tensors. Raises OSError, KeyError, ValueError."""
+        tree = json.loads((self.path / TREE_FILE).read_bytes())
+        return unflatten(dict(tree["dict"])[key], {})
+
+    def drop_changed(self) -> list[int]:
+        """Remove parts that have come and are not what their ranks wrote; returns whose they were. Raises OSError."""
+        notes = self.notes()
+        here = [rank for rank in self.lacking.away if self.arrived(rank).exists()]
+        changed = [r for r in here if r not in notes or files.sha256_of(self.arrived(r)) != notes[r].sha256]
+        for rank in changed:
+            self.arrived(rank).unlink()
+        return changed
 
     def sums(self) -> dict[str, str]:
         """Return the SHA-256 of the ranks' files that are here, by name. Raises DamagedError, OSError."""
@@ -143,17 +160,12 @@ def write_lacking(folder: Path, lacking: Lacking) -> None:
 
 def incompletes(folder: Path) -> list[IncompleteCheckpoint]:
     """Return the checkpoints in a folder that lack parts, from old to new; no damaged ones. Raises OSError."""
-    if not folder.is_dir():
-        return []
     found = []
-    for path in folder.iterdir():
-        match = _NAME.fullmatch(path.name)
-        if match is None:
-            continue
+    for entry in files.incomplete_entries(folder):
         with suppress(DamagedError, FileNotFoundError, Malformed, ValueError):
-            manifest = files.read_manifest(CheckpointEntry(int(match[1]), 1, path))
-            lacking = from_plain(Lacking, json.loads((path / LACKING_FILE).read_bytes()))
-            found.append(IncompleteCheckpoint(path, manifest.step, manifest.metric, manifest.base, lacking))
+            manifest = files.read_manifest(entry)
+            lacking = from_plain(Lacking, json.loads((entry.path / LACKING_FILE).read_bytes()))
+            found.append(IncompleteCheckpoint(entry.path, manifest.step, manifest.metric, manifest.base, lacking))
     return sorted(found, key=lambda incomplete: (incomplete.step, incomplete.lacking.saved_t))
 
 

@@ -19,6 +19,7 @@ from echelon.checkpoint import files
 from echelon.checkpoint.files import CheckpointEntry, DamagedError, Manifest
 from echelon.checkpoint.hashed_file import yield_to_training
 from echelon.checkpoint.incomplete import (
+    TREE_FILE,
     IncompleteCheckpoint,
     Lacking,
     incomplete_path,
@@ -46,7 +47,6 @@ from echelon.core.state_tree import StateTree, StateView
 WRITING = "checkpoint"
 """What patience with the disk calls it."""
 
-_TREE = "tree.json"
 _LOCK_DEADLINE_S = 10.0
 
 R = TypeVar("R")
@@ -272,6 +272,8 @@ class CheckpointStore:
             of_base,
         )
         self._arriving, self._metric = arriving, job.metric
+        if arriving is not None and arriving.lacking is not None:
+            self._coming.add(arriving.lacking.token)  # not in the thread, which may come to it after giving up
         # Not a daemon: an interpreter that ends normally finishes the checkpoint first.
         self._thread = threading.Thread(target=self._run, args=(job, background), name="echelon-checkpoint")
         self._thread.start()
@@ -439,6 +441,10 @@ class CheckpointStore:
         """Go on with what another process saved and lacks parts: they are here, or on their way."""
         self._coming.add(incomplete.lacking.token)
 
+    def leave(self, incomplete: IncompleteCheckpoint) -> None:
+        """Do not go on with it after all; it stays where it is."""
+        self._coming.discard(incomplete.lacking.token)
+
     def complete(self, incomplete: IncompleteCheckpoint, complete: Complete, brought_s: float = 0.0) -> None:
         """Make a checkpoint of one whose parts have all come; any thread may call it, one at a time.
 
@@ -470,7 +476,7 @@ class CheckpointStore:
         incomplete.check()
         folder = self.parts_folder(incomplete.lacking.token)
         arriving = Arriving(folder, incomplete.link_parts(folder), complete)
-        tree = json.loads((incomplete.path / _TREE).read_bytes())
+        tree = json.loads((incomplete.path / TREE_FILE).read_bytes())
         tensors = read_tensors(incomplete.path, (slot for slot in slots(tree) if not slot.file))
         job = _Job(incomplete.step, incomplete.metric, tree, tensors, 0.0, 0.0, arriving, incomplete.lacking.reason)
         target = files.free_entry(self.folder, job.step)
@@ -500,8 +506,6 @@ class CheckpointStore:
             of_base = job.base
             self._base, self._left_out = self._insist(lambda: self._write_base(of_base)), job.left_out
         lacking = None if job.arriving is None else job.arriving.lacking
-        if lacking is not None:
-            self._coming.add(lacking.token)
         target, manifest = self._insist(lambda: self._write(job))
         self._insist(
             lambda: self._prune(target, manifest) if lacking is None else self._drop_incomplete(job.step, set())
@@ -580,7 +584,7 @@ class CheckpointStore:
             sums = files.noted_sums(unfinished, parts)
             files.empty(unfinished, but=parts)
             sums[TENSORS] = write_tensors(unfinished, tensors)
-            files.write_durable(unfinished / _TREE, json.dumps(tree).encode())
+            files.write_durable(unfinished / TREE_FILE, json.dumps(tree).encode())
             if lacking is not None:
                 stood = replace(lacking, reason=job.reason, blocked_s=job.blocked_s, saved_t=time.time())
                 write_lacking(unfinished, stood)
@@ -672,7 +676,7 @@ def _read(entry: CheckpointEntry, rank: int | None) -> tuple[StateView, Manifest
     """Return the state in a folder, and its manifest."""
     try:
         manifest = files.verify(entry)
-        tree = json.loads((entry.path / _TREE).read_bytes())
+        tree = json.loads((entry.path / TREE_FILE).read_bytes())
         if rank is not None:
             tree = _only_rank(tree, rank)
         state = unflatten(tree, read_tensors(entry.path, slots(tree)))

@@ -82,12 +82,13 @@ def _keep_grown(path: Path, run: ResolvedRun, grown: SampleIndex) -> tuple[str, 
 
 
 def _next_epoch(path: Path) -> int:
-    """Return the first epoch of which nothing is trained in the newest whole checkpoint; from 0."""
+    """Return the first epoch of which nothing is trained in any checkpoint that a resume may go on from; from 0."""
     from echelon.checkpoint import CheckpointStore
+    from echelon.checkpoint.incomplete import incompletes
     from echelon.trainer.folder import CHECKPOINTS_FOLDER
 
-    found = CheckpointStore(path / CHECKPOINTS_FOLDER, keep=1).newest(rank=0)
-    if found is None:
-        return 0
-    cursor = found[1]["cursor"]
-    return int(cursor["epoch"]) + (cursor["batch"] > 0)
+    folder = path / CHECKPOINTS_FOLDER
+    found = CheckpointStore(folder, keep=1).newest(rank=0)
+    cursors = [each.entry("cursor") for each in incompletes(folder)]
+    cursors += [] if found is None else [found[1]["cursor"]]
+    return max((int(cursor["epoch"]) + (cursor["batch"] > 0) for cursor in cursors), default=0)

@@ -36,8 +36,8 @@ from echelon.checkpoint import (
     take_parts,
     whole,
 )
-from echelon.checkpoint.files import chosen
-from echelon.checkpoint.incomplete import INCOMPLETE, Lacking
+from echelon.checkpoint.files import INCOMPLETE, chosen
+from echelon.checkpoint.incomplete import Lacking
 from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
 from echelon.core.files import write_atomic
@@ -193,21 +193,23 @@ class RanksState:
         sent what it has.
 
         Raises:
-            UserError: another machine has a newer one.
+            UserError: another machine has a newer one, or none is whole and one lacks parts that are not here.
         """
-        self._bytes_before += complete_from_machines(store, self._world, self._completed)
+        brought = complete_from_machines(store, self._world, self._completed)
+        self._bytes_before += brought.sent_bytes
         found = store.newest(rank=self._world.rank)
         if found is not None and saved_layout(found[1]) != layout_of(self._world):
             found = store.newest()  # what other ranks had is merged
         steps = self._steps_of_all(-1 if found is None else found[0])
-        if len(set(steps)) == 1:
-            return found
-        if steps[0] < max(steps):
-            seen = ", ".join("none" if step < 0 else f"step {step}" for step in steps)
+        newest = list(map(max, steps, self._steps_of_all(brought.hidden_step)))
+        if steps[0] < max(newest):
+            seen = ", ".join("none" if step < 0 else f"step {step}" for step in newest)
             raise UserError(
                 f"the ranks see different checkpoints in {store.folder.parent} ({seen}): begin with the machine that "
                 "has the newest one, or put --run on storage that all machines share"
             )
+        if len(set(steps)) == 1:
+            return found
         everything = store.newest() if self.leads else None
         state, n_bytes = broadcast_state(everything[1] if everything else None, 0, self._world.group)
         self._bytes_before += n_bytes
@@ -470,8 +472,8 @@ class Saver:
         self._shown: _ShownEvaluation | None = None
         self.passed_over: list[str] = []
         self.best: BestResult | None = None
-        self._best_before: BestResult | None = None  # that of the newest best checkpoint
-        self._best_metric: float | None = None  # that it was saved with
+        self._best_before: BestResult | None = None  # when this process had saved none
+        self._bests: list[tuple[float, BestResult]] = []  # what best checkpoints were saved with, from old to new
         self.on_saved: Callable[[Checkpoint], None] | None = None
         self.stagnation = Stagnation()
         self.owes_evaluation = False
@@ -503,9 +505,9 @@ class Saver:
 
     def kept_best(self) -> BestResult | None:
         """Return the best result whose checkpoint is on the disk, or will be: what waits for lost ranks is given up."""
-        metric = self._best_metric
-        lost = metric is not None and not self._store.keeps(metric)
-        return self._best_before if lost else self.best
+        if not self._bests or self._store.keeps(self._bests[-1][0]):
+            return self.best
+        return next((result for score, result in reversed(self._bests) if self._store.keeps(score)), self._best_before)
 
     def save(self, cursor: Cursor, reason: str, metric: float | None = None, last: bool = False) -> bool:
         """Write a checkpoint in the background; all ranks call it after the same step.
@@ -591,7 +593,9 @@ class Saver:
                 self.best = best_before
         if not is_saved:
             return False
-        self._best_before, self._best_metric = best_before, score
+        if not self._bests:
+            self._best_before = best_before
+        self._bests.append((score, result))
         if self._shown is not None:
             self._shown.pending.result()  # replaced by this one
             self._shown = None

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import torch
 
-from echelon.checkpoint.incomplete import IncompleteCheckpoint, Lacking, PartNote, incompletes, superseded
+from echelon.checkpoint.incomplete import (
+    IncompleteCheckpoint,
+    Lacking,
+    PartNote,
+    incompletes,
+    superseded,
+)
 from echelon.checkpoint.parts import AlikeTensors, PartWriter, RankPart, part_file
-from echelon.checkpoint.store import Arriving, CheckpointStore
+from echelon.checkpoint.store import Arriving, BaseState, CheckpointStore, files
 
 
 def lacking(token: int) -> Lacking:
@@ -36,13 +42,16 @@ def part_of(rank: int, value: float) -> RankPart:
     return RankPart.of(rank, {"own": torch.full((4,), value)}, {}, {}, AlikeTensors())
 
 
-def save(store: CheckpointStore, step: int, token: int) -> IncompleteCheckpoint:
+def save(
+    store: CheckpointStore, step: int, token: int, base: BaseState | None = None, **state: object
+) -> IncompleteCheckpoint:
     """Save what lacks rank 1's part, and let that come."""
     folder = store.room_for_parts(token)
     writer = PartWriter()
     writer.write({folder / part_file(0): part_of(0, step)})
     arriving = Arriving(folder, [part_file(0)], lambda state, _: state, lacking=lacking(token))
-    store.save(step, {"model": {"a": torch.ones(3)}}, arriving=arriving, reason="interval")
+    state = {"model": {"a": torch.ones(3)}, **state}
+    store.save(step, state, arriving=arriving, base=base, reason="interval")
     writer.wait()
     store.wait()
     incomplete = next(each for each in incompletes(store.folder) if each.lacking.token == token)
@@ -94,3 +103,39 @@ def test_a_later_one_stays_when_an_earlier_one_becomes_whole(tmp_path: Path) -> 
     again.save(15, {"model": {"a": torch.ones(3)}}, background=False)  # a process that could not go on from step 20
     assert not incompletes(again.folder), "another history has begun"
     again.close()
+
+
+def test_what_was_given_up_while_its_save_waited_is_not_completed_by_this_process(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    folder = store.room_for_parts(1)
+    writer = PartWriter()
+    writer.write({folder / part_file(0): part_of(0, 1.0)})
+    writer.wait()
+    arriving = Arriving(folder, [part_file(0)], lambda state, _: state, lacking=lacking(1))
+    with store._changes:  # another one is being completed
+        store.save(10, {"model": {"a": torch.ones(3)}}, arriving=arriving)
+        store.give_up_arriving()
+    store.wait()
+    assert [each.step for each in incompletes(store.folder)] == [10] and store.coming() == []
+    store.close()
+
+
+def test_a_part_that_was_changed_after_it_came_is_missing_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    incomplete = save(store, 10, token=1)
+    bring(incomplete, 11.0)
+    assert incomplete.drop_changed() == [] and incomplete.missing == []
+    with incomplete.arrived(1).open("r+b") as file:
+        file.write(b"x")
+    assert incomplete.drop_changed() == [1] and incomplete.missing == [1]
+    store.leave(incomplete)
+    assert store.coming() == [] and incompletes(store.folder), "it stays for a start that has the part"
+    store.close()
+
+
+def test_a_base_that_it_names_stays(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    store.save(5, {"n": 5}, background=False)
+    incomplete = save(store, 10, token=1, base=BaseState({"b"}, {"model": {"b": torch.ones(2)}}))
+    assert incomplete.base and files.unnamed_bases(store.folder) == []
+    store.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.checkpoint import CheckpointStore
 from echelon.config import DataConfig, RunConfig
 from echelon.core.errors import UserError
 from echelon.data.sample_index import RUN_FILE
@@ -15,6 +16,7 @@ from echelon.records.file import read_records
 from echelon.run.rescan import take_new_samples
 from echelon.run.resolve import resolve
 from echelon.trainer.resolved import ResolvedRun
+from tests.unit.checkpoint.test_incomplete import save
 
 ROWS = ["user,town,stars,kind", *(f"{i % 4},{'ab'[i % 2]},{i / 7},{'xy'[i % 2]}" for i in range(30))]
 
@@ -84,3 +86,14 @@ def test_data_that_cannot_grow_is_refused(tmp_path: Path) -> None:
     text.write_text(text.read_text() + "and on")
     with pytest.raises(UserError, match=r"is not what it was when the run began, and cannot grow under a run"):
         take_new_samples(run, resolved, from_python=False)
+
+
+def test_epochs_of_a_checkpoint_that_lacks_parts_are_trained(tmp_path: Path) -> None:
+    table, run = begun(tmp_path, target="stars", input="town")
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1)
+    store.save(5, {"cursor": {"epoch": 0, "batch": 3}}, background=False)
+    save(store, 10, token=1, cursor={"epoch": 2, "batch": 1})
+    store.close()
+    write(table, "0,a,1.5,x")
+    take_new_samples(tmp_path / "run", run, from_python=False)
+    assert [grew.epoch for grew in read_records(tmp_path / "run", DataGrew)] == [3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,18 @@ def test_without_a_metric_nothing_is_the_best(tmp_path: Path) -> None:
     assert not _evaluated(saver, 1, None, 0.1) and saver.best is None
     assert not _evaluated(saver, 2, float("nan"), 0.1) and saver.best is None
     assert _evaluated(saver, 3, 0.5, float("nan")) and saver.best == BestResult(0.5)
+
+
+def test_of_several_that_were_lost_none_is_the_best_but_the_one_on_the_disk(tmp_path: Path) -> None:
+    saver = _saver(tmp_path)
+    assert _evaluated(saver, 1, 0.5, 1.0)
+    saver.settle()
+    (first,) = (tmp_path / "checkpoints").glob("step-*")
+    shutil.copytree(first, tmp_path / "first")
+    assert _evaluated(saver, 2, 0.8, 1.0) and _evaluated(saver, 3, 0.9, 1.0)
+    saver.finish()
+    assert saver.kept_best() == BestResult(0.9, 1.0)
+    for lost in (tmp_path / "checkpoints").glob("step-*"):
+        shutil.rmtree(lost)
+    (tmp_path / "first").rename(first)
+    assert saver.kept_best() == BestResult(0.5, 1.0)
