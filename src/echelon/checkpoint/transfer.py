@@ -115,11 +115,9 @@ class PartServer:
         self._over.set()
 
     def close(self) -> None:
-        """Answer no more, and remove the parts: all that they belong to is whole."""
+        """Answer no more."""
         self.end()
         self._thread.join(_JOIN_S)
-        with suppress(OSError):  # what stays takes room, no more, and the next run's questions remove it
-            self._home.keep_only(set())
 
     def _serve(self) -> None:
         yield_to_training()

@@ -195,7 +195,7 @@ class RanksState:
         Raises:
             UserError: another machine has a newer one.
         """
-        self._bytes_before += complete_from_machines(store, self._world, self._completed)
+        self._bytes_before += complete_from_machines(store, self._world, self._completed, self._patience)
         found = store.newest(rank=self._world.rank)
         if found is not None and saved_layout(found[1]) != layout_of(self._world):
             found = store.newest()  # what other ranks had is merged
