@@ -83,6 +83,7 @@ class PartServer:
 
     Attributes:
         address: where it is asked.
+        failure: what ended the thread.
     """
 
     def __init__(self, keys: RunKeys, host: str, home: HomeParts) -> None:
@@ -97,6 +98,7 @@ class PartServer:
         self._lists: dict[int, BlockList] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="echelon-part-server", daemon=True)
         self._thread.start()
 
@@ -109,6 +111,11 @@ class PartServer:
         """Take note that the part of a token is about to be written."""
         with self._lock:
             self._recent.append(token)
+
+    def check(self) -> None:
+        """Raise what the thread ended with, if it did."""
+        if self.failure is not None:
+            raise self.failure
 
     def end(self) -> None:
         """Let the thread end, without waiting for it."""
@@ -127,6 +134,8 @@ class PartServer:
             while not self._over.is_set():
                 poller.poll(_POLL_MS)
                 self._listener.pump(self._take)
+        except Exception as error:  # noqa: BLE001 - kept for `check`, which raises it where it can be handled
+            self.failure = error
         finally:
             self._listener.close()
             self._context.destroy()
@@ -219,7 +228,8 @@ class NoAnswer(Exception):
 class PartLink:
     """Rank 0's connection to a rank on another machine; one thread uses it.
 
-    Raises `NoAnswer` where the rank is silent, or `over` was set: the question may be asked again.
+    Raises `NoAnswer` where the rank is silent, or its answer makes no sense, or `over` was set: the question may be
+    asked again.
     """
 
     def __init__(
@@ -239,7 +249,8 @@ class PartLink:
             self._pace.asked(time.monotonic() - begun_s)
             return None
         answer = message.content
-        assert isinstance(answer, PartAnswer)
+        if not isinstance(answer, PartAnswer):
+            raise NoAnswer
         listed = BlockList(answer.n_bytes, answer.start_bytes, bytes(message.frames[0]))
         if not listed.is_sound():
             raise NoAnswer
@@ -262,7 +273,10 @@ class PartLink:
         found = []
         for number, frame, is_coded in zip(numbers, message.frames, answer.coded, strict=True):
             begin, end = listed.span(number)
-            block = decoded(bytes(frame), is_coded, end - begin)
+            try:
+                block = decoded(bytes(frame), is_coded, end - begin)
+            except ValueError as error:
+                raise NoAnswer from error
             if digest_of(block) != listed.digest(number):
                 raise NoAnswer
             found.append(block)

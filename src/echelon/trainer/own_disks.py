@@ -96,7 +96,10 @@ class PartExchange:
 
         Raises:
             UserError: a part cannot be written, or did not come.
+            Exception: what ended a thread that answers for this rank's parts.
         """
+        for server in self._servers.values():
+            server.check()
         return self._collector is None or self._collector.is_idle(hurries)
 
     def end(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from echelon.checkpoint import transfer
 from echelon.checkpoint.blocks import BLOCK_BYTES
 from echelon.checkpoint.files import note_sum
 from echelon.checkpoint.incomplete import HomeParts
@@ -37,8 +38,13 @@ def server(home: HomeParts) -> Iterator[PartServer]:
 
 
 @pytest.fixture
-def link(server: PartServer) -> Iterator[PartLink]:
-    context, over = new_context(), threading.Event()
+def over() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def link(server: PartServer, over: threading.Event) -> Iterator[PartLink]:
+    context = new_context()
     hurry = threading.Event()
     hurry.set()
     with closing(PartLink(context, Sender(KEYS, "test"), server.address, TransferPace(hurry), over)) as opened:
@@ -74,6 +80,30 @@ def test_parts_that_are_needed_no_more_are_removed_and_newer_ones_stay(
         server.expect(token)
     assert link.describe(3, [3]) is not None
     assert {token for token, path in paths.items() if path.exists()} == {3, 4}, "nobody has asked for 4 yet"
+
+
+@pytest.mark.parametrize(("data", "is_coded"), [(b"no zstd", True), (b"another block", False)])
+def test_what_is_no_block_is_no_answer(
+    home: HomeParts, server: PartServer, link: PartLink, monkeypatch: pytest.MonkeyPatch, data: bytes, is_coded: bool
+) -> None:
+    write_part(home, TOKEN)
+    described = link.describe(TOKEN, [TOKEN])
+    assert described is not None
+    monkeypatch.setattr(transfer, "coded", lambda _: (data, is_coded))
+    with pytest.raises(NoAnswer):
+        link.blocks(TOKEN, [0], described[1])
+    server.check()
+
+
+def test_a_server_tells_what_ended_it(
+    home: HomeParts, server: PartServer, link: PartLink, over: threading.Event
+) -> None:
+    home.path(TOKEN).write_bytes(b"part")
+    threading.Timer(0.5, over.set).start()
+    with pytest.raises(NoAnswer):
+        link.describe(TOKEN, [TOKEN])
+    with pytest.raises(ValueError, match="is no safetensors file"):
+        server.check()
 
 
 def test_who_has_not_the_runs_keys_is_not_answered(server: PartServer) -> None:
