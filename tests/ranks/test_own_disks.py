@@ -98,6 +98,8 @@ def test_a_checkpoint_whose_part_is_on_its_machine_is_gone_on_from_there_and_fro
         shutil.copytree(tmp_path / "run", tmp_path / name)
     shutil.rmtree(tmp_path / "lost" / "disk1")
 
+    of_another_number = HomeParts(tmp_path / "run" / "disk1", rank=5).path(token=1)
+    of_another_number.write_bytes(b"an earlier start's")
     for rank, (step, said, trajectory) in enumerate(run_ranks(go_on, 2, tmp_path / "run")):
         assert (step, said) == (LAST, [])
         for a, b in zip(expected[rank], trajectory, strict=True):

@@ -124,11 +124,20 @@ class OwnDisks(PartExchange):
     def __init__(
         self, world: World, away: Sequence[int], store: CheckpointStore, complete: Complete, patience: Patience
     ) -> None:
-        """Let rank 0 find the ranks on other machines; all ranks call it together: see `PartExchange`."""
+        """Let rank 0 find the ranks on other machines; all ranks call it together: see `PartExchange`.
+
+        Parts of checkpoints that rank 0 does not know any more are removed.
+        """
         self.away, self.is_away = tuple(away), world.rank in away
         self._home = HomeParts(store.folder.parent, world.rank)
-        if self.is_away:
+        present = patience.insist(WRITING_PART, lambda: incompletes(store.folder)) if world.leads else []
+        told = text_from_rank_0(json.dumps([each.lacking.token for each in present]), world)
+        needed = set(json.loads(told))
+        if (
+            self.is_away
+        ):  # nobody has begun to write: what is here is of earlier starts, maybe of ranks of other numbers
             patience.insist(WRITING_PART, lambda: self._home.folder.mkdir(parents=True, exist_ok=True))
+            patience.insist(WRITING_PART, lambda: self._home.keep_only(needed, of_all=True))
         super().__init__(world, {rank: rank for rank in away}, store, complete, patience)
 
     def part_path(self, token: int) -> Path:

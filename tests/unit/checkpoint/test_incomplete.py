@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from echelon.checkpoint.incomplete import IncompleteCheckpoint, Lacking, PartNote, incompletes, superseded
+from echelon.checkpoint.incomplete import HomeParts, IncompleteCheckpoint, Lacking, PartNote, incompletes, superseded
 from echelon.checkpoint.parts import AlikeTensors, PartWriter, RankPart, part_file
 from echelon.checkpoint.store import Arriving, CheckpointStore
 
@@ -94,3 +94,17 @@ def test_a_later_one_stays_when_an_earlier_one_becomes_whole(tmp_path: Path) -> 
     again.save(15, {"model": {"a": torch.ones(3)}}, background=False)  # a process that could not go on from step 20
     assert not incompletes(again.folder), "another history has begun"
     again.close()
+
+
+def test_parts_of_all_ranks_of_a_machine_are_removed_but_for_those_that_are_named(tmp_path: Path) -> None:
+    home, other = HomeParts(tmp_path, rank=1), HomeParts(tmp_path, rank=2)
+    home.folder.mkdir()
+    paths = [each.path(token) for each in (home, other) for token in (1, 2)]
+    for path in paths:
+        path.touch()
+        path.with_suffix(".sha256").touch()
+    home.keep_only({2})
+    assert [path.exists() for path in paths] == [False, True, True, True]
+    home.keep_only({2}, of_all=True)
+    assert [path.exists() for path in paths] == [False, True, False, True]
+    assert len(list(home.folder.iterdir())) == 4
