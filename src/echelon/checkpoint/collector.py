@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from echelon.checkpoint import files
-from echelon.checkpoint.blocks import BlockList, KnownBlocks, digest_of
+from echelon.checkpoint.blocks import BLOCK_BYTES, BlockList, KnownBlocks, digest_of
 from echelon.checkpoint.files import DamagedError
 from echelon.checkpoint.hashed_file import yield_to_training
 from echelon.checkpoint.incomplete import IncompleteCheckpoint, PartNote
@@ -219,7 +219,8 @@ class PartCollector:
         while left:
             if self._over.is_set():
                 return False
-            asked, left = left[: self._pace.blocks], left[self._pace.blocks :]
+            n_blocks = max(1, self._pace.blocks * BLOCK_BYTES // listed.block_bytes)
+            asked, left = left[:n_blocks], left[n_blocks:]
             for number, block in zip(asked, self._links[rank].blocks(token, asked, listed), strict=True):
                 self._write(fd, block, listed.span(number)[0])
                 written.add(number)

@@ -133,9 +133,7 @@ class OwnDisks(PartExchange):
         present = patience.insist(WRITING_PART, lambda: incompletes(store.folder)) if world.leads else []
         told = text_from_rank_0(json.dumps([each.lacking.token for each in present]), world)
         needed = set(json.loads(told))
-        if (
-            self.is_away
-        ):  # nobody has begun to write: what is here is of earlier starts, maybe of ranks of other numbers
+        if self.is_away:  # nobody has begun to write: what is here is of earlier starts, maybe of other ranks
             patience.insist(WRITING_PART, lambda: self._home.folder.mkdir(parents=True, exist_ok=True))
             patience.insist(WRITING_PART, lambda: self._home.keep_only(needed, of_all=True))
         super().__init__(world, {rank: rank for rank in away}, store, complete, patience)

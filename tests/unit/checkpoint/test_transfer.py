@@ -135,3 +135,43 @@ def test_a_fast_link_is_asked_for_more_at_once() -> None:
     assert pace.blocks == 64
     pace.rest_s(0.2)
     assert pace.blocks == 32
+
+
+def test_only_what_a_link_has_carried_lets_answers_grow_beyond_a_megabyte() -> None:
+    for n_sent, most in ((100, 64), (1 << 20, 256), (16 << 20, 1024)):
+        pace = TransferPace(threading.Event())
+        pace.asked(0.001)
+        for _ in range(15):
+            pace.carried(1 << 20, n_sent, seconds=0.002, coding_s=0.0)
+            pace.rest_s(0.002)
+        assert pace.blocks == most
+
+
+@pytest.mark.parametrize(
+    ("n_sent", "link_s", "codes"),
+    [(9 << 17, 1.0, True), (9 << 17, 0.02, False), (1 << 10, 0.0, True)],
+    ids=["10 Mbit/s", "500 Mbit/s", "zeros"],
+)
+def test_blocks_are_coded_where_that_saves_more_than_a_link_carries_meanwhile(
+    n_sent: int, link_s: float, codes: bool
+) -> None:
+    pace = TransferPace(threading.Event())
+    pace.asked(0.001)
+    pace.carried(10 << 17, n_sent, seconds=0.001 + link_s + 0.02, coding_s=0.02)
+    assert pace.codes == codes
+
+
+def test_blocks_travel_as_they_are_where_they_are_not_to_be_coded(
+    home: HomeParts, server: PartServer, over: threading.Event
+) -> None:
+    context, pace = new_context(), TransferPace(threading.Event())
+    path = write_part(home, TOKEN)
+    with closing(PartLink(context, Sender(KEYS, "test"), server.address, pace, over)) as link:
+        described = link.describe(TOKEN, [TOKEN])
+        assert described is not None
+        before, pace.codes = server.sent_bytes, False
+        assert b"".join(link.blocks(TOKEN, range(len(described[1])), described[1])) == path.read_bytes()
+        assert server.sent_bytes - before > 3 * BLOCK_BYTES
+        link.measure(TOKEN)
+        assert pace.codes
+    context.destroy()
