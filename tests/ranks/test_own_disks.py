@@ -8,12 +8,14 @@ import shutil
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from echelon.checkpoint import transfer
 from echelon.checkpoint.incomplete import HomeParts, PartNote, incompletes
+from echelon.core.errors import UserError
 from echelon.core.patience import Patience
 from echelon.records.file import Recorder
 from echelon.trainer.saving import RanksState, Saver
@@ -26,9 +28,9 @@ WHOLE, LAST, STEPS = 3, 6, 12
 DEADLINE_S = 60.0
 
 
-def make_saver(rank: Rank, folder: Path) -> tuple[Saver, object]:
+def make_saver(rank: Rank, folder: Path, disk: int | None = None) -> tuple[Saver, object]:
     parts = make_parts(TRIAL)
-    own = folder / f"disk{rank.index}"
+    own = folder / f"disk{rank.index if disk is None else disk}"
     state = RanksState(parts, world_of(rank), Patience(own))
     return Saver(own, 1, state, Recorder(None), Fingerprint()), parts
 
@@ -118,3 +120,39 @@ def test_parts_come_over_a_link_that_is_slower_than_any_wait_for_each_other(tmp_
     run_ranks(break_off, 3, tmp_path)
     for step, said, _ in run_ranks(go_on_over_a_slow_link, 3, tmp_path, group_timeout_s=2.0):
         assert (step, said) == (LAST, [])
+
+
+def break_off_first(rank: Rank, folder: Path) -> None:
+    """End when the first checkpoint is known, but lacks a part."""
+    transfer.SHARE = 1e-9
+    saver, parts = make_saver(rank, folder)
+    train(parts, rank, 0, LAST)
+    assert saver.save(Cursor(step=LAST), "interval")
+    ends = time.monotonic() + DEADLINE_S
+    while rank.index == 0 and not any(each.notes() for each in incompletes(saver.folder / "checkpoints")):
+        assert time.monotonic() < ends, "rank 0 has not learned of the part"
+        time.sleep(0.02)
+    dist.barrier()
+
+
+def refused(rank: Rank, folder: Path, swapped: bool = False) -> str:
+    saver, _ = make_saver(rank, folder, 1 - rank.index if swapped else rank.index)
+    with pytest.raises(UserError) as raised:
+        saver.restore()
+    return str(raised.value)
+
+
+def test_a_start_that_cannot_complete_the_only_checkpoint_is_refused(tmp_path: Path) -> None:
+    run_ranks(break_off_first, 2, tmp_path)
+    (said,) = run_ranks(refused, 1, tmp_path)
+    assert "no checkpoint in" in said and "2 workers saved it" in said and "--from-scratch" in said
+    for said in run_ranks(refused, 2, tmp_path, True):
+        assert "the ranks see different checkpoints" in said and "(none, step 6)" in said
+    part = next((tmp_path / "disk1" / "parts").glob("*.safetensors"))
+    aside = part.rename(tmp_path / "aside")
+    for said in run_ranks(refused, 2, tmp_path):
+        assert "the part of rank 1 is on no disk of the machines that are here" in said and "--from-scratch" in said
+    changed = next((tmp_path / "disk0" / "checkpoints").glob("incomplete-*")) / "arrived" / "part-00001.safetensors"
+    changed.write_bytes(aside.read_bytes()[:-1])
+    aside.rename(part)
+    assert [step for step, _, _ in run_ranks(go_on, 2, tmp_path)] == [LAST, LAST]

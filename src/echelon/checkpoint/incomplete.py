@@ -86,6 +86,11 @@ class IncompleteCheckpoint:
         """The ranks whose parts have not come."""
         return [rank for rank in self.lacking.away if not self.arrived(rank).exists()]
 
+    @property
+    def can_come(self) -> bool:
+        """Whether it is known of all parts that have not come where they lie: else no start can complete it."""
+        return self.notes().keys() >= set(self.missing)
+
     def note(self, rank: int, note: PartNote) -> None:
         """Keep what is known of a part. Raises OSError."""
         self.arrived(rank).parent.mkdir(exist_ok=True)
@@ -102,6 +107,15 @@ class IncompleteCheckpoint:
     def check(self) -> None:
         """Compare what is here with its checksums, but for parts that have come. Raises DamagedError, OSError."""
         files.verify(self._entry, beside={ARRIVED})
+
+    def drop_changed(self) -> list[int]:
+        """Remove parts that have come and are not what their ranks wrote; returns whose they were. Raises OSError."""
+        notes = self.notes()
+        here = [rank for rank in self.lacking.away if self.arrived(rank).exists()]
+        changed = [r for r in here if r not in notes or files.sha256_of(self.arrived(r)) != notes[r].sha256]
+        for rank in changed:
+            self.arrived(rank).unlink()
+        return changed
 
     def sums(self) -> dict[str, str]:
         """Return the SHA-256 of the ranks' files that are here, by name. Raises DamagedError, OSError."""

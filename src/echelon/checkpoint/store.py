@@ -272,6 +272,8 @@ class CheckpointStore:
             of_base,
         )
         self._arriving, self._metric = arriving, job.metric
+        if arriving is not None and arriving.lacking is not None:
+            self._coming.add(arriving.lacking.token)  # not in the thread, which may come to it after giving up
         # Not a daemon: an interpreter that ends normally finishes the checkpoint first.
         self._thread = threading.Thread(target=self._run, args=(job, background), name="echelon-checkpoint")
         self._thread.start()
@@ -500,8 +502,6 @@ class CheckpointStore:
             of_base = job.base
             self._base, self._left_out = self._insist(lambda: self._write_base(of_base)), job.left_out
         lacking = None if job.arriving is None else job.arriving.lacking
-        if lacking is not None:
-            self._coming.add(lacking.token)
         target, manifest = self._insist(lambda: self._write(job))
         self._insist(
             lambda: self._prune(target, manifest) if lacking is None else self._drop_incomplete(job.step, set())

@@ -171,7 +171,28 @@ class _Offer:
         return f" (on {', '.join(known)})" if known else ""
 
 
-def complete_from_machines(store: CheckpointStore, world: World, complete: Complete, patience: Patience) -> int:
+@dataclass(frozen=True)
+class Brought:
+    """What became of checkpoints that lack parts.
+
+    Attributes:
+        sent_bytes: of parts that this rank sent.
+        hidden_step: of the newest one on this rank's disk that rank 0 does not see; -1: there is none.
+    """
+
+    sent_bytes: int
+    hidden_step: int
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What rank 0 tells at last: the tokens of what lacked parts on its disk, and why the start is refused."""
+
+    tokens: list[int]
+    refusal: str
+
+
+def complete_from_machines(store: CheckpointStore, world: World, complete: Complete, patience: Patience) -> Brought:
     """Complete checkpoints that lack parts which the machines of this start have; all ranks call it together.
 
     Where parts are not there, the user is told which, and that another checkpoint is used.
@@ -180,34 +201,40 @@ def complete_from_machines(store: CheckpointStore, world: World, complete: Compl
         complete: see `PartCollector`.
         patience: rank 0's, with its disk.
 
-    Returns:
-        Bytes that this rank sent for parts.
-
     Raises:
-        UserError: the disk takes nothing for too long, nothing comes, or another run is saving there.
+        UserError: the disk takes nothing for too long, nothing comes, another run is saving there, or no checkpoint is
+            whole and one that lacks parts cannot be completed now: starting over would remove it.
     """
     if world.meeting is not None:  # machines may have disks of their own: not when the first checkpoint is due
         load_codec()
-    present = _usable(store) if world.leads else []
+    present, unused = _usable(store) if world.leads else ([], {})
+    tokens = [each.lacking.token for each in incompletes(store.folder)] if world.leads else []
     told = text_from_rank_0(json.dumps([to_plain(_Offer.of(each)) for each in present]), world)
     offers = [from_plain(_Offer, values) for values in json.loads(told)]
-    tokens = [offer.lacking.token for offer in offers]
+    offered = [offer.lacking.token for offer in offers]
     home = HomeParts(store.folder.parent, world.rank)
     holders = [_holders(home, offer, world) for offer in offers]
     whys = [_why_not(offer, held_by, world) for offer, held_by in zip(offers, holders, strict=True)]
     for incomplete, why in zip(present, whys, strict=False):
         if why:
             store.reject(incomplete.path, why)
+            if incomplete.can_come:
+                unused[incomplete.path] = why
     n_sent = 0
     for i, (held_by, why) in enumerate(zip(holders, whys, strict=True)):
         if why:
             continue
         if world.leads:
             store.adopt(present[i])
-        with closing(PartExchange(world, held_by, store, complete, patience, tokens)) as exchange:
+        with closing(PartExchange(world, held_by, store, complete, patience, offered)) as exchange:
             _await_idle(exchange, world)
             n_sent += exchange.sent_bytes
-    return n_sent
+    refusal = _refusal(store, unused) if world.leads else ""
+    seen = from_plain(_Seen, json.loads(text_from_rank_0(json.dumps(to_plain(_Seen(tokens, refusal))), world)))
+    if seen.refusal:
+        raise UserError(seen.refusal)
+    hidden = [each for each in incompletes(store.folder) if each.lacking.token not in seen.tokens]
+    return Brought(n_sent, max((each.step for each in hidden if each.can_come), default=-1))
 
 
 def _await_idle(exchange: PartExchange, world: World) -> None:
@@ -223,20 +250,33 @@ def _await_idle(exchange: PartExchange, world: World) -> None:
         time.sleep(_LOOK_S)
 
 
-def _usable(store: CheckpointStore) -> list[IncompleteCheckpoint]:
-    """Return what lacks parts and is newer than all that is whole, if what is here of it was not changed."""
+def _refusal(store: CheckpointStore, unused: Mapping[Path, str]) -> str:
+    """Return why a start would lose what is on the disk; empty: it would not."""
+    if not unused or store.newest_step() is not None:
+        return ""
+    path, why = list(unused.items())[-1]
+    return (
+        f"no checkpoint in {store.folder} is whole, and {path.name} cannot be completed now: {why}; give the same "
+        "command on the machines that saved it, the first one first, or start over with --from-scratch"
+    )
+
+
+def _usable(store: CheckpointStore) -> tuple[list[IncompleteCheckpoint], dict[Path, str]]:
+    """Return what lacks parts and is newer than all that is whole; and where what is here was changed, in which way."""
     newest = store.newest_step()
-    found = []
+    found, damaged = list[IncompleteCheckpoint](), dict[Path, str]()
     for each in incompletes(store.folder):
         if newest is not None and (each.step < newest or (each.step == newest and each.metric is None)):
             continue
         try:
             each.check()
+            each.drop_changed()  # they come again
         except DamagedError as damage:
             store.reject(each.path, str(damage))
+            damaged[each.path] = str(damage)
         else:
             found.append(each)
-    return found
+    return found, damaged
 
 
 def _holders(home: HomeParts, offer: _Offer, world: World) -> dict[int, int]:

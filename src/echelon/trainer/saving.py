@@ -193,21 +193,23 @@ class RanksState:
         sent what it has.
 
         Raises:
-            UserError: another machine has a newer one.
+            UserError: another machine has a newer one, or none is whole and one lacks parts that are not here.
         """
-        self._bytes_before += complete_from_machines(store, self._world, self._completed, self._patience)
+        brought = complete_from_machines(store, self._world, self._completed, self._patience)
+        self._bytes_before += brought.sent_bytes
         found = store.newest(rank=self._world.rank)
         if found is not None and saved_layout(found[1]) != layout_of(self._world):
             found = store.newest()  # what other ranks had is merged
         steps = self._steps_of_all(-1 if found is None else found[0])
-        if len(set(steps)) == 1:
-            return found
-        if steps[0] < max(steps):
-            seen = ", ".join("none" if step < 0 else f"step {step}" for step in steps)
+        newest = list(map(max, steps, self._steps_of_all(brought.hidden_step)))
+        if steps[0] < max(newest):
+            seen = ", ".join("none" if step < 0 else f"step {step}" for step in newest)
             raise UserError(
                 f"the ranks see different checkpoints in {store.folder.parent} ({seen}): begin with the machine that "
                 "has the newest one, or put --run on storage that all machines share"
             )
+        if len(set(steps)) == 1:
+            return found
         everything = store.newest() if self.leads else None
         state, n_bytes = broadcast_state(everything[1] if everything else None, 0, self._world.group)
         self._bytes_before += n_bytes

@@ -108,3 +108,30 @@ def test_parts_of_all_ranks_of_a_machine_are_removed_but_for_those_that_are_name
     home.keep_only({2}, of_all=True)
     assert [path.exists() for path in paths] == [False, True, False, True]
     assert len(list(home.folder.iterdir())) == 4
+
+
+def test_what_was_given_up_while_its_save_waited_is_not_completed_by_this_process(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    folder = store.room_for_parts(1)
+    writer = PartWriter()
+    writer.write({folder / part_file(0): part_of(0, 1.0)})
+    writer.wait()
+    arriving = Arriving(folder, [part_file(0)], lambda state, _: state, lacking=lacking(1))
+    with store._changes:  # another one is being completed
+        store.save(10, {"model": {"a": torch.ones(3)}}, arriving=arriving)
+        store.give_up_arriving()
+    store.wait()
+    assert [each.step for each in incompletes(store.folder)] == [10] and store.coming() == []
+    store.close()
+
+
+def test_a_part_that_was_changed_after_it_came_is_missing_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    incomplete = save(store, 10, token=1)
+    bring(incomplete, 11.0)
+    assert incomplete.drop_changed() == [] and incomplete.missing == []
+    with incomplete.arrived(1).open("r+b") as file:
+        file.write(b"x")
+    assert incomplete.drop_changed() == [1] and incomplete.missing == [1]
+    assert incompletes(store.folder), "it stays for a start that has the part"
+    store.close()
