@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.checkpoint import transfer
-from echelon.checkpoint.incomplete import incompletes
+from echelon.checkpoint.incomplete import HomeParts, PartNote, incompletes
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience
 from echelon.records.file import Recorder
@@ -63,6 +65,29 @@ def go_on(rank: Rank, folder: Path) -> tuple[int, list[str], list[dict[str, Tens
     return cursor.step, saver.passed_over, trajectory
 
 
+def go_on_over_a_slow_link(rank: Rank, folder: Path) -> tuple[int, list[str], list[dict[str, Tensor]]]:
+    """Go on, though rank 0's disk is full at first, and another one cannot be read."""
+    fast, room, is_there = transfer.coded, os.pwrite, HomeParts.is_there
+    fails = [OSError(errno.ENOSPC, "No space left on device")]
+
+    def slow(block: bytes) -> tuple[bytes, bool]:
+        time.sleep(1.0)
+        return fast(block)
+
+    def full_at_first(fd: int, block: memoryview, position: int) -> int:
+        if fails:
+            raise fails.pop()
+        return room(fd, block, position)
+
+    def readable(home: HomeParts, token: int, of_rank: int, note: PartNote) -> bool:
+        if of_rank != home.rank:
+            raise OSError(errno.EIO, "Input/output error")
+        return is_there(home, token, of_rank, note)
+
+    transfer.coded, os.pwrite, HomeParts.is_there = slow, full_at_first, readable  # type: ignore[method-assign, assignment]
+    return go_on(rank, folder)
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name[:13] for path in (folder / "disk0" / "checkpoints").iterdir() if path.name[0] != ".")
 
@@ -75,6 +100,8 @@ def test_a_checkpoint_whose_part_is_on_its_machine_is_gone_on_from_there_and_fro
         shutil.copytree(tmp_path / "run", tmp_path / name)
     shutil.rmtree(tmp_path / "lost" / "disk1")
 
+    of_another_number = HomeParts(tmp_path / "run" / "disk1", rank=5).path(token=1)
+    of_another_number.write_bytes(b"an earlier start's")
     for rank, (step, said, trajectory) in enumerate(run_ranks(go_on, 2, tmp_path / "run")):
         assert (step, said) == (LAST, [])
         for a, b in zip(expected[rank], trajectory, strict=True):
@@ -87,6 +114,12 @@ def test_a_checkpoint_whose_part_is_on_its_machine_is_gone_on_from_there_and_fro
     assert "lacks parts and was passed over: the part of rank 1 is on no disk of the machines that are here" in said[0]
     step, said, _ = run_ranks(go_on, 1, tmp_path / "alone")[0]
     assert step == WHOLE and "2 workers saved it: only as many, on the same machines, can go on from it" in said[0]
+
+
+def test_parts_come_over_a_link_that_is_slower_than_any_wait_for_each_other(tmp_path: Path) -> None:
+    run_ranks(break_off, 3, tmp_path)
+    for step, said, _ in run_ranks(go_on_over_a_slow_link, 3, tmp_path, group_timeout_s=2.0):
+        assert (step, said) == (LAST, [])
 
 
 def break_off_first(rank: Rank, folder: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 BLOCK_BYTES = 16 << 10  # holds a link of 10 Mbit/s for 13 ms: what steps send waits no longer
 DIGEST_BYTES = 16
+_MOST_LISTED = 2 << 20  # digests are sent as one frame: those of larger parts are of larger blocks
 _LENGTH = struct.Struct("<Q")
 _ELEMENT_BYTES = 4  # whose bytes are coded apart: exponents are alike, mantissas are noise
 _CODEC = "zstd"
@@ -36,18 +37,24 @@ class BlockList:
     def __len__(self) -> int:
         return len(self.digests) // DIGEST_BYTES
 
+    @property
+    def block_bytes(self) -> int:
+        """How large a block is, but for the last ones of the start and of the tensors."""
+        return _block_bytes(self.n_bytes)
+
     def digest(self, number: int) -> bytes:
         """Return the digest of a block."""
         return self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
     def span(self, number: int) -> tuple[int, int]:
         """Return where a block begins and ends in the file."""
-        in_start = -(-self.start_bytes // BLOCK_BYTES)
+        size = self.block_bytes
+        in_start = -(-self.start_bytes // size)
         if number < in_start:
-            begin, limit = number * BLOCK_BYTES, self.start_bytes
+            begin, limit = number * size, self.start_bytes
         else:
-            begin, limit = self.start_bytes + (number - in_start) * BLOCK_BYTES, self.n_bytes
-        return begin, min(limit, begin + BLOCK_BYTES)
+            begin, limit = self.start_bytes + (number - in_start) * size, self.n_bytes
+        return begin, min(limit, begin + size)
 
     def is_sound(self) -> bool:
         """Whether there are as many digests as blocks."""
@@ -56,8 +63,16 @@ class BlockList:
         return len(self.digests) == DIGEST_BYTES * _count(self.n_bytes, self.start_bytes)
 
 
+def _block_bytes(n_bytes: int) -> int:
+    size = BLOCK_BYTES
+    while n_bytes > _MOST_LISTED * size:
+        size *= 2
+    return size
+
+
 def _count(n_bytes: int, start_bytes: int) -> int:
-    return -(-start_bytes // BLOCK_BYTES) + -(-(n_bytes - start_bytes) // BLOCK_BYTES)
+    size = _block_bytes(n_bytes)
+    return -(-start_bytes // size) + -(-(n_bytes - start_bytes) // size)
 
 
 def digest_of(block: bytes) -> bytes:

@@ -6,10 +6,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from echelon.checkpoint import files
-from echelon.checkpoint.blocks import BlockList, KnownBlocks
+from echelon.checkpoint.blocks import BLOCK_BYTES, BlockList, KnownBlocks, digest_of
 from echelon.checkpoint.files import DamagedError
 from echelon.checkpoint.hashed_file import yield_to_training
 from echelon.checkpoint.incomplete import IncompleteCheckpoint, PartNote
@@ -147,7 +148,7 @@ class PartCollector:
 
     def _check_moves(self, incomplete: IncompleteCheckpoint) -> None:
         silent_s = time.monotonic() - self._moved_s
-        if silent_s > _STUCK_S:
+        if silent_s > _STUCK_S + self._patience.limit_s:  # the other machines have as much patience with their disks
             ranks = ", ".join(map(str, incomplete.missing))
             raise UserError(
                 f"{incomplete.path}: nothing has come of the parts of ranks {ranks} for {format_seconds(silent_s)}; "
@@ -159,7 +160,7 @@ class PartCollector:
         self._looked_s = time.monotonic()
         wanted = [each.lacking.token for each in coming]
         for incomplete in coming:
-            for rank in incomplete.lacking.away:
+            for rank in incomplete.missing:
                 at = (incomplete.lacking.token, rank)
                 if at not in self._noted and (known := self._links[rank].describe(at[0], wanted)) is not None:
                     self._keep_note(incomplete, rank, known[0])
@@ -195,15 +196,18 @@ class PartCollector:
         return True
 
     def _take_known(self, fd: int, rank: int, listed: BlockList, written: set[int]) -> None:
-        """Write the blocks that the newest whole checkpoint has as well."""
-        newest = files.entries(self._store.folder)[-1:]
-        if not newest or written or self._tries:
+        """Write the blocks that the newest whole checkpoint has as well; an earlier start may have written some."""
+        if written or self._tries:
             return
-        known = KnownBlocks.of(newest[0].path / part_file(rank))
+        newest = files.entries(self._store.folder)[-1:]
+        known = KnownBlocks.of(newest[0].path / part_file(rank)) if newest else KnownBlocks()
         for number in range(len(listed)):
-            block = known.read(listed.digest(number))
+            begin, end = listed.span(number)
+            digest = listed.digest(number)
+            block = known.read(digest)
             if block is not None:
-                self._write(fd, block, listed.span(number)[0])
+                self._write(fd, block, begin)
+            if block is not None or digest_of(self._insist(partial(os.pread, fd, end - begin, begin))) == digest:
                 written.add(number)
 
     def _take_new(self, fd: int, at: tuple[int, int], listed: BlockList, written: set[int]) -> bool:
@@ -215,7 +219,8 @@ class PartCollector:
         while left:
             if self._over.is_set():
                 return False
-            asked, left = left[: self._pace.blocks], left[self._pace.blocks :]
+            n_blocks = max(1, self._pace.blocks * BLOCK_BYTES // listed.block_bytes)
+            asked, left = left[:n_blocks], left[n_blocks:]
             for number, block in zip(asked, self._links[rank].blocks(token, asked, listed), strict=True):
                 self._write(fd, block, listed.span(number)[0])
                 written.add(number)

@@ -213,11 +213,12 @@ class HomeParts:
             return False
         return files.sha256_of(path) == note.sha256
 
-    def keep_only(self, tokens: Set[int]) -> None:
-        """Remove this rank's parts of other tokens. Raises OSError."""
-        wanted = {self.path(token).stem for token in tokens}
-        for path in self.folder.glob(f"*-{Path(part_file(self.rank)).stem}.*"):
-            if path.stem not in wanted:
+    def keep_only(self, tokens: Set[int], of_all: bool = False) -> None:
+        """Remove parts of other tokens: this rank's, or all on this machine's disk. Raises OSError."""
+        of_ranks = "part-*" if of_all else Path(part_file(self.rank)).stem
+        wanted = {self.path(token).name.partition("-")[0] for token in tokens}
+        for path in self.folder.glob(f"*-{of_ranks}.*"):
+            if path.name.partition("-")[0] not in wanted:
                 path.unlink(missing_ok=True)
 
 

@@ -441,10 +441,6 @@ class CheckpointStore:
         """Go on with what another process saved and lacks parts: they are here, or on their way."""
         self._coming.add(incomplete.lacking.token)
 
-    def leave(self, incomplete: IncompleteCheckpoint) -> None:
-        """Do not go on with it after all; it stays where it is."""
-        self._coming.discard(incomplete.lacking.token)
-
     def complete(self, incomplete: IncompleteCheckpoint, complete: Complete, brought_s: float = 0.0) -> None:
         """Make a checkpoint of one whose parts have all come; any thread may call it, one at a time.
 

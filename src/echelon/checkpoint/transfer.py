@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import zmq
 
-from echelon.checkpoint.blocks import BlockList, blocks_of, coded, decoded, digest_of
+from echelon.checkpoint.blocks import BLOCK_BYTES, BlockList, blocks_of, coded, decoded, digest_of
 from echelon.checkpoint.hashed_file import yield_to_training
 from echelon.checkpoint.incomplete import HomeParts, PartNote
 from echelon.messages.endpoint import Channel, Listener, Sender
@@ -29,7 +29,8 @@ SHARE = 0.1
 _LIMITS = Limits(64 << 20, queued=1000)
 _POLL_MS = 200
 _ANSWER_S = 20.0  # a question or its answer was lost with a connection
-_MOST_BLOCKS = 64
+_SURE_BLOCKS = 64  # of an answer, whatever the link
+_MOST_BLOCKS = 1024  # 16 MB: what a link of 10 Gbit/s carries in `_SHORT_S`
 _SHORT_S, _LONG_S = 0.01, 0.04  # for which the blocks of one answer are to hold a link
 _JOIN_S = 10.0  # for a thread that is to end
 
@@ -63,19 +64,21 @@ class PartIsComing(Content):
 
 @content(83)
 class BlocksQuestion(Content):
-    """What are these blocks of the part of `token`?"""
+    """What are these blocks of the part of `token`, coded where that makes them smaller, or as they are?"""
 
     number: int
     token: int
     blocks: list[int]
+    codes: bool
 
 
 @content(84, frames=(0, _MOST_BLOCKS))
 class BlocksAnswer(Content):
-    """The blocks follow, some of them coded."""
+    """The blocks follow, some of them coded, which took some seconds."""
 
     number: int
     coded: list[bool]
+    coding_s: float
 
 
 class PartServer:
@@ -83,6 +86,7 @@ class PartServer:
 
     Attributes:
         address: where it is asked.
+        failure: what ended the thread.
     """
 
     def __init__(self, keys: RunKeys, host: str, home: HomeParts) -> None:
@@ -97,6 +101,7 @@ class PartServer:
         self._lists: dict[int, BlockList] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="echelon-part-server", daemon=True)
         self._thread.start()
 
@@ -110,16 +115,19 @@ class PartServer:
         with self._lock:
             self._recent.append(token)
 
+    def check(self) -> None:
+        """Raise what the thread ended with, if it did."""
+        if self.failure is not None:
+            raise self.failure
+
     def end(self) -> None:
         """Let the thread end, without waiting for it."""
         self._over.set()
 
     def close(self) -> None:
-        """Answer no more, and remove the parts: all that they belong to is whole."""
+        """Answer no more."""
         self.end()
         self._thread.join(_JOIN_S)
-        with suppress(OSError):  # what stays takes room, no more, and the next run's questions remove it
-            self._home.keep_only(set())
 
     def _serve(self) -> None:
         yield_to_training()
@@ -129,6 +137,8 @@ class PartServer:
             while not self._over.is_set():
                 poller.poll(_POLL_MS)
                 self._listener.pump(self._take)
+        except Exception as error:  # noqa: BLE001 - kept for `check`, which raises it where it can be handled
+            self.failure = error
         finally:
             self._listener.close()
             self._context.destroy()
@@ -168,13 +178,16 @@ class PartServer:
         listed = self._lists.get(question.token)
         if listed is None or len(question.blocks) > _MOST_BLOCKS or max(question.blocks, default=0) >= len(listed):
             raise Malformed("range")
-        pieces = []
+        pieces, coding_s = list[tuple[bytes, bool]](), 0.0
         with self._home.path(question.token).open("rb") as file:
             for number in question.blocks:
                 begin, end = listed.span(number)
                 file.seek(begin)
-                pieces.append(coded(file.read(end - begin)))
-        return BlocksAnswer(question.number, [is_coded for _, is_coded in pieces]), [data for data, _ in pieces]
+                block, begun_s = file.read(end - begin), time.monotonic()
+                pieces.append(coded(block) if question.codes else (block, False))
+                coding_s += time.monotonic() - begun_s
+        answer = BlocksAnswer(question.number, [is_coded for _, is_coded in pieces], coding_s)
+        return answer, [data for data, _ in pieces]
 
 
 class TransferPace:
@@ -183,7 +196,8 @@ class TransferPace:
     What a link takes for an answer grows with what else it carries, and so does the rest: no rate needs to be known.
 
     Attributes:
-        blocks: how many to ask for at once.
+        blocks: how many to ask for at once, of `BLOCK_BYTES`.
+        codes: whether they are to be coded.
         busy_s: for how long answers with blocks were waited for so far.
     """
 
@@ -191,7 +205,8 @@ class TransferPace:
         """Take `SHARE` of the link's time; all of it once `hurry` is set."""
         self._hurry, self._share = hurry, SHARE
         self._least_s = float("inf")  # that any answer took: the way there and back
-        self.blocks = 1
+        self.blocks, self._most_blocks = 1, _SURE_BLOCKS
+        self.codes = True
         self.busy_s = 0.0
 
     def asked(self, seconds: float) -> None:
@@ -204,10 +219,27 @@ class TransferPace:
         self.busy_s += seconds
         held_s = seconds - self._least_s
         if held_s < _SHORT_S:
-            self.blocks = min(_MOST_BLOCKS, 2 * self.blocks)
+            self.blocks = min(self._most_blocks, 2 * self.blocks)
         elif held_s > _LONG_S:
             self.blocks = max(1, self.blocks // 2)
         return 0.0 if self._hurry.is_set() else max(held_s, 0.001) * (1 / self._share - 1)
+
+    def carried(self, n_bytes: int, n_sent: int, seconds: float, coding_s: float) -> None:
+        """Take note of an answer's size: what next ones may be, and whether they are worth the time of coding.
+
+        Blocks that become small say little of the link: only what has travelled lets answers be larger. Coding ends
+        for a part where it saves fewer bytes in a second than the link carries.
+
+        Args:
+            n_bytes: of the blocks.
+            n_sent: that travelled for them.
+            seconds: that the answer took.
+            coding_s: that coding took of these.
+        """
+        self._most_blocks = min(_MOST_BLOCKS, max(_SURE_BLOCKS, 4 * n_sent // BLOCK_BYTES))
+        if n_bytes >= _SURE_BLOCKS * BLOCK_BYTES and n_sent > n_bytes // 2:
+            link_s = max(seconds - coding_s - self._least_s, 0.0)
+            self.codes = self.codes and (n_bytes - n_sent) * link_s > coding_s * n_sent
 
     def rest(self, seconds: float) -> None:
         """Leave the link alone after an answer that took so long, until there is a hurry."""
@@ -221,7 +253,8 @@ class NoAnswer(Exception):
 class PartLink:
     """Rank 0's connection to a rank on another machine; one thread uses it.
 
-    Raises `NoAnswer` where the rank is silent, or `over` was set: the question may be asked again.
+    Raises `NoAnswer` where the rank is silent, or its answer makes no sense, or `over` was set: the question may be
+    asked again.
     """
 
     def __init__(
@@ -241,22 +274,24 @@ class PartLink:
             self._pace.asked(time.monotonic() - begun_s)
             return None
         answer = message.content
-        assert isinstance(answer, PartAnswer)
+        if not isinstance(answer, PartAnswer):
+            raise NoAnswer
         listed = BlockList(answer.n_bytes, answer.start_bytes, bytes(message.frames[0]))
         if not listed.is_sound():
             raise NoAnswer
         return PartNote(answer.host, answer.n_bytes, answer.sha256), listed
 
     def measure(self, token: int) -> None:
-        """Learn how long an answer without blocks takes."""
+        """Learn how long an answer without blocks takes; whether coding is worth its time is seen anew."""
+        self._pace.codes = True
         begun_s = time.monotonic()
-        self._ask(BlocksQuestion(self._next(), token, []))
+        self._ask(BlocksQuestion(self._next(), token, [], False))
         self._pace.asked(time.monotonic() - begun_s)
 
     def blocks(self, token: int, numbers: Sequence[int], listed: BlockList) -> list[bytes]:
         """Return blocks of a part, each compared with its digest, and leave the link alone for a while after."""
         begun_s = time.monotonic()
-        message = self._ask(BlocksQuestion(self._next(), token, list(numbers)))
+        message = self._ask(BlocksQuestion(self._next(), token, list(numbers), self._pace.codes))
         took_s = time.monotonic() - begun_s
         answer = message.content
         if not isinstance(answer, BlocksAnswer) or not len(answer.coded) == len(message.frames) == len(numbers):
@@ -264,10 +299,14 @@ class PartLink:
         found = []
         for number, frame, is_coded in zip(numbers, message.frames, answer.coded, strict=True):
             begin, end = listed.span(number)
-            block = decoded(bytes(frame), is_coded, end - begin)
+            try:
+                block = decoded(bytes(frame), is_coded, end - begin)
+            except ValueError as error:
+                raise NoAnswer from error
             if digest_of(block) != listed.digest(number):
                 raise NoAnswer
             found.append(block)
+        self._pace.carried(sum(map(len, found)), sum(map(len, message.frames)), took_s, answer.coding_s)
         self._pace.rest(took_s)
         return found
 
@@ -281,6 +320,7 @@ class PartLink:
         ends = time.monotonic() + _ANSWER_S
         while self._answer is None:
             if time.monotonic() > ends or self._over.is_set():
+                self._pace.blocks = 1
                 raise NoAnswer
             self._channel.socket.poll(_POLL_MS)
             self._channel.pump(self._take)

@@ -10,7 +10,10 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from echelon.checkpoint import WRITING_PART, CheckpointStore
-from echelon.checkpoint.blocks import coded, decoded, load_codec
-from echelon.checkpoint.collector import PartCollector, as_saved
+from echelon.checkpoint.blocks import load_codec
+from echelon.checkpoint.collector import PartCollector
 from echelon.checkpoint.files import DamagedError
 from echelon.checkpoint.incomplete import HomeParts, IncompleteCheckpoint, Lacking, PartNote, incompletes
 from echelon.checkpoint.store import Complete
@@ -32,8 +35,8 @@ from echelon.messages.identity import RunKeys, derive_keys
 from echelon.messages.plain import from_plain, to_plain
 from echelon.trainer.world import World, text_from_rank_0
 
-_PIECE_BYTES = 1 << 20
 _ADDRESS_BYTES = 64
+_LOOK_S = 0.05
 
 
 def away_ranks(sees: bool, world: World) -> tuple[int, ...]:
@@ -48,72 +51,104 @@ def away_ranks(sees: bool, world: World) -> tuple[int, ...]:
     return tuple(rank for rank, each in enumerate(rows.tolist()) if not each)
 
 
-class OwnDisks:
-    """What a rank does for checkpoints where not all ranks see rank 0's disk.
-
-    Attributes:
-        away: the ranks that do not see it.
-    """
+class PartExchange:
+    """Brings parts of checkpoints to rank 0's disk from the ranks whose machines have them."""
 
     def __init__(
-        self, world: World, away: Sequence[int], store: CheckpointStore, complete: Complete, patience: Patience
+        self,
+        world: World,
+        holders: Mapping[int, int],
+        store: CheckpointStore,
+        complete: Complete,
+        patience: Patience,
+        tokens: Sequence[int] = (),
     ) -> None:
-        """Let rank 0 find the ranks on other machines; all ranks call it together.
+        """Let rank 0 find those ranks; all ranks call it together.
 
         Args:
+            holders: which rank has parts on its machine's disk, by whose they are.
             store: of this rank's machine.
             complete: see `PartCollector`.
+            tokens: of parts that stay until rank 0 has asked for them, from old to new.
         """
         load_codec()
-        self.away = tuple(away)
-        self._home = HomeParts(store.folder.parent, world.rank)
-        self._server: PartServer | None = None
-        self._collector: PartCollector | None = None
         keys = _keys(world)
-        if world.rank in self.away:
-            patience.insist(WRITING_PART, lambda: self._home.folder.mkdir(parents=True, exist_ok=True))
-            self._server = PartServer(keys, _own_host(world), self._home)
-        addresses = _addresses(self._server.address if self._server is not None else "", world)
-        if world.leads:
-            of_away = {rank: addresses[rank] for rank in self.away}
-            self._collector = PartCollector(store, keys, of_away, complete, patience)
-
-    @property
-    def is_away(self) -> bool:
-        """Whether this rank does not see rank 0's disk."""
-        return self._server is not None
+        own = [rank for rank, holder in holders.items() if holder == world.rank]
+        homes = {rank: HomeParts(store.folder.parent, rank) for rank in own}
+        self._servers = {rank: PartServer(keys, _own_host(world), home) for rank, home in homes.items()}
+        for server in self._servers.values():
+            for token in tokens:
+                server.expect(token)
+        addresses = _addresses(self._servers, holders, world)
+        self._collector = PartCollector(store, keys, addresses, complete, patience) if world.leads else None
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sent for parts."""
-        sender = self._server or self._collector
-        return 0 if sender is None else sender.sent_bytes
+        return sum(each.sent_bytes for each in self._threads)
 
-    def part_path(self, token: int) -> Path:
-        """Return where this rank, on another machine, writes its part."""
-        assert self._server is not None
-        self._server.expect(token)
-        return self._home.path(token)
+    @property
+    def _threads(self) -> list[PartServer | PartCollector]:
+        return [*self._servers.values(), *([] if self._collector is None else [self._collector])]
 
     def is_idle(self, hurries: bool) -> bool:
         """Whether nothing is on its way to this rank that a checkpoint lacks; without a hurry that is not asked.
 
         Raises:
             UserError: a part cannot be written, or did not come.
+            Exception: what ended a thread that answers for this rank's parts.
         """
+        for server in self._servers.values():
+            server.check()
         return self._collector is None or self._collector.is_idle(hurries)
 
     def end(self) -> None:
         """Let what goes on end by itself: others wait for this rank."""
-        for each in (self._server, self._collector):
-            if each is not None:
-                each.end()
+        for each in self._threads:
+            each.end()
 
     def close(self) -> None:
         """Bring nothing any more."""
-        for each in (self._server, self._collector):
-            if each is not None:
-                each.close()
+        for each in self._threads:
+            each.close()
+
+
+class OwnDisks(PartExchange):
+    """What a rank does for checkpoints where not all ranks see rank 0's disk.
+
+    Attributes:
+        away: the ranks that do not see it.
+        is_away: whether this rank does not.
+    """
+
+    def __init__(
+        self, world: World, away: Sequence[int], store: CheckpointStore, complete: Complete, patience: Patience
+    ) -> None:
+        """Let rank 0 find the ranks on other machines; all ranks call it together: see `PartExchange`.
+
+        Parts of checkpoints that rank 0 does not know any more are removed.
+        """
+        self.away, self.is_away = tuple(away), world.rank in away
+        self._home = HomeParts(store.folder.parent, world.rank)
+        present = patience.insist(WRITING_PART, lambda: incompletes(store.folder)) if world.leads else []
+        told = text_from_rank_0(json.dumps([each.lacking.token for each in present]), world)
+        needed = set(json.loads(told))
+        if self.is_away:  # nobody has begun to write: what is here is of earlier starts, maybe of other ranks
+            patience.insist(WRITING_PART, lambda: self._home.folder.mkdir(parents=True, exist_ok=True))
+            patience.insist(WRITING_PART, lambda: self._home.keep_only(needed, of_all=True))
+        super().__init__(world, {rank: rank for rank in away}, store, complete, patience)
+
+    def part_path(self, token: int) -> Path:
+        """Return where this rank, on another machine, writes its part."""
+        self._servers[self._home.rank].expect(token)
+        return self._home.path(token)
+
+    def close(self) -> None:
+        """Bring nothing any more, and remove this rank's parts: all that they belong to is whole."""
+        super().close()
+        if self.is_away:
+            with suppress(OSError):  # what stays takes room, no more
+                self._home.keep_only(set())
 
 
 @dataclass(frozen=True)
@@ -157,17 +192,18 @@ class _Seen:
     refusal: str
 
 
-def complete_from_machines(store: CheckpointStore, world: World, complete: Complete) -> Brought:
+def complete_from_machines(store: CheckpointStore, world: World, complete: Complete, patience: Patience) -> Brought:
     """Complete checkpoints that lack parts which the machines of this start have; all ranks call it together.
 
     Where parts are not there, the user is told which, and that another checkpoint is used.
 
     Args:
         complete: see `PartCollector`.
+        patience: rank 0's, with its disk.
 
     Raises:
-        UserError: the disk takes nothing for too long, another run is saving there, or no checkpoint is whole and one
-            that lacks parts cannot be completed now: starting over would remove it.
+        UserError: the disk takes nothing for too long, nothing comes, another run is saving there, or no checkpoint is
+            whole and one that lacks parts cannot be completed now: starting over would remove it.
     """
     if world.meeting is not None:  # machines may have disks of their own: not when the first checkpoint is due
         load_codec()
@@ -175,31 +211,43 @@ def complete_from_machines(store: CheckpointStore, world: World, complete: Compl
     tokens = [each.lacking.token for each in incompletes(store.folder)] if world.leads else []
     told = text_from_rank_0(json.dumps([to_plain(_Offer.of(each)) for each in present]), world)
     offers = [from_plain(_Offer, values) for values in json.loads(told)]
+    offered = [offer.lacking.token for offer in offers]
     home = HomeParts(store.folder.parent, world.rank)
     holders = [_holders(home, offer, world) for offer in offers]
     whys = [_why_not(offer, held_by, world) for offer, held_by in zip(offers, holders, strict=True)]
     for incomplete, why in zip(present, whys, strict=False):
-        if not why:
-            store.adopt(incomplete)
-            continue
-        store.reject(incomplete.path, why)
-        if incomplete.can_come:
-            unused[incomplete.path] = why
+        if why:
+            store.reject(incomplete.path, why)
+            if incomplete.can_come:
+                unused[incomplete.path] = why
     n_sent = 0
-    for i, (offer, held_by, why) in enumerate(zip(offers, holders, whys, strict=True)):
+    for i, (held_by, why) in enumerate(zip(holders, whys, strict=True)):
         if why:
             continue
-        for rank, holder in held_by.items():
-            target = present[i].arrived(rank) if world.leads else None
-            n_sent += _handed_over(home.path(offer.lacking.token, rank), target, holder, world)
         if world.leads:
-            unused |= _complete(store, present[i], complete)
+            store.adopt(present[i])
+        with closing(PartExchange(world, held_by, store, complete, patience, offered)) as exchange:
+            _await_idle(exchange, world)
+            n_sent += exchange.sent_bytes
     refusal = _refusal(store, unused) if world.leads else ""
     seen = from_plain(_Seen, json.loads(text_from_rank_0(json.dumps(to_plain(_Seen(tokens, refusal))), world)))
     if seen.refusal:
         raise UserError(seen.refusal)
     hidden = [each for each in incompletes(store.folder) if each.lacking.token not in seen.tokens]
     return Brought(n_sent, max((each.step for each in hidden if each.can_come), default=-1))
+
+
+def _await_idle(exchange: PartExchange, world: World) -> None:
+    """Wait until rank 0 has all parts, and they are a checkpoint.
+
+    All ranks look together, again and again: none waits for another one as long as a part takes.
+    """
+    while True:
+        busy = torch.tensor([int(not exchange.is_idle(hurries=True))], device=world.device)
+        dist.all_reduce(busy, dist.ReduceOp.MAX, group=world.group)
+        if not int(busy):
+            return
+        time.sleep(_LOOK_S)
 
 
 def _refusal(store: CheckpointStore, unused: Mapping[Path, str]) -> str:
@@ -239,7 +287,10 @@ def _holders(home: HomeParts, offer: _Offer, world: World) -> dict[int, int]:
     def is_here(rank: int) -> bool:
         """Whether this machine's disk has a rank's part."""
         note = offer.notes.get(str(rank))
-        return note is not None and home.is_there(offer.lacking.token, rank, note)
+        try:
+            return note is not None and home.is_there(offer.lacking.token, rank, note)
+        except OSError:  # it cannot be read: another machine may have it, else the user is told that it is not there
+            return False
 
     here = torch.tensor([world.rank if is_here(rank) else -1 for rank in offer.missing], device=world.device)
     if len(here) and world.group is not None:
@@ -260,69 +311,6 @@ def _why_not(offer: _Offer, held_by: Mapping[int, int], world: World) -> str:
     ranks = f"rank {gone[0]} is" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))} are"
     what = "the part" if len(gone) == 1 else "the parts"
     return f"{what} of {ranks} on no disk of the machines that are here{offer.hosts(gone)}"
-
-
-def _complete(store: CheckpointStore, incomplete: IncompleteCheckpoint, complete: Complete) -> dict[Path, str]:
-    """Complete a checkpoint; returns why not, by its path, where a part came changed: another start takes it again."""
-    if changed := incomplete.drop_changed():
-        why = f"the part of rank {changed[0]} came changed"
-        store.leave(incomplete)
-        store.reject(incomplete.path, why)
-        return {incomplete.path: why}
-    store.complete(incomplete, as_saved if incomplete.lacking.is_agreed else complete)
-    return {}
-
-
-def _handed_over(source: Path, target: Path | None, holder: int, world: World) -> int:
-    """Bring a file from the rank that has it to rank 0, coded; returns the bytes that this rank sent.
-
-    Args:
-        target: where rank 0 puts it; None on other ranks.
-    """
-    n_sent = 0
-    if world.rank == holder:
-        pieces = _pieces(source)
-        if target is not None:
-            _write(target, pieces)
-            return 0
-        for piece in pieces:
-            data, is_coded = coded(piece)
-            sizes = torch.tensor([len(data), len(piece), int(is_coded)])
-            dist.send(sizes, group=world.group, group_dst=0)
-            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), group=world.group, group_dst=0)
-            n_sent += len(data)
-        dist.send(torch.zeros(3, dtype=torch.int64), group=world.group, group_dst=0)
-    elif target is not None:
-        _write(target, _received(holder, world))
-    return n_sent
-
-
-def _pieces(source: Path) -> Iterator[bytes]:
-    with source.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            yield piece
-
-
-def _received(holder: int, world: World) -> Iterator[bytes]:
-    while True:
-        sizes = torch.zeros(3, dtype=torch.int64)
-        dist.recv(sizes, group=world.group, group_src=holder)
-        n_coded, n_bytes, is_coded = sizes.tolist()
-        if not n_coded:
-            return
-        data = torch.empty(n_coded, dtype=torch.uint8)
-        dist.recv(data, group=world.group, group_src=holder)
-        yield decoded(data.numpy().tobytes(), bool(is_coded), n_bytes)
-
-
-def _write(target: Path, pieces: Iterator[bytes]) -> None:
-    unfinished = target.with_suffix(".unfinished")
-    with unfinished.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(target)
 
 
 def _keys(world: World) -> RunKeys:
@@ -358,9 +346,16 @@ def _own_host(world: World) -> str:
         ) from error
 
 
-def _addresses(address: str, world: World) -> list[str]:
-    """Return where each rank answers; empty: one that sees rank 0's disk. All ranks call it."""
-    row = torch.tensor(list(address.encode().ljust(_ADDRESS_BYTES, b"\0")), dtype=torch.uint8, device=world.device)
+def _addresses(servers: Mapping[int, PartServer], holders: Mapping[int, int], world: World) -> dict[int, str]:
+    """Return where parts are to be had, by whose they are; all ranks call it.
+
+    Args:
+        servers: of this rank, in the order of `holders`.
+    """
+    text = " ".join(server.address for server in servers.values())
+    n_bytes = _ADDRESS_BYTES * max(Counter(holders.values()).values(), default=1)
+    row = torch.tensor(list(text.encode().ljust(n_bytes, b"\0")), dtype=torch.uint8, device=world.device)
     rows = [torch.empty_like(row) for _ in range(world.size)]
     dist.all_gather(rows, row, group=world.group)
-    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in rows]
+    listed = [bytes(each.tolist()).rstrip(b"\0").decode().split() for each in rows]
+    return {rank: listed[holder].pop(0) for rank, holder in holders.items()}

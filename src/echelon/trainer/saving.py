@@ -195,7 +195,7 @@ class RanksState:
         Raises:
             UserError: another machine has a newer one, or none is whole and one lacks parts that are not here.
         """
-        brought = complete_from_machines(store, self._world, self._completed)
+        brought = complete_from_machines(store, self._world, self._completed, self._patience)
         self._bytes_before += brought.sent_bytes
         found = store.newest(rank=self._world.rank)
         if found is not None and saved_layout(found[1]) != layout_of(self._world):

@@ -61,3 +61,13 @@ def test_a_list_of_another_length_is_not_sound() -> None:
         BlockList(5, 0, bytes(16)),
     ):
         assert not listed.is_sound()
+
+
+@pytest.mark.parametrize("n_bytes", [9 << 20, 33 << 30, 100 << 30, 3 << 40])
+def test_digests_of_the_largest_parts_fit_into_one_frame(n_bytes: int) -> None:
+    size = BlockList(n_bytes, 1000, b"").block_bytes
+    count = 1 + -(-(n_bytes - 1000) // size)
+    assert 16 * count <= 33 << 20 and (size == BLOCK_BYTES) == (n_bytes < 32 << 30)
+    listed = BlockList(n_bytes, 1000, b"")
+    assert listed.span(0) == (0, 1000) and listed.span(1) == (1000, 1000 + size)
+    assert listed.span(count - 1)[1] == n_bytes

@@ -6,13 +6,7 @@ from pathlib import Path
 
 import torch
 
-from echelon.checkpoint.incomplete import (
-    IncompleteCheckpoint,
-    Lacking,
-    PartNote,
-    incompletes,
-    superseded,
-)
+from echelon.checkpoint.incomplete import HomeParts, IncompleteCheckpoint, Lacking, PartNote, incompletes, superseded
 from echelon.checkpoint.parts import AlikeTensors, PartWriter, RankPart, part_file
 from echelon.checkpoint.store import Arriving, BaseState, CheckpointStore, files
 
@@ -105,6 +99,20 @@ def test_a_later_one_stays_when_an_earlier_one_becomes_whole(tmp_path: Path) -> 
     again.close()
 
 
+def test_parts_of_all_ranks_of_a_machine_are_removed_but_for_those_that_are_named(tmp_path: Path) -> None:
+    home, other = HomeParts(tmp_path, rank=1), HomeParts(tmp_path, rank=2)
+    home.folder.mkdir()
+    paths = [each.path(token) for each in (home, other) for token in (1, 2)]
+    for path in paths:
+        path.touch()
+        path.with_suffix(".sha256").touch()
+    home.keep_only({2})
+    assert [path.exists() for path in paths] == [False, True, True, True]
+    home.keep_only({2}, of_all=True)
+    assert [path.exists() for path in paths] == [False, True, False, True]
+    assert len(list(home.folder.iterdir())) == 4
+
+
 def test_what_was_given_up_while_its_save_waited_is_not_completed_by_this_process(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
     folder = store.room_for_parts(1)
@@ -128,8 +136,7 @@ def test_a_part_that_was_changed_after_it_came_is_missing_again(tmp_path: Path) 
     with incomplete.arrived(1).open("r+b") as file:
         file.write(b"x")
     assert incomplete.drop_changed() == [1] and incomplete.missing == [1]
-    store.leave(incomplete)
-    assert store.coming() == [] and incompletes(store.folder), "it stays for a start that has the part"
+    assert incompletes(store.folder), "it stays for a start that has the part"
     store.close()
 
 
