@@ -195,7 +195,8 @@ class Step:
         self._clock.enter(Phase.COMMUNICATE)
         count = self._settings.accumulate
         for part, wanted in _parts(inputs, targets, count):
-            with pipeline.telling(self._pipeline_computes):
+            zeros = nullcontext() if nest.rows(wanted) else counting_nothing(pipeline, self._gathered)
+            with pipeline.telling(self._pipeline_computes), zeros:
                 done = pipeline.forward_backward(part, wanted, divisor, self._scaler.scale)
             result.loss = result.loss + done.loss * (divisor / result.global_units)
             result.score = result.score + done.score
