@@ -50,6 +50,7 @@ from echelon.core.bounds import Bounds, check_bounds
 
 # Sums of a block of such elements and such a memory are finite: nothing is refused once the memory is changed.
 _LARGE = 2.0**109
+_FORMER_BLOCK = 4096  # the default of earlier versions, which runs with votes may name
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
         check_bounds(self)
         if not self.vote and self.magnitude != Sign.magnitude:
             raise ValueError("magnitude is that of a vote's result: without vote=true each block has its own scale")
-        if self.vote and self.block != Sign.block:
+        if self.vote and self.block not in (Sign.block, _FORMER_BLOCK):
             raise ValueError("a vote has no blocks: leave block out")
 
     @property
