@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from echelon.core.errors import UserError
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
-from echelon.torch_compat import FAKE_TENSOR_LOGGER, detect_fake_mode
+from echelon.torch_compat import FAKE_TENSOR_LOGGER, backward_in_evaluation, detect_fake_mode
 
 # Sums over ranks are made in another order: some ulps of a network's depth; a wrong split is off by the whole.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -119,9 +119,8 @@ def answer(model: nn.Module, example: Nest) -> Answer:
 def _answer(model: nn.Module, example: Nest, trail: _Trail) -> Answer:
     was_training = model.training
     model.eval()
-    has_rnn = any(isinstance(module, nn.RNNBase) for module in model.modules())  # cuDNN's have no backward here
     try:
-        with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False) if has_rnn else nullcontext():
+        with torch.enable_grad(), backward_in_evaluation([model]):
             result = nest.call(model, example)
             logits = getattr(result, "logits", None)
             if not isinstance(logits, Tensor):
