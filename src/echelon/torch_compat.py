@@ -32,7 +32,8 @@ before it is asked for.
     spare_dynamo            torch._compile._disable_dynamo's __dynamo_disable, torch.optim.optimizer._use_grad_for_...
     build_ddp               torch._dynamo.utils.get_optimize_ddp_mode
 
-One more, `torch._dynamo`, is in `core.system`, for who needs it without torch.
+Beside these `backward_in_evaluation` gets around what cuDNN does not have. One more, `torch._dynamo`, is in
+`core.system`, for who needs it without torch.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -315,6 +316,16 @@ def schema_of(operator: Any) -> torch.FunctionSchema:
 def conv_forward(kind: Any) -> object:
     """Return the method by which a class of convolutions computes, `forward` aside."""
     return kind._conv_forward
+
+
+@contextmanager
+def backward_in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let forward passes in evaluation mode be followed by backward passes: cuDNN's recurrent layers have none then,
+    and torch's own take their place.
+    """
+    has_rnn = any(isinstance(each, nn.RNNBase) for module in modules for each in module.modules())
+    with torch.backends.cudnn.flags(enabled=False) if has_rnn else nullcontext():
+        yield
 
 
 def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from echelon.data import EvalLoader, LoaderConfig, TrainLoader, from_datasets
-from echelon.data.base import Shard
+from echelon.data.base import Batch, Shard
 from echelon.data.own import example_samples
 from echelon.observe.phases import HostClock
 from echelon.run.resolve import resolve
@@ -23,7 +23,7 @@ from echelon.trainer.parts import build_parts
 from echelon.trainer.state import seed_everything
 from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.work import Work
-from tests.ranks.layouts import TASK, Trial, assemble, held, make_world
+from tests.ranks.layouts import TASK, Trial, assemble, held, make_trainer, make_world
 from tests.ranks.spawn import Rank, run_ranks
 
 SAMPLES, BATCH, EPOCHS = 17, 8, 2
@@ -125,3 +125,27 @@ def test_the_last_batch_may_have_fewer_samples_than_there_are_workers(ranks: int
 def test_one_process_may_have_more_micro_batches_than_samples() -> None:
     once, often = learn(None, [("dp=1", "allreduce", "none", 1), ("dp=1", "allreduce", "none", 4)])
     assert np.allclose(once[0], often[0], rtol=0, atol=1e-9)
+
+
+def without_targets(rank: Rank, layouts: Sequence[str]) -> list[bool]:
+    """Take a step, and one of NaN that count nothing, in each layout; returns whether all parameters stay finite."""
+    finite = []
+    for layout in layouts:
+        trainer = make_trainer(Trial("vit", layout), rank)
+        trainer.run(0, 1)
+        inputs, targets = torch.full((1, 1, 8, 8), torch.nan, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
+        trainer.step.forward_backward(Batch(inputs, targets, 1, 0), trainer.parts.sync)
+        trainer.parts.sync.step()
+        finite.append(all(bool(p.isfinite().all()) for p in trainer.parts.local_model.parameters()))
+    return finite
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [
+        (2, ["pp=2,microbatches=1", "pp=2,microbatches=2,schedule=zero_bubble"]),
+        pytest.param(4, ["fsdp=2,pp=2", "tp=2,pp=2", "dp=2,pp=2"], marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_of_a_part_without_targets_are_zeros_in_a_pipeline(ranks: int, layouts: list[str]) -> None:
+    assert all(all(finite) for finite in run_ranks(without_targets, ranks, layouts))

@@ -320,3 +320,26 @@ def refusal(rank: Rank) -> str:
 def test_a_plan_with_other_gradients_is_refused() -> None:
     for words in run_ranks(refusal, 2):
         assert "gradient of 2.weight" in words and "--tensor-plan 2=shared" in words
+
+
+def without_memory(rank: Rank) -> tuple[list[str], bool]:
+    """Split a model whose gradients do not fit into one rank's memory; returns what is said, and what has fitted."""
+    torch.manual_seed(1)
+    model, inputs = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.randn(SAMPLES, 8)
+
+    def run_out(gradient: Tensor) -> None:
+        raise torch.OutOfMemoryError
+
+    full = model[0].weight.register_hook(run_out) if rank.index == 1 else None
+    before = answer(model, inputs)
+    if full is not None:
+        full.remove()
+    mesh = init_device_mesh("cpu", (rank.world_size,), mesh_dim_names=("tp",))
+    apply_tensor(model, mesh, None, {}, False)
+    return [*same_function(model, inputs, before)], before.gradients_fit
+
+
+def test_where_memory_runs_out_for_gradients_outputs_alone_are_compared() -> None:
+    (first, fits), (second, fits_too) = run_ranks(without_memory, 2)
+    assert first == second and "gradients were not compared, for memory ran out" in first[0]
+    assert fits and not fits_too

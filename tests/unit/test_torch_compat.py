@@ -82,6 +82,13 @@ def test_this_torch_has_every_name(name: str) -> None:
     assert importlib.util.find_spec(COMPILER) is not None
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU, nn.Linear])
+def test_recurrent_layers_are_not_those_of_cudnn_where_backward_follows_evaluation(kind: type[nn.Module]) -> None:
+    with torch_compat.backward_in_evaluation([nn.Sequential(kind(2, 2))]):
+        assert torch.backends.cudnn.enabled == (kind is nn.Linear)
+    assert torch.backends.cudnn.enabled
+
+
 def test_a_copy_has_the_tensors_and_children_that_it_is_given() -> None:
     layer = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     copied = torch_compat.copy_with(layer, {"0": layer[0]}, {})

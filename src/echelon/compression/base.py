@@ -128,6 +128,12 @@ class Codec(ABC):
     momentum_inside: ClassVar[bool] = False
     mask_below: ClassVar[float] = 0.05
 
+    def changed_since(self, version: int) -> str:
+        """Say what it does otherwise than in a run that an earlier version began (`records.kinds.VERSION`); empty:
+        nothing.
+        """
+        return ""
+
     @property
     def biased(self) -> bool:
         """Whether the decoded tensor differs from the encoded one on average; a codec says yes by overriding it."""

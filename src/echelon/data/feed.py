@@ -208,7 +208,7 @@ class Feed:
 
     def _without_bad(self, job: BatchJob, inputs: Nest, targets: Nest, bad: Sequence[BadSample]) -> _Made:
         if job.borrowed:
-            return _Made(inputs, nest.take(targets, slice(0)), job.indices[:0])
+            return _Made(*_stand_in(inputs, targets, bool(bad)), job.indices[:0])
         if not bad:
             return _Made(inputs, targets, job.indices)
         for each in bad:
@@ -216,11 +216,12 @@ class Feed:
                 self._bad_paths.add(each.path)
                 self.bad_images.append((each.path, each.reason))
         reasons = {each.position: each.reason for each in bad}
-        device = nest.leaves(inputs)[0].device
         places = [i for i in range(len(job.indices)) if i not in reasons]
-        good = torch.tensor(places or [0], dtype=torch.int64, device=device)  # without targets, inputs count nothing
+        if not places:
+            return _Made(*_stand_in(inputs, targets, True), job.indices[:0], reasons)
+        good = torch.tensor(places, dtype=torch.int64, device=nest.leaves(inputs)[0].device)
         inputs, targets = nest.map_leaves(lambda leaf: leaf.index_select(0, good), (inputs, targets))
-        return _Made(inputs, nest.take(targets, slice(len(places))), job.indices[places], reasons)
+        return _Made(inputs, targets, job.indices[places], reasons)
 
     def _settle(self) -> None:
         """Wait for copies to the device under way and give their slots back."""
@@ -250,3 +251,14 @@ class Feed:
         return self._units(
             nest.map_leaves(torch.from_numpy, nest.take(self._rows.targets, job.everyone % self._info.train_size))
         )
+
+
+def _stand_in(inputs: Nest, targets: Nest, is_bad: bool) -> Pair:
+    """Return the inputs of the first sample, which count nothing, and no targets; real numbers that are bad as zeros.
+
+    Backward passes through NaN would make gradients of NaN, which zero weights do not take away.
+    """
+    first = nest.first_sample(inputs)
+    if is_bad:
+        first = nest.map_leaves(lambda leaf: torch.zeros_like(leaf) if leaf.is_floating_point() else leaf, first)
+    return first, nest.take(targets, slice(0))

@@ -284,8 +284,9 @@ def _try_model(run: ResolvedRun, info: DataInfo, device: torch.device) -> None:
     if not (config.model.weights or in_8_bits):
         return
     model = build_model(config.model, model_input(info, run.task.fitted(info)))
-    if starts_rebuilt(config.model, run.tuning, run.start_tuning):
+    trained = run.start_tuning()
+    if starts_rebuilt(config.model, run.tuning, trained):
         run.tuning.rebuild(model)
-    start_from(model, config.model, run.start_tuning)
+    start_from(model, config.model, trained)
     if in_8_bits:
         to_fp8(model, device)

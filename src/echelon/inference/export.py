@@ -129,10 +129,8 @@ def _written(target: ExportFormat, trained: TrainedModel, path: Path, file: Path
     """
     loader = _evaluation(trained)
     try:
-        batch = next((batch for batch in loader if nest.rows(batch.inputs)), None)  # all of one may be skipped
-        if batch is None:
-            raise UserError("the run's evaluation data has no sample")
-        _library_call(lambda: target.write(trained, path, _example(batch.inputs)), "written")
+        example = example_of(loader)
+        _library_call(lambda: target.write(trained, path, example), "written")
         with Screen(True, to_stderr=True) as screen, screen.bar("checking the export, batch", len(loader)) as bar:
             exported = _library_call(lambda: target.read(trained, path), "read again")
             agreement = compare(
@@ -174,7 +172,15 @@ def _evaluation(trained: TrainedModel) -> EvalLoader:
     return EvalLoader(source, settings, Shard(0, 1), source.test)
 
 
-def _example(inputs: Nest) -> Nest:
-    """Return some samples, at least two: a size of 1 would be taken for a constant."""
-    some = nest.take(inputs, slice(0, _EXAMPLES))
+def example_of(loader: EvalLoader) -> Nest:
+    """Return some samples of the first batch that is not skipped, at least two: a size of 1 would be taken for a
+    constant.
+
+    Raises:
+        UserError: there is none.
+    """
+    batch = next((batch for batch in loader if nest.rows(batch.targets)), None)
+    if batch is None:
+        raise UserError("the run's evaluation data has no sample")
+    some = nest.take(batch.inputs, slice(0, _EXAMPLES))
     return some if nest.rows(some) > 1 else nest.map_leaves(lambda leaf: torch.cat([leaf, leaf]), some)

@@ -111,10 +111,11 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
 
             apply_plan(module, along_tp, plan)
     split = pipeline if pipeline is not None else model
+    notes = pipeline.notes if pipeline is not None else ()
     if before is not None:
         from echelon.parallel.tensor import same_function
 
-        same_function(split, options.example, before)
+        notes += same_function(split, options.example, before)
     reached = []
     if along_fsdp is not None:
         reached = [shard(module, _present(module, separate), along_fsdp, options.parameters) for module in modules]
@@ -125,7 +126,7 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
     pieces = LocalShards(modules, placement, reached)
     if options.deferred is not None:
         options.deferred.fill(pieces.fill)
-    return SplitModel(split, pieces, pipeline, pipeline.notes if pipeline is not None else ())
+    return SplitModel(split, pieces, pipeline, notes)
 
 
 def recompute_model(model: nn.Module, hints: Hints | None, how: Recompute, param_dtype: torch.dtype | None) -> None:

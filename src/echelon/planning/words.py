@@ -108,7 +108,7 @@ def choice_words(plan: PlanReport) -> list[str]:
         return [words[0] + ". Give each a price=... to know which is worth its money."]
     words[0] += f", for {money(fast.money)}."
     cheapest, cheap = min(bests, key=lambda named: named[1].money.value)
-    if cheapest == fastest:
+    if cheap is fast:
         return [words[0] + " It is the cheapest, too: no other is worth its price."]
     takes = f"{cheap.run_s.value / fast.run_s.value:.2f}x as long ({format_seconds(cheap.run_s.value)})"
     words.append(f"Cheapest: {cheapest}: {money(cheap.money)}, {takes}.")

@@ -16,11 +16,11 @@ from typing import Annotated, Any, ClassVar
 from echelon.core.task import BEFORE_TASKS, TaskFacts
 from echelon.records.decode import decode, left_out, nan_number, number, readable_rows
 
-VERSION = 2
+VERSION = 3
 """Of what this package writes; written in `start`. 0: of runs before versions were written.
 
 Since 2, class weights have a mean of 1 over the training samples, and evaluations sum losses without weights and
-label smoothing.
+label smoothing. Since 3, the codec sign has blocks of 256 elements where its spec says none (4096 before).
 """
 
 TCP_HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP with timestamps 32

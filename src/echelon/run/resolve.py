@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -262,7 +263,11 @@ def tuning_of(model: ModelConfig) -> TuningPlan:
 
 
 def _start_tuning(model: ModelConfig) -> TuningPlan | None:
-    """Return what was trained of the model of the run whose folder `--weights` names; None: it names none."""
+    """Return what was trained of the model of the run whose folder `--weights` names; None: it names none.
+
+    Raises:
+        UserError: that run's description cannot be read.
+    """
     from echelon.models.pretrained import folder_of_weights
     from echelon.models.tuning.plan import tuning_plan
     from echelon.trainer.folder import CONFIG_FILE, has_weights
@@ -330,6 +335,6 @@ def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> Res
         io_patience_s=parse_seconds(config.checkpoint.io_patience),
         max_time_s=parse_max_time(config.training.max_time),
         tuning=tuning_of(config.model),
-        start_tuning=_start_tuning(config.model),
+        start_tuning=partial(_start_tuning, config.model),
     )
     return run.compressed_by(compression)

@@ -264,7 +264,7 @@ class Chronicle:
         self.task = start.task
         progress.display = Display(length, start.task, True, done)
         progress.display.__enter__()
-        progress.begins(start, self._run.described, self._path)
+        progress.begins(start, self._run.described, self._path, self._run.compression.codec)
         for name, note in setup.notes:
             progress.note(name, note)
         progress.restored(done if setup.resumed else None, self._path, setup.passed_over)

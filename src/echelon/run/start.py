@@ -280,7 +280,7 @@ def check(
 
     run = resolve(config, user_objects.optimizer if user_objects else None)
     if goes_on_in is None or not has_checkpoint(goes_on_in):
-        bring_weights(config.model, run.tuning, run.start_tuning)
+        bring_weights(config.model, run.tuning, run.start_tuning())
     check_callbacks(config.tracking.callbacks)
     for callback in user_objects.callbacks if user_objects else ():
         check_methods(callback)

@@ -51,10 +51,15 @@ class _Container:
 
 
 def _filled_dict(like: Nest, children: list[Nest]) -> Nest:
-    """Return a dict; of one that is a dataclass too, as transformers' outputs are, another such."""
+    """Return a dict; of one that is a dataclass too, as transformers' outputs are, another such, with all its keys."""
     kind: Any = type(like)
     filled = dict(zip(like, children, strict=True))
-    return kind(**filled) if is_dataclass(like) else filled
+    if not is_dataclass(like):
+        return filled
+    record = kind(**{field.name: filled[field.name] for field in fields(like) if field.init and field.name in filled})
+    for key in filled.keys() - {field.name for field in fields(like)}:
+        record[key] = filled[key]
+    return record
 
 
 _DICTS = _Container(lambda nest: list(nest.values()), _filled_dict)

@@ -838,7 +838,7 @@ def rank_seed(seed: int, rank: int) -> int:
 def _record_start(ground: _Groundwork, run: TrainingRun, cursor: Cursor, path: Path) -> None:
     start = _start_of(ground, run, cursor)
     if start is not None:
-        run.progress.begins(start, ground.resolved.described, path)
+        run.progress.begins(start, ground.resolved.described, path, ground.resolved.compression.codec)
 
 
 def _start_of(ground: _Groundwork, run: TrainingRun, cursor: Cursor, sent: int = 0) -> Start | None:

@@ -180,9 +180,10 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
         )
     if config.model.sparse_tables:
         make_sparse(model, f"model {type(model).__name__}")
-    is_rebuilt = starts_rebuilt(config.model, work.tuning, work.start_tuning)
+    trained = work.start_tuning() if config.model.weights else None
+    is_rebuilt = starts_rebuilt(config.model, work.tuning, trained)
     rebuilt = work.tuning.rebuild(model) if is_rebuilt else None
-    if (loaded := start_from(model, config.model, work.start_tuning, work.info)) is not None:
+    if (loaded := start_from(model, config.model, trained, work.info)) is not None:
         work.loaded.append(loaded)
     if work.user_model is not None:
         (keep_no_cache if work.task.takes_records else give_logits)(work.user_model)

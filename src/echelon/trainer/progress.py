@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import islice, takewhile
 from pathlib import Path
 
+from echelon.compression.base import Codec
 from echelon.config import RunConfig
 from echelon.config.build import leaf_values
 from echelon.core.task import BEFORE_TASKS
@@ -38,7 +39,7 @@ class RunProgress:
         self.record.write(event)
         self.display.say(event.message)
 
-    def begins(self, start: Start, config: RunConfig, folder: Path) -> None:
+    def begins(self, start: Start, config: RunConfig, folder: Path, codec: Codec) -> None:
         """Tell of a run's start: what is trained on what, as far as only those know who have built it."""
         before = next(newest(folder, Start), None) if start.start_step else None
         self.record.write(start)
@@ -54,6 +55,8 @@ class RunProgress:
             self.note("numerics", f"{changed}: sums may differ in their last bits from those of an undisturbed run")
         if before is not None and (changed := other_losses(before, config)):
             self.note("losses", changed)
+        if before is not None and (changed := codec.changed_since(before.version)):
+            self.note("codec", f"this run began with an earlier version; from here on {changed}")
         self.listeners.tell(run_info(start, config, folder))
         self.listeners.deliver()
 

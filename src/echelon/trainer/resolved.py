@@ -14,7 +14,7 @@ from echelon.core.hints import Style
 from echelon.core.layout import Layout
 from echelon.core.link import Link
 from echelon.data import SourceChoice
-from echelon.models.tuning.plan import UNTUNED, TuningPlan
+from echelon.models.tuning.plan import UNTUNED, StartTuning, TuningPlan, of_no_run
 from echelon.optim.choice import OptimizerChoice
 from echelon.optim.traits import NESTEROV, is_nesterov, is_sgd
 from echelon.sync.settings import SyncSettings
@@ -50,7 +50,7 @@ class ResolvedRun:
         io_patience_s: how long training goes on while the run's folder cannot be written.
         max_time_s: in which a command is to end; infinity: no limit.
         tuning: what is trained of the model.
-        start_tuning: what was trained of the model of the run whose weights `--weights` names; None: it names none.
+        start_tuning: returns what was trained of the model of the run whose weights `--weights` names; None: of none.
     """
 
     config: RunConfig
@@ -74,7 +74,7 @@ class ResolvedRun:
     io_patience_s: float
     max_time_s: float
     tuning: TuningPlan = UNTUNED
-    start_tuning: TuningPlan | None = None
+    start_tuning: StartTuning = of_no_run
 
     def layout_for(self, ranks: int) -> Layout:
         """Return the layout with every size known, for this number of ranks.

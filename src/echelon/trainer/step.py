@@ -22,6 +22,7 @@ from echelon.sync.base import StepSync
 from echelon.tasks import nest
 from echelon.tasks.base import SAMPLE, Batch, Task
 from echelon.tasks.nest import Nest
+from echelon.torch_compat import backward_in_evaluation
 from echelon.trainer.loss_guard import LossGuard
 from echelon.trainer.precision import autocast_to
 
@@ -195,7 +196,8 @@ class Step:
         self._clock.enter(Phase.COMMUNICATE)
         count = self._settings.accumulate
         for part, wanted in _parts(inputs, targets, count):
-            with pipeline.telling(self._pipeline_computes):
+            zeros = nullcontext() if nest.rows(wanted) else counting_nothing(pipeline, self._gathered)
+            with pipeline.telling(self._pipeline_computes), zeros:
                 done = pipeline.forward_backward(part, wanted, divisor, self._scaler.scale)
             result.loss = result.loss + done.loss * (divisor / result.global_units)
             result.score = result.score + done.score
@@ -243,7 +245,7 @@ class Step:
             return nest.call(module, inputs)
         if has_sync_batchnorm(module):
             return nest.call(module, nest.take(inputs, slice(0)))
-        with evaluating(module):
+        with evaluating(module), backward_in_evaluation([module]):
             return nest.call(module, inputs)
 
     def _to_device(self, batch: Batch) -> tuple[Nest, Nest]:
@@ -275,7 +277,7 @@ def replica_samples(placement: Placement, batch: Batch) -> int:
 
 def warmup_backward(sync: StepSync, inputs: Nest) -> None:
     """Send samples through forward and backward, which changes nothing (see `Sync.needs_warmup_backward`)."""
-    with evaluating(sync.module), sync.micro_batch(last=True):
+    with evaluating(sync.module), backward_in_evaluation([sync.module]), sync.micro_batch(last=True):
         nest.zero_of(nest.call(sync.module, inputs)).backward()
     for parameter in sync.module.parameters():
         parameter.grad = None

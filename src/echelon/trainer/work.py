@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from echelon.data.base import DataInfo
 from echelon.models import LoadedWeights
-from echelon.models.tuning.plan import UNCHANGED, UNTUNED, Tuned, TuningPlan
+from echelon.models.tuning.plan import UNCHANGED, UNTUNED, StartTuning, Tuned, TuningPlan, of_no_run
 from echelon.ps.table import RowStart
 from echelon.tasks import nest
 from echelon.tasks.base import Task
@@ -26,7 +26,7 @@ class Work:
         user_model: the caller's own module, in place of the described one.
         example: two samples' inputs of any values, the same on every rank; None: made as `info` says.
         tuning: what is trained of it.
-        start_tuning: what was trained of the run whose weights it starts from (`ResolvedRun.start_tuning`).
+        start_tuning: returns what was trained of the run whose weights it starts from (`ResolvedRun.start_tuning`).
         loaded: what became of the weights that it starts from, each time that it is built.
         steps: of the run; 0: not known.
         tunings: what tuning has made of the model, likewise.
@@ -55,7 +55,7 @@ class Work:
     oddities: list[str] = field(default_factory=list)
     balances: bool = False
     needs_several: list[bool] = field(default_factory=list)
-    start_tuning: TuningPlan | None = None
+    start_tuning: StartTuning = of_no_run
 
     @property
     def tuned(self) -> Tuned:

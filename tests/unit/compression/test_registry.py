@@ -40,7 +40,10 @@ def test_wrappers_stand_in_order() -> None:
     assert not isinstance(build("int8"), Transformed)
 
 
-@pytest.mark.parametrize("text", ["none", "topk(0.01)+huffman", "sign(vote=true, momentum=0.9)", "powersgd", "int8"])
+@pytest.mark.parametrize(
+    "text",
+    ["none", "topk(0.01)+huffman", "sign(vote=true, momentum=0.9)", "sign(vote=true, block=4096)", "powersgd", "int8"],
+)
 def test_what_travels_is_written_as_the_spec_that_it_is_read_from(text: str) -> None:
     compression = read(text)
     assert read(str(compression)) == compression

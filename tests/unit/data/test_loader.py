@@ -165,7 +165,14 @@ def test_a_part_of_bad_samples_alone_has_inputs_without_targets() -> None:
     items = TensorDataset(torch.tensor([[1.0], [torch.nan]]), torch.tensor([0, 1]))
     source, config = from_datasets(items, items), settings(batch_size=1, on_nan="skip")
     parts = list(TrainLoader(source, config, Shard(0, 1)).epoch(0))
-    assert sorted((len(part.inputs), len(part.targets)) for part in parts) == [(1, 0), (1, 1)]
+    assert sorted((part.inputs.tolist(), len(part.targets)) for part in parts) == [([[0.0]], 0), ([[1.0]], 1)]
+
+
+def test_a_bad_sample_that_is_lent_to_a_part_without_samples_is_zeros() -> None:
+    items = TensorDataset(torch.tensor([[1.0], [1.0], [torch.nan]]), torch.tensor([0, 1, 1]))
+    loader = TrainLoader(from_datasets(items, items), settings(batch_size=2, on_nan="skip"), Shard(1, 2))
+    lent = [list(loader.epoch(epoch))[-1] for epoch in range(8)]
+    assert {part.inputs.item() for part in lent} == {0.0, 1.0} and not any(len(part.targets) for part in lent)
 
 
 def test_a_rank_without_evaluation_samples_has_an_example() -> None:

@@ -11,12 +11,15 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from torch.utils.data import TensorDataset
 from torchvision.transforms.v2 import functional
 
-from echelon.config import build
-from echelon.data import DataInfo
+from echelon.config import DataConfig, build
+from echelon.data import DataInfo, EvalLoader, LoaderConfig, from_datasets
+from echelon.data.base import Shard
 from echelon.data.decode import open_picture
 from echelon.data.masks import Frame
+from echelon.inference.export import example_of
 from echelon.inference.exports.base import cannot_be_traced, description
 from echelon.inference.exports.onnx_file import OnnxFile
 from echelon.run.trained import TrainedModel
@@ -58,6 +61,12 @@ def test_preprocessing_of_a_segmentation_is_repeated_from_what_is_written(
 def test_the_output_of_a_model_of_classes_is_called_logits(trained: TrainedModel, tmp_path: Path) -> None:
     OnnxFile().write(trained, tmp_path / "model.onnx", torch.zeros(2, 3, 32, 32))
     assert [each.name for each in onnx.load(tmp_path / "model.onnx").graph.output] == ["logits"]
+
+
+def test_a_model_is_traced_with_a_sample_that_is_not_skipped() -> None:
+    items = TensorDataset(torch.tensor([[torch.nan], [2.0]]), torch.tensor([0, 1]))
+    config = LoaderConfig(DataConfig(batch_size=1, loaders=0, on_nan="skip"), 0, torch.device("cpu"))
+    assert example_of(EvalLoader(from_datasets(items, items), config, Shard(0, 1))).tolist() == [[2.0], [2.0]]
 
 
 def test_a_batch_whose_size_is_fixed_is_said_in_words(tmp_path: Path) -> None:

@@ -199,6 +199,36 @@ def test_dropout_on_hidden_units_that_do_not_divide_is_refused() -> None:
     assert names(plan(pair(8, 0.5))) == names(plan(pair(7, 0.0))) == {"0": "column", "3": "row"}
 
 
+class Dropping(nn.Module):
+    """One dropout for inputs or hidden units, in a forward pass that can be traced or not."""
+
+    def __init__(self, place: str, traced: bool = True) -> None:
+        super().__init__()
+        self.up, self.down, self.drop, self.place, self.traced = (
+            nn.Linear(8, 7),
+            nn.Linear(7, 8),
+            nn.Dropout(),
+            place,
+            traced,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.traced and x.sum() > 0:
+            return x
+        hidden = self.up(self.drop(x) if self.place == "before" else x).relu()
+        return self.down(self.drop(hidden) if self.place == "between" else hidden)  # type: ignore[no-any-return]
+
+
+def test_dropout_on_what_is_whole_may_stand_beside_hidden_units_that_do_not_divide() -> None:
+    layers = nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 8)
+    assert names(plan(nn.Sequential(nn.Dropout(), *layers))) == {"1": "column", "3": "row"}
+    assert names(plan(nn.Sequential(*layers, nn.Dropout()))) == {"0": "column", "2": "row"}
+    assert names(plan(Dropping("before"))) == {"up": "column", "down": "row"}
+    assert "would part at drop" in refusal(Dropping("between"))
+    by_hand = {"up": "column", "down": "row"}
+    assert "would part at drop" in refusal(Dropping("before", traced=False), overrides=by_hand)
+
+
 def test_nothing_to_split_says_what_to_write() -> None:
     assert "write --tensor-plan" in refusal(nn.Sequential(nn.Flatten(), nn.Linear(4, 4)))
 

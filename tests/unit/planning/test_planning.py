@@ -174,6 +174,8 @@ def test_what_is_worth_renting_is_said() -> None:
     words = choice_words(make_plan(known, Length(64, 20, 6400, 0, MINUTE), machines, None))
     assert words[0].startswith("Fastest of these machines: 8:") and words[1].startswith("Cheapest: 2:")
     assert words[2] == "Not worth renting, for another is faster and cheaper: 4."
+    alike = [replace(each, name="one") for each in machines]
+    assert choice_words(make_plan(known, Length(64, 20, 6400, 0, MINUTE), alike, None))[1].startswith("Cheapest: one:")
     free = [replace(each, price_per_hour=0.0) for each in machines]
     [said] = choice_words(make_plan(known, Length(64, 20, 6400, 0, MINUTE), free, None))
     assert said.endswith("Give each a price=... to know which is worth its money.")

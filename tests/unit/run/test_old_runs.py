@@ -120,4 +120,13 @@ def test_how_it_was_tuned_is_read_where_others_start_from_it(run: Path) -> None:
     config = load_run_config(run / "config.yaml")
     for weights, is_run in ((str(run), True), (f"hf:{run}", True), ("pretrained", False), ("hf:no/such-name", False)):
         starts = replace(config, run="", model=replace(config.model, name="timm/resnet18", weights=weights))
-        assert (resolve(starts).start_tuning is not None) == is_run, "nothing is asked of a hub, nor brought"
+        assert (resolve(starts).start_tuning() is not None) == is_run, "nothing is asked of a hub, nor brought"
+
+
+def test_a_run_that_goes_on_does_not_read_the_one_whose_weights_it_started_from(run: Path) -> None:
+    config = load_run_config(run / "config.yaml")
+    (run / "config.yaml").write_text("model: {tune: none_such}")
+    resolved = resolve(replace(config, run="", model=replace(config.model, weights=str(run))))
+    assert not resolved.going_on(0).config.model.weights
+    with pytest.raises(UserError, match="none_such"):
+        resolved.start_tuning()

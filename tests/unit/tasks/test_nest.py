@@ -67,6 +67,13 @@ def test_outputs_whose_values_are_attributes_have_them_in_float32() -> None:
     assert exact.logits.dtype == exact["logits"].dtype == torch.float32 and exact.hidden[0] is TWO
 
 
+def test_outputs_whose_values_are_attributes_may_have_keys_of_the_users_own() -> None:
+    record = _Record(ONE.bfloat16())
+    record["auxiliary"] = TWO.bfloat16()
+    exact = nest.exact(record)
+    assert isinstance(exact, _Record) and exact["auxiliary"].dtype == exact.logits.dtype == torch.float32
+
+
 def test_specs_and_classes_are_leaves() -> None:
     assert not any(map(nest.is_container, (TensorSpec((3,)), _Outputs, "text", None, 1.0)))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.compression import read
 from echelon.config import OptimizerConfig, RunConfig
 from echelon.core.task import BEFORE_TASKS
 from echelon.observe import screen
@@ -75,6 +76,18 @@ def test_shares_of_a_step_add_up_to_100(capsys: pytest.CaptureFixture[str], seco
     shown = capsys.readouterr().out.partition("of step time: ")[2]
     assert sum(int(share) for share in re.findall(r"(\d+)%", shown)) == 100, shown
     assert "data" not in shown and "idle" not in shown and f"other {other}%" in shown
+
+
+def test_a_run_that_an_earlier_version_began_is_told_that_sign_has_other_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = Recorder(tmp_path)
+    progress = RunProgress(record, Listeners(), Display(RunLength(16, 2), BEFORE_TASKS, visible=True))
+    for version, codec, is_told in ((2, "sign", True), (2, "sign(block=4096)", False), (3, "sign", False)):
+        record.write(Start(version=version))
+        progress.begins(Start(start_step=1), RunConfig(), tmp_path, read(codec).codec)
+        assert ("sign has blocks of 256 elements" in capsys.readouterr().out) == is_told
+    record.close()
 
 
 def test_a_run_that_an_earlier_version_began_is_told_that_its_losses_are_others() -> None:

@@ -30,7 +30,7 @@ from echelon.trainer.precision import (
     set_numerics,
     to_fp8,
 )
-from echelon.trainer.step import Step, StepSettings
+from echelon.trainer.step import Step, StepSettings, warmup_backward
 from echelon.trainer.update import Update
 from echelon.trainer.world import World
 from tests.ranks.layouts import SumTask
@@ -53,6 +53,27 @@ def test_a_loss_is_computed_in_float32_in_training() -> None:
     step = Step(MatrixLoss(), made, HostClock(), torch.amp.GradScaler("cpu", enabled=False), None)
     batch = Batch(torch.ones(5, 3), torch.zeros(5, dtype=torch.int64), 5, 0)
     assert float(step.forward_backward(batch, Alone(nn.Linear(3, 4))).loss) > 0  # type: ignore[arg-type]
+
+
+class Recurrent(nn.Module):
+    """Notes of each forward pass whether it trains, and whether layers are cuDNN's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.passes = nn.GRU(3, 4), list[tuple[bool, bool]]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes.append((self.training, torch.backends.cudnn.enabled))
+        out: Tensor = self.layer(x)[0]
+        return out
+
+
+def test_recurrent_layers_of_a_part_without_samples_have_a_backward_pass_on_a_gpu() -> None:
+    model, made = Recurrent(), StepSettings(CPU, None, 2, 0.0, False)
+    step = Step(MatrixLoss(), made, HostClock(), torch.amp.GradScaler("cpu", enabled=False), None)
+    step.forward_backward(Batch(torch.ones(1, 3), torch.zeros(1), 1, 0), Alone(model))  # type: ignore[arg-type]
+    warmup_backward(Alone(model), torch.ones(1, 3))  # type: ignore[arg-type]
+    assert model.passes == [(True, True), (False, False), (False, False)]
 
 
 @pytest.mark.parametrize(

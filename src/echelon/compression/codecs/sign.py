@@ -50,6 +50,8 @@ from echelon.core.bounds import Bounds, check_bounds
 
 # Sums of a block of such elements and such a memory are finite: nothing is refused once the memory is changed.
 _LARGE = 2.0**109
+_SMALLER_BLOCKS = 3  # `records.kinds.VERSION`
+_FORMER_BLOCK = 4096  # the default of earlier versions, which runs with votes may name
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,17 @@ class Sign(CorrectsMomentum, Eased, DenseCodec):
         check_bounds(self)
         if not self.vote and self.magnitude != Sign.magnitude:
             raise ValueError("magnitude is that of a vote's result: without vote=true each block has its own scale")
-        if self.vote and self.block != Sign.block:
+        if self.vote and self.block not in (Sign.block, _FORMER_BLOCK):
             raise ValueError("a vote has no blocks: leave block out")
+
+    def changed_since(self, version: int) -> str:
+        """Say, of blocks that may be the default, that earlier versions had another one."""
+        if version >= _SMALLER_BLOCKS or self.vote or self.block != Sign.block:
+            return ""
+        return (
+            f"sign has blocks of {self.block} elements where none are written ({_FORMER_BLOCK} before), and sends more "
+            "scales"
+        )
 
     @property
     def biased(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -197,6 +197,15 @@ class TuningPlan:
 
 
 UNTUNED = TuningPlan()
+StartTuning = Callable[[], TuningPlan | None]
+"""Reads what was trained of the run whose weights another one starts from: a run that goes on may have lost it."""
+
+
+def of_no_run() -> TuningPlan | None:
+    """Return None: no run's weights are started from."""
+    return None
+
+
 UNCHANGED = Tuned()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
-from echelon.torch_compat import BatchNormBase
+from echelon.torch_compat import BatchNormBase, backward_in_evaluation
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,13 @@ def dividing_count(samples: int, most: int, group: dist.ProcessGroup | None, dev
 
 @contextmanager
 def evaluating(modules: Sequence[nn.Module], blank: bool) -> Iterator[None]:
-    """For a blank batch, put modules into evaluation mode: it must not enter their statistics."""
+    """For a blank batch, put modules into evaluation mode: it must not enter their statistics. Backward may follow."""
     modes = [(m, m.training) for module in modules for m in module.modules()] if blank else []
     for part, _ in modes:
         part.training = False
     try:
-        yield
+        with backward_in_evaluation(modules if blank else ()):
+            yield
     finally:
         for part, mode in modes:
             part.training = mode

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from echelon.core.errors import UserError
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
-from echelon.torch_compat import FAKE_TENSOR_LOGGER, detect_fake_mode
+from echelon.torch_compat import FAKE_TENSOR_LOGGER, backward_in_evaluation, detect_fake_mode
 
 # Sums over ranks are made in another order: some ulps of a network's depth; a wrong split is off by the whole.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -62,11 +62,13 @@ class Answer:
         outputs: of its modules by name, in the order in which they came.
         gradients: sketches of the trainable parameters' gradients, by name in the order of backward; empty where the
             output has none, as a pipeline's.
+        gradients_fit: False: memory did not suffice for gradients.
     """
 
     logits: Tensor
     outputs: Mapping[str, Output]
     gradients: Mapping[str, Tensor]
+    gradients_fit: bool = True
 
 
 @dataclass
@@ -111,22 +113,28 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 def answer(model: nn.Module, example: Nest) -> Answer:
-    """Return what the model gives for an example, in evaluation mode; all ranks of the group call it together."""
-    with _followed(model) as trail:
-        return _answer(model, example, trail)
+    """Return what the model gives for an example, in evaluation mode; without gradients where these take more memory
+    than there is.
+    """
+    try:
+        with _followed(model) as trail:
+            return _answer(model, example, trail, with_gradients=True)
+    except torch.OutOfMemoryError:
+        model.zero_grad()
+    with _followed(model) as trail:  # not in the handler, which has the memory of what failed
+        return _answer(model, example, trail, with_gradients=False)
 
 
-def _answer(model: nn.Module, example: Nest, trail: _Trail) -> Answer:
+def _answer(model: nn.Module, example: Nest, trail: _Trail, with_gradients: bool) -> Answer:
     was_training = model.training
     model.eval()
-    has_rnn = any(isinstance(module, nn.RNNBase) for module in model.modules())  # cuDNN's have no backward here
     try:
-        with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False) if has_rnn else nullcontext():
+        with torch.set_grad_enabled(with_gradients), backward_in_evaluation([model]):
             result = nest.call(model, example)
             logits = getattr(result, "logits", None)
             if not isinstance(logits, Tensor):
                 logits = next(leaf for leaf in nest.leaves(result) if isinstance(leaf, Tensor))
-            return Answer(logits.detach(), trail.outputs, _gradients(model, logits))
+            return Answer(logits.detach(), trail.outputs, _gradients(model, logits), with_gradients)
     finally:
         model.train(was_training)
 
@@ -166,10 +174,14 @@ def _random(shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
 
 
-def same_function(model: nn.Module, example: Nest, before: Answer) -> None:
+def same_function(model: nn.Module, example: Nest, before: Answer) -> tuple[str, ...]:
     """Check that the split model answers an example as it did `before` it was split, and that gradients are the same.
 
-    Use it where the plan was found or written by the user; the example should be random, not blank.
+    Use it where the plan was found or written by the user; the example should be random, not blank. All ranks of the
+    split call it together.
+
+    Returns:
+        what a user has to know, in sentences.
 
     Raises:
         UserError: it fails, or answers otherwise; names the first module that does.
@@ -178,15 +190,16 @@ def same_function(model: nn.Module, example: Nest, before: Answer) -> None:
         "write --tensor-plan by hand, or change yours: layers that follow each other are column and then row, or both "
         "replicate (a fused qkv ordered by head is column, by q, k, v column(parts=3))"
     )
+    gradients_fit = _fit_everywhere(model, before)
     with _followed(model) as trail:
         try:
             with _quiet(FAKE_TENSOR_LOGGER):  # it logs a traceback of what is refused in words here
-                after = _answer(model, example, trail)
+                after = _answer(model, example, trail, gradients_fit)
         except (RuntimeError, ValueError, IndexError) as error:
             reason = f"{str(error).splitlines()[0]}{_where(model, trail)}"
             raise UserError(f"tp: the split model cannot compute one batch ({reason}): {advice}") from error
     if detect_fake_mode((before.logits, after.logits)) is not None:  # a rehearsal: there are no values
-        return
+        return ()
     tolerance = TOLERANCE.get(before.logits.dtype, OTHER_TOLERANCE)
     scale, same_shape = before.logits.abs().max().clamp(min=1e-6), after.logits.shape == before.logits.shape
     difference = float((after.logits - before.logits).abs().max() / scale) if same_shape else float("inf")
@@ -195,6 +208,20 @@ def same_function(model: nn.Module, example: Nest, before: Answer) -> None:
         raise UserError(f"tp: the split model is not the same function ({reason}): {advice}")
     if after.gradients:
         _check_gradients(model, before, after)
+    if gradients_fit:
+        return ()
+    return ("tp: the split model's outputs are the model's; its gradients were not compared, for memory ran out",)
+
+
+def _fit_everywhere(model: nn.Module, before: Answer) -> bool:
+    """Whether the whole model's gradients fitted into the memory of every rank of the split; True in a rehearsal."""
+    if detect_fake_mode((before.logits,)) is not None:
+        return True
+    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    fits = torch.tensor(int(before.gradients_fit), device=before.logits.device)
+    if mesh is not None:
+        dist.all_reduce(fits, dist.ReduceOp.MIN, group=mesh.get_group())
+    return bool(fits)
 
 
 def _where(model: nn.Module, trail: _Trail) -> str:

@@ -8,7 +8,7 @@ the smallest module around them that can be traced.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,6 +198,22 @@ def _trace(module: nn.Module, attention_only: bool) -> fx.Graph | None:
         return _Tracer(module, attention_only).trace(module)
     except (TraceError, TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError):
         return None
+
+
+def reached_from(module: nn.Module, first: str, last: Set[str]) -> set[str] | None:
+    """Return the names of submodules that the output of one of them reaches up to some others, by a symbolic trace.
+
+    None: the module's forward pass cannot be traced, or does not call `first`.
+    """
+    graph = _trace(module, attention_only=False)
+    nodes = list(graph.nodes) if graph is not None else []
+    reached = {node for node in nodes if node.op == "call_module" and node.target == first}
+    if not reached:
+        return None
+    for node in nodes:  # in the order of the forward pass
+        if any(each in reached and each.target not in last for each in node.all_input_nodes):
+            reached.add(node)
+    return {str(node.target) for node in reached if node.op == "call_module"}
 
 
 def _in_graph(graph: fx.Graph, modules: dict[str, nn.Module]) -> Iterator[_Run]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from echelon.core.adapters import SIDES, adapted_layer
 from echelon.core.errors import UserError, nearest
 from echelon.core.hints import Hints, Style, matches, matching, style_of
-from echelon.parallel.tensor.inferred_plan import find_plan
+from echelon.parallel.tensor.inferred_plan import find_plan, reached_from
 from echelon.parallel.tensor.layers import Split, adapter_split, drops, split_of
 
 WHOLE = ("replicate", "sequence", "shared")
@@ -170,18 +170,22 @@ def _check_tokens(model: nn.Module, plan: TensorPlan) -> None:
 
 
 def _check_dropout(model: nn.Module, plan: TensorPlan) -> None:
-    """Refuse dropout beside a column layer whose outputs do not divide: ranks would draw more random numbers or fewer,
-    and later masks, of what is whole, would differ.
+    """Refuse dropout between a column layer whose outputs do not divide and its row layer: ranks would draw more random
+    numbers or fewer, and later masks, of what is whole, would differ. Where no trace says what stands between, dropout
+    beside the column layer is refused.
     """
     modules = dict(model.named_modules())
     for name, style in plan.styles.items():
         outputs, parent = getattr(modules[name], "out_features", 0), name.rpartition(".")[0]
         if style.name != "column" or outputs % plan.tp == 0:
             continue
-        for child, each in modules[parent].named_children():
-            if drops(each):
-                dropout = f"{parent}.{child}" if parent else child
+        prefix, children = f"{parent}." if parent else "", dict(modules[parent].named_children())
+        dropping = [child for child, each in children.items() if drops(each)]
+        rows = {child for child in children if plan.styles.get(prefix + child) == Style("row")}
+        reached = reached_from(modules[parent], name.removeprefix(prefix), rows) if dropping else set[str]()
+        for child in dropping:
+            if reached is None or child in reached:
                 raise UserError(
                     f"tp={plan.tp} does not divide the {outputs} outputs of {name}, so that the ranks' random numbers "
-                    f"would part at {dropout}: take a tp that does, or set its dropout to 0"
+                    f"would part at {prefix}{child}: take a tp that does, or set its dropout to 0"
                 )
