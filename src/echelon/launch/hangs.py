@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +25,7 @@ from echelon.launch.culprit import (
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Place, Restart
 from echelon.launch.process import is_debugged, is_stopped
-from echelon.launch.rhythm import LOOK_S, SHARE_OF_DEADLINE, Rhythm, find_late
+from echelon.launch.rhythm import HANGS_LEAST_S, LOOK_S, SHARE_OF_DEADLINE, Rhythm, find_late, may_take_long
 from echelon.launch.slow import Slow, SlowWatch
 from echelon.observe.notes import STACK_SIGNAL, Note
 from echelon.observe.phases import Phase
@@ -74,15 +75,44 @@ class HangListener(Protocol):
         """Hear of a process that makes the others wait."""
 
 
+@dataclass(frozen=True)
+class _Idle:
+    """An idle process that all others wait for, while its stack does not change.
+
+    Attributes:
+        began_s, seen_s: for how long its activity had been looked at, when it was first seen so and at the last look.
+    """
+
+    pid: int
+    changes: int
+    stack: Stack | None
+    began_s: float
+    seen_s: float
+
+    @classmethod
+    def since(cls, before: _Idle | None, hang: Hang, seen_s: float) -> _Idle:
+        """Return what is seen now; `before`: at the last look."""
+        now = cls(hang.process.pid, hang.changes, hang.stack, seen_s, seen_s)
+        if before is None or replace(before, began_s=seen_s, seen_s=seen_s) != now:
+            return now
+        return replace(before, seen_s=seen_s)
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it does not go on: what it is in is known, and has not changed for 10 s."""
+        return self.stack is not None and self.seen_s - self.began_s >= HANGS_LEAST_S
+
+
 class HangWatch:
     """Follows the notes of a job's processes.
 
     A process hangs when its activity has not changed for half of the deadline that others wait for, and others wait.
     It is told then, once, with its stack, while nobody has given up yet.
 
-    Who restarts alone and hangs in a step for nine tenths of the deadline is killed, and so is who has others that go
-    on without it, or save what they have. These are spared the wait where it is sure: who is stopped is killed by a
-    deadline of its own rhythm (`SilenceWatch`), and so is who computes while all others wait for it (`Rhythm.is_late`).
+    Who restarts alone and hangs in a step for nine tenths of the deadline is killed. So is who has others that go on
+    without it, or save what they have, if all of them wait for it. These are spared the wait where it is sure: who is
+    stopped is killed by a deadline of its own rhythm (`SilenceWatch`), who turns in a loop after half of the deadline
+    (`Rhythm.is_late`), and who is idle once its stack has not changed for 10 s (`Rhythm.is_idle`).
     """
 
     def __init__(
@@ -105,12 +135,13 @@ class HangWatch:
         """
         self._board, self._place, self._others, self._listener = board, place, others, listener
         self._deadline_s, self._survivors_act = deadline_s, restart in (Restart.BESIDE, Restart.RESCUED)
-        self._ends = restart is Restart.ALONE or self._survivors_act
-        self._slow = SlowWatch(independent=restart is Restart.ALONE)
+        self._is_independent = restart is Restart.ALONE
+        self._slow = SlowWatch(independent=self._is_independent)
         self._silence = SilenceWatch(place.is_silent, deadline_s) if self._survivors_act else None
         self._verdict: Verdict | None = None
         self._ended: dict[int, str] = {}  # by pid: why we killed it
         self._rhythms: dict[str, Rhythm] = {}
+        self._idle: _Idle | None = None
         self._next_s = self._next_rhythm_s = self._next_late_s = 0.0
 
     def look(self, living: Sequence[Living]) -> None:
@@ -142,29 +173,35 @@ class HangWatch:
                 self._end(hang, now)
 
     def _end_late(self, living: Sequence[Living], now: float) -> None:
-        """End who computes for too long, where all others wait for it and go on without it."""
+        """End who never comes back from a part of its step, where all others wait for it and go on without it."""
         if not self._survivors_act or now < self._next_late_s:
             return
-        most_s = SHARE_OF_DEADLINE * self._deadline_s
-        late = {p.name for p in living if p.name in self._rhythms and self._rhythms[p.name].is_late(most_s)}
-        late = {p.name for p in living if p.name in late and not is_debugged(p.pid) and p.pid not in self._ended}
-        if not late:
+        rhythms = {p.name: self._rhythms[p.name] for p in living if p.name in self._rhythms}
+        late = {name for name, rhythm in rhythms.items() if rhythm.is_late(self._deadline_s)}
+        suspects = late | {name for name, rhythm in rhythms.items() if rhythm.is_idle}
+        suspects = {
+            p.name for p in living if p.name in suspects and not is_debugged(p.pid) and p.pid not in self._ended
+        }
+        elsewhere = self._others.elsewhere()
+        if not suspects or not elsewhere.is_complete:  # others, of whom nothing is known, may be as slow
             return
         self._next_late_s = now + AGAIN_S
-        hang = find_late(self._observe(living), late, time.monotonic())
-        if hang is not None:
-            self._take_up(hang)
-            self._end(hang, time.monotonic())
+        observed, now = [*self._observe(living), *elsewhere.observed], time.monotonic()
+        hang = find_late(observed, suspects, now, min(HANGS_LEAST_S, self._deadline_s) / 2)
+        before, self._idle = self._idle, None
+        if hang is None:
+            return
+        if hang.process.name not in late:
+            self._idle = _Idle.since(before, hang, rhythms[hang.process.name].seen_s)
+            if not self._idle.is_sure:
+                return
+        self._take_up(hang)
+        self._end(hang, now)
 
     def _is_over(self, hang: Hang, living: Sequence[Living], now: float) -> bool:
-        """Whether the others of a process that hangs in a step, on this machine, have waited for long enough."""
-        if not (self._ends and hang.is_in_step and hang.process in living):
+        """Whether a process that restarts alone, on this machine, has hung in a step for long enough."""
+        if not (self._is_independent and hang.is_in_step and hang.process in living) or may_take_long(hang.stack):
             return False
-        if self._survivors_act:
-            rhythm = self._rhythms.get(hang.process.name)
-            waits_alone = hang.activity == Phase.DATA and not hang.waiting  # all may wait for the same data
-            if rhythm is None or rhythm.seen_s < SHARE_OF_DEADLINE * self._deadline_s or waits_alone:
-                return False
         return now - hang.since_s > SHARE_OF_DEADLINE * self._deadline_s
 
     def _look_closely(self, here: list[Observed]) -> None:
@@ -172,7 +209,7 @@ class HangWatch:
         self._others.share(here)
         elsewhere, now, still_s = self._others.elsewhere(), time.monotonic(), self._deadline_s / 2
         observed = [*here, *elsewhere.observed]
-        verdict: Verdict | None = find_hang(observed, now, still_s, self._ends)
+        verdict: Verdict | None = find_hang(observed, now, still_s, self._is_independent)
         if verdict is None and elsewhere.is_complete:
             verdict = find_standstill(observed, now, still_s)
         self._take_up(verdict)

@@ -21,7 +21,9 @@ _CARRIERS = (  # functions that others wait or compute in: who called them tells
 _WAITING = (
     "/torch/distributed/", "/zmq/", f"{_PACKAGE}/collectives/", f"{_PACKAGE}/messages/", f"{_PACKAGE}/ps/",
     f"{_PACKAGE}/sync/averaging/exchange.py", f"{_PACKAGE}/trainer/window.py",
+    f"{_PACKAGE}/trainer/membership.py", f"{_PACKAGE}/trainer/rescue.py", f"{_PACKAGE}/trainer/second_copy.py",
     f"{_PACKAGE}/parallel/pipeline/torch_stage.py", f"{_PACKAGE}/parallel/tensor/comm.py",
+    f"{_PACKAGE}/parallel/shard_gather.py",
 )  # fmt: skip
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _COMMAND = "/bin/echelon"  # from which processes were forked

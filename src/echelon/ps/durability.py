@@ -25,7 +25,7 @@ class ReplicationLog:
 
     def __init__(self) -> None:
         self.standby = b""
-        self._asked: tuple[bytes, int] = b"", 0
+        self._asked: dict[int, bytes] = {}  # by membership: who asked to follow
         self._membership = 0
         self._number = 0
         self._owed: deque[tuple[int, bytes, PushAck]] = deque()
@@ -35,9 +35,13 @@ class ReplicationLog:
         """Whether a standby takes this server's operations."""
         return bool(self.standby)
 
-    def ask(self, peer: bytes, membership: int) -> None:
-        """Note who asks to follow, and in which membership (see `ServerEntry`)."""
-        self._asked = peer, membership
+    def ask(self, peer: bytes, membership: int) -> bool:
+        """Note who asks to follow, and in which membership (see `ServerEntry`); returns whether it is the present one.
+
+        Who asks in two may be heard in the other order, as each time it asks by another connection.
+        """
+        self._asked[membership] = peer
+        return 0 < membership == self._membership
 
     @property
     def lets_in(self) -> bool:
@@ -46,7 +50,7 @@ class ReplicationLog:
         Its word may come later than who asks, and older word between the two. Who was let in before would be let go by
         that, and would count as ready for good.
         """
-        return 0 < self._membership == self._asked[1]
+        return self._membership > 0 and self._membership in self._asked
 
     def expect(self, membership: int) -> bool:
         """Learn which membership is the standby's, 0: nobody's; returns whether who follows is to be let go."""
@@ -54,8 +58,9 @@ class ReplicationLog:
         return changed and self.attached
 
     def attach(self) -> bytes:
-        """Let follow who asked to; returns who that is."""
-        self.standby = self._asked[0]
+        """Let follow who asked to in the present membership; returns who that is."""
+        self._asked = {number: peer for number, peer in self._asked.items() if number >= self._membership}
+        self.standby = self._asked[self._membership]
         return self.standby
 
     def detach(self) -> None:
@@ -82,7 +87,7 @@ class ReplicationLog:
     def forget(self) -> None:
         """Owe nothing, to nobody."""
         self._owed.clear()
-        self._asked = b"", 0
+        self._asked = {}
         self.detach()
 
 

@@ -670,8 +670,7 @@ class ServerState:
         content = message.content
         assert isinstance(content, Attach)
         self._refuse_unless_serving()
-        self._replication.ask(peer, content.membership)
-        if self._replication.lets_in:
+        if self._replication.ask(peer, content.membership):
             self._let_in()
 
     def _let_in(self) -> None:

@@ -21,6 +21,31 @@ from echelon.trainer.loop import TrainingRun
 from echelon.trainer.state import Cursor, RunParts
 
 
+@dataclass(frozen=True)
+class _Registered:
+    """Which tensors modules of a model have as buffers at a moment.
+
+    Attributes:
+        live: of each module that has some.
+        tensors: what was in each.
+    """
+
+    live: list[dict[str, Tensor | None]]
+    tensors: list[dict[str, Tensor | None]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Registered:
+        """Note them."""
+        live = registered_buffers(model)
+        return cls(live, [dict(named) for named in live])
+
+    def restore(self) -> None:
+        """Put them back: a forward pass may have assigned others since, of any shape."""
+        for live, tensors in zip(self.live, self.tensors, strict=True):
+            live.clear()
+            live.update(tensors)
+
+
 class _Copies:
     """Copies of a model's buffers, written over in each step; those on the CPU by one operation.
 
@@ -34,8 +59,8 @@ class _Copies:
 
     def _lay_out(self) -> None:
         live = list(self._model.buffers())
-        self._registered = registered_buffers(self._model)
-        self._laid_out = [buffer for named in self._registered for buffer in named.values()]
+        self.registered = _Registered.of(self._model)
+        self._laid_out = [buffer for named in self.registered.tensors for buffer in named.values()]
         self.copies = [buffer.clone() for buffer in live]
         flat = [i for i, buffer in enumerate(live) if _is_plain(buffer)]
         flat.sort(key=lambda i: -live[i].element_size())  # so that each begins at a multiple of its elements' size
@@ -48,7 +73,7 @@ class _Copies:
         self._others = [self.copies[i] for i in others], [live[i] for i in others]
 
     def _is_as_laid_out(self) -> bool:
-        present = [buffer for named in self._registered for buffer in named.values()]
+        present = [buffer for named in self.registered.live for buffer in named.values()]
         return len(present) == len(self._laid_out) and all(map(is_, present, self._laid_out))
 
     def take(self) -> list[Tensor]:
@@ -73,13 +98,13 @@ class KeptDraws:
     def __init__(self, model: nn.Module, of_layers: bool = True) -> None:
         """Take the model; `of_layers`: they draw from torch's generator as it is, else it is seeded in each step."""
         self._copies, self._generators = _Copies(model), Generators(of_layers)
-        self._draws = Draws(self._generators.states(), self._copies.take(), {})
+        self._draws = Draws(self._generators.states(), self._copies.take(), {}, self._copies.registered)
 
     def take(self) -> Draws:
         """Copy the buffers, over the last copy; returns them with the generators' states."""
         buffers, states = self._copies.take(), self._generators.states()
         if states is not self._draws.generators or buffers is not self._draws.buffers:
-            self._draws = replace(self._draws, generators=states, buffers=buffers)
+            self._draws = replace(self._draws, generators=states, buffers=buffers, registered=self._copies.registered)
         return self._draws
 
 
@@ -87,12 +112,16 @@ class KeptDraws:
 class Draws:
     """The state of this process's generators, and of the model's buffers, before a step.
 
-    `replica`: all else that a replica has, where it trains by itself until all agree again; empty: sums keep all alike.
+    Attributes:
+        replica: all else that a replica has, where it trains by itself until all agree again; empty: sums keep all
+            alike.
+        registered: the tensors that `buffers` are copies of.
     """
 
     generators: GeneratorStates
     buffers: list[Tensor]
     replica: StateView
+    registered: _Registered
 
     @classmethod
     def of(cls, run: TrainingRun, copies: KeptDraws | None = None) -> Draws:
@@ -110,7 +139,7 @@ class Draws:
     def begun(cls, run: TrainingRun) -> Draws:
         """Copy them where replicas have begun to agree, but for what they agree on: see `landed`."""
         own = {key: value for key, value in replica_state(run.parts).items() if key not in ("parameters", "buffers")}
-        return cls(GeneratorStates.read(), [], copy_state(own))
+        return cls(GeneratorStates.read(), [], copy_state(own), _Registered([], []))
 
     def landed(self, run: TrainingRun) -> Draws:
         """Return what was `begun` with a copy of what replicas have agreed on since, and nothing trained after it."""
@@ -119,12 +148,14 @@ class Draws:
         with sync.landed() as state:
             live = replica_state(run.parts)
             agreed = copy_state({"parameters": live["parameters"], "buffers": live["buffers"], "sync": state})
-        return replace(self, buffers=list(agreed["buffers"].values()), replica={**self.replica, **agreed})
+        buffers, registered = list(agreed["buffers"].values()), _Registered.of(run.parts.local_model)
+        return replace(self, buffers=buffers, replica={**self.replica, **agreed}, registered=registered)
 
     @torch.no_grad()
     def restore(self, run: TrainingRun) -> None:
         """Put them back."""
         self.generators.restore()
+        self.registered.restore()
         if self.replica:
             state = copy_state(self.replica)  # an optimizer goes on with the tensors that it is given
             take_replica_state(run.parts, state, with_buffers=True)

@@ -165,6 +165,7 @@ class ElasticLoop:
                 if not self._membership.concerns(error):
                     raise
                 logging.warning("in step %d the others were lost: %s", run.world.notes.step, error)
+            run.world.notes.enter(None)  # what follows is no part of the step: it does not hang there
             batches = self._go_on(run, batches)
 
     def _go_on(self, run: TrainingRun, batches: EpochOrder) -> EpochOrder:

@@ -163,6 +163,7 @@ class RescueLoop:
         else:
             self._membership.stop()
             return status
+        run.world.notes.enter(None)  # what follows is no part of the step: it does not hang there
         self._save(run, batches)
         return RESCUED
 

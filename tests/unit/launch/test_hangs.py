@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
 
-from echelon.launch import hangs
-from echelon.launch.culprit import Elsewhere, Hang, Living
+from echelon.launch import hangs, rhythm
+from echelon.launch.culprit import Elsewhere, Hang, Living, Observed
 from echelon.launch.places.base import Restart
 from echelon.observe.notes import Note
 from echelon.observe.phases import Phase
+from echelon.observe.stacks import Stack, StackFrame
 
 DEADLINE_S = 10.0
 WORKERS = (Living("worker0", "here", 1), Living("worker1", "here", 2))
@@ -29,7 +31,7 @@ def test_who_hangs_right_after_a_slow_start_is_named_within_the_deadline(monkeyp
     place.is_silent.return_value = False
     watch = hangs.HangWatch(board, place, hangs.NoOthers(), DEADLINE_S, listener, Restart.ALONE)
     watch.look(WORKERS)
-    notes["worker1"] = Note(Phase.DATA, 22, clock + 0.3, 100, 2, 0, False, False)
+    notes["worker1"] = Note(Phase.DATA, 22, clock + 0.3, 100, 2, 0, False, False, 21)
     for look in range(1, 14):
         clock = 1000.0 + look
         notes["worker0"] = Note(Phase.FORWARD, 10 * look, clock, 50 * look, 1, 0, False, False)
@@ -84,3 +86,67 @@ def test_who_hangs_where_survivors_act_is_ended_before_the_others_give_up(
     ended = [call.args[0] for call in place.signal.call_args_list if call.args[0]]
     assert ended[:1] == ([["worker1"]] if is_ended else [])
     assert bool(watch.ended(2)) is is_ended
+
+
+def ended_of(
+    monkeypatch: pytest.MonkeyPatch, others_at: str, others: hangs.Others, stacks: Callable[[float], Stack | None]
+) -> float:
+    """Return after how long worker 1 is ended, whose forward pass uses no processor and began after many steps.
+
+    Args:
+        others_at: what worker 0 is at.
+        others: the other machines.
+        stacks: returns the stack of worker 1, by the time.
+    """
+    began = clock = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    monkeypatch.setattr(rhythm, "processor_s", lambda pid: 0.0)
+    monkeypatch.setattr(rhythm, "acts", lambda pid: False)
+    notes = {
+        "worker0": Note(others_at, 9, clock, 4, 1, 0, False, False, 8),
+        "worker1": Note(Phase.FORWARD, 8, clock - 0.5, 3, 2, 0, False, False, 8),
+    }
+    board, place = Mock(), Mock()
+    board.note.side_effect = lambda name, pid: notes[name]
+    place.is_silent.return_value = False
+    watch = hangs.HangWatch(board, place, others, 60.0, Mock(), Restart.BESIDE)
+
+    def observe(living: object) -> list[Observed]:
+        return [Observed(p, notes[p.name], clock - began, stacks(clock) if p.pid == 2 else None) for p in WORKERS]
+
+    monkeypatch.setattr(watch, "_observe", observe)
+    watch.look(WORKERS)
+    notes["worker1"] = Note(Phase.FORWARD, 9, clock, 9, 2, 0, False, False, 8)
+    while clock < began + 70.0:
+        watch.look(WORKERS)
+        if watch.ended(2):
+            return clock - began
+        assert not watch.ended(1)
+        clock += 0.5
+    return float("inf")
+
+
+def stack_at(line: int) -> Stack:
+    return Stack((StackFrame("/home/me/net.py", line, "forward"),))
+
+
+def test_who_is_idle_is_ended_once_its_stack_has_not_changed_for_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    after_s = ended_of(monkeypatch, Phase.COMMUNICATE, hangs.NoOthers(), lambda clock: stack_at(1))
+    assert after_s == pytest.approx(20.0, abs=2.5)
+    after_s = ended_of(monkeypatch, Phase.COMMUNICATE, hangs.NoOthers(), lambda clock: stack_at(int(clock / 5)))
+    assert after_s == pytest.approx(54.0, abs=2.5)
+
+
+def test_nobody_is_ended_where_all_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ended_of(monkeypatch, Phase.FORWARD, hangs.NoOthers(), lambda clock: stack_at(1)) == float("inf")
+
+
+def test_nobody_is_ended_while_other_machines_have_not_told_what_theirs_are_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = Mock()
+    others.elsewhere.return_value = Elsewhere(is_complete=False)
+    assert ended_of(monkeypatch, Phase.COMMUNICATE, others, lambda clock: stack_at(1)) == float("inf")
+
+
+def test_who_compiles_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiles = Stack((StackFrame("/v/site-packages/torch/_inductor/x.py", 1, "f"),))
+    assert ended_of(monkeypatch, Phase.COMMUNICATE, hangs.NoOthers(), lambda clock: compiles) == float("inf")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import echelon
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Group, Job, Process
 from echelon.observe.notes import SLOT_BYTES, STACK_SIGNAL, Note, RankNotes
@@ -104,6 +105,14 @@ def _ns_per_note(notes: RankNotes) -> float:
 def test_what_a_call_is(file: str, waits: bool, is_user: bool) -> None:
     stack = Stack((StackFrame(file, 1, "f"), StackFrame("/home/me/net.py", 2, "g")))
     assert (stack.waits, stack.is_in_user_code) == (waits, is_user)
+
+
+@pytest.mark.parametrize(
+    "room", ["trainer/membership", "trainer/rescue", "trainer/second_copy", "parallel/shard_gather"]
+)
+def test_waits_in_code_that_is_not_pythons_are_known_by_who_called_them(room: str) -> None:
+    file = Path(echelon.__file__).parent / f"{room}.py"
+    assert file.exists() and Stack((StackFrame(str(file), 1, "f"),)).waits
 
 
 def test_the_command_that_a_process_was_forked_from_is_no_code_of_a_users() -> None:

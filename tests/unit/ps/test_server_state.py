@@ -367,6 +367,18 @@ def test_older_word_of_the_scheduler_lets_no_standby_go() -> None:
     assert standby.told(JoinServer)[-1].membership == 1
 
 
+def test_a_standby_is_let_in_whichever_of_its_memberships_is_heard_of_first() -> None:
+    """Each time it asks by another connection, so what it asked first may come last; that does not begin anew."""
+    primary = Role(ServerSettings(replicas=1)).fill()
+    primary.say("standby0", Attach(2))
+    primary.say("standby0", Attach(1))
+    assert not primary.sent("standby0", SetTable)
+    primary.say("scheduler", Members([replace(FOLLOWED, membership=2)], ["worker0"], 0))
+    assert len(primary.sent("standby0", SetTable)) == 1
+    primary.say("standby0", Attach(1))
+    assert not primary.sent("standby0", SetTable)
+
+
 def test_a_standby_that_missed_an_operation_takes_everything_again() -> None:
     primary, standby = pair()
     primary.push("worker0", 0)

@@ -37,32 +37,39 @@ def test_generators_and_buffers_go_back_to_the_newest_copy(in_place: bool) -> No
 
 
 class _Assigning(nn.Module):
-    """Assigns a buffer anew in each pass, and registers another one late."""
+    """Assigns a buffer anew in each pass, one of another shape, and others for the first time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("cache", torch.zeros(1))
+        self.register_buffer("lazy", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Count passes."""
         self.seen = self.seen + 1
+        self.cache = torch.cat([self.cache, self.seen[None]])
         if self.seen == 2:
             self.register_buffer("late", torch.ones(2))
+        if self.seen == 3:
+            self.lazy = torch.ones(3)
         return x
 
 
-def test_buffers_that_are_assigned_anew_go_back_too() -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_buffers_that_are_assigned_anew_go_back_too(in_place: bool) -> None:
     model = nn.Sequential(_Assigning(), nn.BatchNorm1d(3))
-    kept, run = KeptDraws(model), _run(model)
+    run, kept = _run(model), KeptDraws(model) if in_place else None
     for _ in range(4):
-        draws, before = Draws.of(run, kept), {name: buffer.clone() for name, buffer in model.named_buffers()}
+        draws, before = Draws.of(run, kept), dict(model.named_buffers())
+        values = {name: buffer.clone() for name, buffer in before.items()}
         model(torch.randn(4, 3))
-        after = [buffer.clone() for buffer in model.buffers()]
-        if len(after) == len(before):
-            draws.restore(run)
-            assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
-            for buffer, value in zip(model.buffers(), after, strict=True):
-                buffer.copy_(value)
+        draws.restore(run)
+        after = dict(model.named_buffers())
+        assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+        assert all(torch.equal(buffer, values[name]) for name, buffer in after.items())
+        model(torch.randn(4, 3))  # the step is done again
+    assert model.get_buffer("0.lazy").shape == (3,) and model.get_buffer("0.cache").tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_model_without_buffers_has_nothing_to_copy() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 
 from echelon.collectives.transfer import PeerLostError
 from echelon.core.task import Stagnation
-from echelon.trainer import elastic
+from echelon.observe.notes import SLOT_BYTES, Note, RankNotes
+from echelon.observe.phases import Phase
+from echelon.trainer import elastic, rescue
 from echelon.trainer.commit import Commit
 from echelon.trainer.step import StepResult
 
@@ -56,6 +60,41 @@ def test_a_step_that_is_not_brought_here_may_be_done_again(
     with pytest.raises(PeerLostError):
         loop._agree(run, batches, world)
     assert codecs.settled == settled
+
+
+class Left(BaseException):
+    """Raised where a survivor leaves its steps."""
+
+
+@pytest.mark.parametrize(
+    ("room", "loop_of", "goes_on"),
+    [
+        (elastic, lambda membership: elastic.ElasticLoop(None, membership, None), "_go_on"),  # type: ignore[arg-type]
+        (rescue, lambda membership: rescue.RescueLoop(Path(), membership, 1.0), "_save"),
+    ],
+)
+def test_a_survivor_is_in_no_part_of_a_step_while_it_finds_its_peers_or_saves(
+    room: ModuleType, loop_of: Callable[[Any], Any], goes_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else who takes long for that would hang in the forward pass in which it lost the others."""
+    memory = memoryview(bytearray(SLOT_BYTES))
+    notes = RankNotes(memory)
+
+    def fit(run: Any, batches: Any) -> str:
+        notes.enter(Phase.FORWARD)
+        raise PeerLostError("a peer died")
+
+    def left(*arguments: Any) -> None:
+        raise Left
+
+    monkeypatch.setattr(room, "fit", fit)
+    loop = loop_of(SimpleNamespace(is_newcomer=False, begin=lambda: None, concerns=lambda error: True))
+    monkeypatch.setattr(type(loop), goes_on, left)
+    run: Any = SimpleNamespace(world=SimpleNamespace(notes=notes))
+    with pytest.raises(Left):
+        loop.fit(run, SimpleNamespace(note=lambda between: None))
+    note = Note.read(memory)
+    assert note is not None and note.activity == Phase.OTHER
 
 
 def test_a_step_is_whole_however_often_ranks_change_before_it_is_recorded() -> None:
