@@ -172,7 +172,7 @@ class _Offer:
 
 
 @dataclass(frozen=True)
-class PartsBrought:
+class BroughtParts:
     """What became of checkpoints that lack parts.
 
     Attributes:
@@ -194,7 +194,7 @@ class _Seen:
 
 def complete_from_machines(
     store: CheckpointStore, world: World, complete: Complete, patience: Patience
-) -> PartsBrought:
+) -> BroughtParts:
     """Complete checkpoints that lack parts which the machines of this start have; all ranks call it together.
 
     Where parts are not there, the user is told which, and that another checkpoint is used.
@@ -236,7 +236,7 @@ def complete_from_machines(
     if seen.refusal:
         raise UserError(seen.refusal)
     hidden = [each for each in incompletes(store.folder) if each.lacking.token not in seen.tokens]
-    return PartsBrought(n_sent, max((each.step for each in hidden if each.can_come), default=-1))
+    return BroughtParts(n_sent, max((each.step for each in hidden if each.can_come), default=-1))
 
 
 def _await_idle(exchange: PartExchange, world: World) -> None:
