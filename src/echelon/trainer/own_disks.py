@@ -137,7 +137,7 @@ class _Offer:
 
 
 @dataclass(frozen=True)
-class Brought:
+class BroughtParts:
     """What became of checkpoints that lack parts.
 
     Attributes:
@@ -157,7 +157,7 @@ class _Seen:
     refusal: str
 
 
-def complete_from_machines(store: CheckpointStore, world: World, complete: Complete) -> Brought:
+def complete_from_machines(store: CheckpointStore, world: World, complete: Complete) -> BroughtParts:
     """Complete checkpoints that lack parts which the machines of this start have; all ranks call it together.
 
     Where parts are not there, the user is told which, and that another checkpoint is used.
@@ -199,7 +199,7 @@ def complete_from_machines(store: CheckpointStore, world: World, complete: Compl
     if seen.refusal:
         raise UserError(seen.refusal)
     hidden = [each for each in incompletes(store.folder) if each.lacking.token not in seen.tokens]
-    return Brought(n_sent, max((each.step for each in hidden if each.can_come), default=-1))
+    return BroughtParts(n_sent, max((each.step for each in hidden if each.can_come), default=-1))
 
 
 def _refusal(store: CheckpointStore, unused: Mapping[Path, str]) -> str:
