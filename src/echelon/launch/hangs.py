@@ -178,10 +178,8 @@ class HangWatch:
             return
         rhythms = {p.name: self._rhythms[p.name] for p in living if p.name in self._rhythms}
         late = {name for name, rhythm in rhythms.items() if rhythm.is_late(self._deadline_s)}
-        suspects = late | {name for name, rhythm in rhythms.items() if rhythm.is_idle}
-        suspects = {
-            p.name for p in living if p.name in suspects and not is_debugged(p.pid) and p.pid not in self._ended
-        }
+        judged = {p.name for p in living if not is_debugged(p.pid) and p.pid not in self._ended}
+        suspects = judged & (late | {name for name, rhythm in rhythms.items() if rhythm.is_idle})
         elsewhere = self._others.elsewhere()
         if not suspects or not elsewhere.is_complete:  # others, of whom nothing is known, may be as slow
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from echelon.launch.culprit import Hang, Observed, find_hang
@@ -21,6 +22,7 @@ SHARE_OF_DEADLINE = 0.9
 _COMPUTES = (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)  # data may come from a network that pauses
 _IDLE = 0.02  # processor seconds a second: who uses less waits
 _TIMES_WORK = 3.0
+_RUNS = 0.2  # of the looks: threads beside the main one wake now and then, and wait for a processor then
 _SLEEPS = {"S", "I", "T", "t"}  # states of threads, as the kernel tells them
 _MAY_TAKE_LONG = (  # compilers, which meet a new shape in the midst of a run, and debuggers
     "/torch/_dynamo/", "/torch/_inductor/", "/torch/utils/cpp_extension", "/triton/", "/debugpy/", "/pydevd", "/bdb.py",
@@ -37,7 +39,7 @@ class Rhythm:
         longest_work_s: the most processor time that one took.
         seen_s: for how long the present activity has been looked at.
         work_s: the processor time of the present activity; None: not known.
-        has_acted: in the present activity a thread was seen that ran, or waited for a disk.
+        acted: the sum of what `acts` returned at so many `looks` at the present activity.
     """
 
     pid: int
@@ -51,7 +53,8 @@ class Rhythm:
     longest_work_s: float = 0.0
     seen_s: float = 0.0
     work_s: float | None = None
-    has_acted: bool = False
+    acted: float = 0.0
+    looks: int = 0
 
     @classmethod
     def begin(cls, note: Note, now: float) -> Rhythm:
@@ -68,10 +71,11 @@ class Rhythm:
         self.work_s = used_s - self.used_s if used_s is not None and self.used_s is not None else None
         self.seen_s += min(now - self.looked_s, GAP_S)
         if note.changes == self.changes:
-            self.has_acted = self.has_acted or acts(note.pid)
+            self.acted, self.looks = self.acted + acts(note.pid), self.looks + 1
         else:
             self._end_activity(note)
-            self.used_s, self.work_s, self.seen_s, self.has_acted = used_s, None, 0.0, False
+            self.used_s, self.work_s, self.seen_s = used_s, None, 0.0
+            self.acted, self.looks = 0.0, 0
         self.changes, self.activity, self.finished = note.changes, note.activity, note.finished
         self.still_s, self.looked_s = now - note.since_s, now
 
@@ -99,7 +103,7 @@ class Rhythm:
 
         A process that gets less of the processor than it needs, or waits for a disk, is not idle.
         """
-        if self.seen_s < HANGS_LEAST_S or self.has_acted or self.work_s is None:
+        if self.seen_s < HANGS_LEAST_S or self.acted > _RUNS * self.looks or self.work_s is None:
             return False
         return self._is_beyond_longest and self.work_s < _IDLE * self.seen_s
 
@@ -140,13 +144,17 @@ def processor_s(pid: int) -> float | None:
     return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK") if values else None
 
 
-def acts(pid: int) -> bool:
-    """Whether a thread of a process runs, or waits for a disk; also where that is not known."""
+def acts(pid: int) -> float:
+    """Return 0 if all threads of a process sleep, 1 if one runs or is ready to, infinity if one waits for a disk.
+
+    What is not known counts as a wait for a disk.
+    """
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:  # it is gone, or no file is left to read with
-        return True
-    return not {(_stat(thread) or [""])[0] for thread in threads} <= _SLEEPS
+        return inf
+    states = {(_stat(thread) or [""])[0] for thread in threads} - _SLEEPS
+    return inf if states - {"R"} else float(len(states))
 
 
 def _stat(folder: Path) -> list[str]:

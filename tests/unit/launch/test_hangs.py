@@ -101,7 +101,7 @@ def ended_of(
     began = clock = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     monkeypatch.setattr(rhythm, "processor_s", lambda pid: 0.0)
-    monkeypatch.setattr(rhythm, "acts", lambda pid: False)
+    monkeypatch.setattr(rhythm, "acts", lambda pid: 0.0)
     notes = {
         "worker0": Note(others_at, 9, clock, 4, 1, 0, False, False, 8),
         "worker1": Note(Phase.FORWARD, 8, clock - 0.5, 3, 2, 0, False, False, 8),

@@ -28,7 +28,7 @@ class Followed:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, finished: int = 2) -> None:
         self.now, self.looks_s, self._changes, self.finished = 1000.0, 0.5, 1, finished
         self.used_s: float | None = 0.0
-        self.acts = False
+        self.acts = 0.0
         monkeypatch.setattr(rhythm, "processor_s", lambda pid: self.used_s)
         monkeypatch.setattr(rhythm, "acts", lambda pid: self.acts)
         self.rhythm = Rhythm.begin(self._note(Phase.FORWARD, self.now), self.now)
@@ -126,10 +126,17 @@ def test_who_gets_little_of_the_processor_is_slow(monkeypatch: pytest.MonkeyPatc
 def test_one_thread_that_waits_for_a_disk_at_one_look_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     followed = Followed(monkeypatch)
     followed.train(8, 0.5)
-    followed.acts = True
+    followed.acts = float("inf")
     for _ in range(2):  # of the same forward pass
         followed.look(Phase.FORWARD, followed.now, 0.0)
-    followed.acts = False
+    followed.acts = 0.0
+    assert followed.suspect_after(0.0) == NINE_TENTHS
+
+
+def test_who_is_ready_to_run_gets_no_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed = Followed(monkeypatch)
+    followed.train(8, 0.5)
+    followed.acts = 1.0
     assert followed.suspect_after(0.0) == NINE_TENTHS
 
 
@@ -149,7 +156,7 @@ def test_the_kernel_tells_whether_a_thread_acts() -> None:
             assert time.monotonic() < ends
         assert processor_s(process.pid) is not None
         process.communicate(b"\n")
-    assert acts(os.getpid())
+    assert acts(os.getpid()) >= 1.0
     assert acts(process.pid) and processor_s(process.pid) is None  # it is gone: nothing is known
 
 
