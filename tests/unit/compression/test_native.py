@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -256,8 +258,10 @@ def test_a_compiler_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> 
     with pytest.raises(library.NativeError, match=r"hanging took more than 0\.5 s"):
         library._run([hanging], patience_s=0.5)
     child = int((tmp_path / "child").read_text())
-    status = Path(f"/proc/{child}/status")
-    assert not status.exists() or "zombie" in status.read_text()
+    ends = time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < ends, "what it started lives on"  # a signal takes a moment on a busy machine
+        time.sleep(0.01)
 
 
 def test_it_can_be_switched_off_and_only_in_these_words(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
