@@ -25,7 +25,9 @@ def start(runs: Runs, workers: int, how: str, *settings: str) -> Run:
     return runs.start(folder="run", program=program, environment=environment)
 
 
-@pytest.mark.parametrize(("how", "workers", "timeout_s", "within_s"), [("loop", 3, 60, 50.0), ("lock", 2, 600, 70.0)])
+@pytest.mark.parametrize(
+    ("how", "workers", "timeout_s", "within_s"), [("loop", 3, 120, 110.0), ("lock", 2, 600, 300.0)]
+)
 def test_who_never_returns_from_forward_is_ended_and_the_others_go_on(
     how: str, workers: int, timeout_s: int, within_s: float, tmp_path: Path
 ) -> None:
@@ -39,4 +41,4 @@ def test_who_never_returns_from_forward_is_ended_and_the_others_go_on(
         assert death["rank"] == 1 and "in forward (model code)" in death["message"] and not more
         assert "endless_parts.py" in death["message"] and "the others go on" in death["message"]
         assert "rank 1 (pid" in hang["message"] and "wait" in hang["message"]
-        assert death["t"] - before < within_s, death  # half of it, or 20 s; and the looks, on a busy machine
+        assert death["t"] - before < within_s, death  # half of it, or 20 s; longer on a busy machine
