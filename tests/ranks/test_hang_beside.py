@@ -25,9 +25,7 @@ def start(runs: Runs, workers: int, how: str, *settings: str) -> Run:
     return runs.start(folder="run", program=program, environment=environment)
 
 
-@pytest.mark.parametrize(
-    ("how", "workers", "timeout_s", "within_s"), [("loop", 3, 120, 110.0), ("lock", 2, 600, 300.0)]
-)
+@pytest.mark.parametrize(("how", "workers", "timeout_s", "within_s"), [("loop", 3, 60, 58.0), ("lock", 2, 600, 300.0)])
 def test_who_never_returns_from_forward_is_ended_and_the_others_go_on(
     how: str, workers: int, timeout_s: int, within_s: float, tmp_path: Path
 ) -> None:
