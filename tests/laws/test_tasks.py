@@ -47,7 +47,6 @@ MIXED = ("dp=2,fsdp=2", "dp=2,tp=2", "dp=2,pp=2,microbatches=2", "fsdp=2,tp=2", 
 STRATEGIES = [("local(4)", "none"), ("allreduce", "topk(0.1)")]
 MORE_STRATEGIES = [("diloco(period=4)", "none"), ("allreduce", "sign"), ("allreduce", "powersgd")]
 REFUSED = {
-    *((task, "pp=2") for task in ("classification", "multi_label", "regression")),  # TableMLP is no chain of blocks
     *(("recommendation", axis) for axis in ("tp=2", "pp=2")),  # a product of two tables of embeddings
     ("segmentation", "pp=2"),  # SmallUNet joins what lies far apart
     ("text_classification", "pp=2"),  # TextClassifier pools over what the mask shows

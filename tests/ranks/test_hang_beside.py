@@ -34,9 +34,10 @@ def test_who_never_returns_from_forward_is_ended_and_the_others_go_on(
         run = start(runs, workers, how, f"timeout={timeout_s}s")
         assert run.end() == 0, run.text()[-3000:]
         check_counted(run)
-        (death, *more), [hang] = run.events("worker_died"), run.events("hang")
+        death, *more = run.events("worker_died")
+        hang = next(each for each in run.events("hang") if "rank 1 (pid" in each["message"])
         before = max(r["t"] for r in run.records("steps") if r["t"] < death["t"])
         assert death["rank"] == 1 and "in forward (model code)" in death["message"] and not more
         assert "endless_parts.py" in death["message"] and "the others go on" in death["message"]
-        assert "rank 1 (pid" in hang["message"] and "wait" in hang["message"]
+        assert "wait" in hang["message"]
         assert death["t"] - before < within_s, death  # half of it, or 20 s; longer on a busy machine
