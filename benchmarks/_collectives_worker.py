@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-import traceback
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -15,7 +12,7 @@ from benchmarks._common import interleave
 from echelon.collectives import Route, build, open_route
 from echelon.collectives.base import Path
 from echelon.collectives.chooser import PathBySize, choose_paths
-from echelon.launch.link import Host, enter
+from echelon.launch.link import Host
 from echelon.trainer.path_choice import in_words
 
 MAX_REPEATS = 50
@@ -47,23 +44,8 @@ class RankPlan:
     timeout_s: float
 
 
-def main(plan: RankPlan, pipe: Connection) -> None:
-    """Send {(path, bytes): [seconds per sum of each turn, the slowest rank's]}, or the traceback as a text."""
-    try:
-        if plan.host is not None:
-            enter(plan.host)
-        torch.set_num_threads(1)
-        timeout = timedelta(seconds=plan.timeout_s)
-        store = dist.TCPStore(*plan.store, plan.world, is_master=False, timeout=timeout)
-        dist.init_process_group("gloo", store=store, rank=plan.rank, world_size=plan.world, timeout=timeout)
-        pipe.send(_measure(plan))
-        dist.barrier()
-        dist.destroy_process_group()
-    except Exception:  # noqa: BLE001 - whatever it was, the other end reports it
-        pipe.send(traceback.format_exc())
-
-
-def _measure(plan: RankPlan) -> dict[tuple[str, int], list[float]]:
+def measure(plan: RankPlan) -> dict[tuple[str, int], list[float]]:
+    """Return {(path, bytes): [seconds per sum of each turn, the slowest rank's]}."""
     routes = {path: open_route(_path(path)) for path in plan.paths}
     seconds: dict[tuple[str, int], list[float]] = {(path, size): [] for size in plan.sizes for path in plan.paths}
     for size in plan.sizes:

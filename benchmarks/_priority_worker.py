@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-import traceback
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -16,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks._common import interleave
 from echelon.collectives import build
 from echelon.compression import read as read_codec
-from echelon.launch.link import Host, enter
+from echelon.launch.link import Host
 from echelon.observe.phases import PHASE_NAMES, HostClock, Phase
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.registry import read as read_sync
@@ -126,22 +123,8 @@ def vgg_like_on_device(samples: int) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def main(plan: RankPlan, pipe: Connection) -> None:
-    """Send {order: its turns}, or the traceback as a text."""
-    try:
-        enter(plan.host)
-        torch.set_num_threads(1)
-        timeout = timedelta(seconds=plan.timeout_s)
-        store = dist.TCPStore(*plan.store, plan.world, is_master=False, timeout=timeout)
-        dist.init_process_group("gloo", store=store, rank=plan.rank, world_size=plan.world, timeout=timeout)
-        pipe.send(_measure(plan))
-        dist.barrier()
-        dist.destroy_process_group()
-    except Exception:  # noqa: BLE001 - whatever it was, the other end reports it
-        pipe.send(traceback.format_exc())
-
-
-def _measure(plan: RankPlan) -> dict[str, list[Turn]]:
+def measure(plan: RankPlan) -> dict[str, list[Turn]]:
+    """Return {order: its turns}."""
     generator = torch.Generator().manual_seed(plan.rank)
     inputs = torch.randn(plan.samples, 3, 32, 32, generator=generator)
     targets = torch.randint(10, (plan.samples,), generator=generator)

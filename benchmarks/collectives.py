@@ -11,8 +11,6 @@ faster than gloo), the median over the turns; seconds are the slowest rank's. On
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -21,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks._collectives_worker import CHOSEN, RankPlan
-from benchmarks._collectives_worker import main as rank_main
+from benchmarks._collectives_worker import measure as measure_rank
 from benchmarks._common import (
     append_result,
     command_line,
@@ -32,6 +30,7 @@ from benchmarks._common import (
     read_results,
     update_section,
 )
+from benchmarks._ranks import of_ranks
 from echelon.core.units import format_bytes, format_seconds
 from echelon.launch.link import ShapedNetwork, parse_link
 
@@ -55,7 +54,6 @@ MAX_SUM_S = 3.0  # sizes whose sum would take longer on a link are left out
 def measure(link: str, ranks: int, args: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
     """Run all paths and sizes on one kind of link; returns the seconds of each turn, as the slowest rank saw them."""
     sizes = tuple(s for s in args.sizes if 2 * s / RATES.get(link, 1e6) <= MAX_SUM_S)
-    context = multiprocessing.get_context("forkserver")
     with _network(link, ranks) or nullcontext() as network:
         address = network.host_address if network else "127.0.0.1"
         store = dist.TCPStore(address, 0, ranks, True, timedelta(seconds=60), wait_for_workers=False)
@@ -73,20 +71,7 @@ def measure(link: str, ranks: int, args: argparse.Namespace) -> dict[tuple[str, 
             )
             for rank in range(ranks)
         ]
-        pipes = [context.Pipe(duplex=False) for _ in plans]
-        processes = [
-            context.Process(target=rank_main, args=(plan, there), daemon=True)
-            for plan, (_, there) in zip(plans, pipes, strict=True)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            return _first_result([here for here, _ in pipes], args.limit)
-        finally:
-            for process in processes:
-                process.join(5)
-                process.kill()
-                process.join()
+        return of_ranks(measure_rank, plans, args.limit)[0]
 
 
 def _network(link: str, ranks: int) -> ShapedNetwork | None:
@@ -95,18 +80,6 @@ def _network(link: str, ranks: int) -> ShapedNetwork | None:
     if link == "groups":
         return ShapedNetwork(ranks, parse_link(GROUPS[0]), groups=2, inner=parse_link(GROUPS[1]))
     return ShapedNetwork(ranks, parse_link(link))
-
-
-def _first_result(pipes: Sequence[Any], limit_s: float) -> dict[tuple[str, int], list[float]]:
-    results = []
-    deadline = time.monotonic() + limit_s
-    for rank, pipe in enumerate(pipes):
-        if not pipe.poll(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError(f"rank {rank} did not end within {limit_s:.0f} s")
-        results.append(pipe.recv())
-        if isinstance(results[-1], str):
-            raise RuntimeError(f"rank {rank} failed:\n{results[-1]}")
-    return results[0]  # type: ignore[no-any-return]
 
 
 def _record(link: str, ranks: int, seconds: dict[tuple[str, int], list[float]]) -> None:

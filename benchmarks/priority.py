@@ -8,9 +8,7 @@ Each rank is in a network namespace of its own, behind a shaped link, and has bo
 from __future__ import annotations
 
 import argparse
-import multiprocessing as mp
 import random
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,7 +24,8 @@ from benchmarks._common import (
     update_section,
 )
 from benchmarks._priority_worker import ORDERS, RankPlan
-from benchmarks._priority_worker import main as rank_main
+from benchmarks._priority_worker import measure as measure_rank
+from benchmarks._ranks import of_ranks
 from echelon.launch.link import ShapedNetwork, parse_link
 from echelon.observe.phases import PHASE_NAMES
 
@@ -45,7 +44,6 @@ def measure(link: str, ranks: int, args: argparse.Namespace) -> list[dict[str, A
     """Return, of each rank, its turns by order."""
     from torch.distributed import TCPStore
 
-    context = mp.get_context("forkserver")
     with ShapedNetwork(ranks, parse_link(link)) as network:
         store = TCPStore("0.0.0.0", 0, ranks, True, timedelta(seconds=60), wait_for_workers=False)
         plans = [
@@ -55,32 +53,7 @@ def measure(link: str, ranks: int, args: argparse.Namespace) -> list[dict[str, A
             )
             for rank in range(ranks)
         ]  # fmt: skip
-        pipes = [context.Pipe(duplex=False) for _ in plans]
-        processes = [
-            context.Process(target=rank_main, args=(plan, there), daemon=True)
-            for plan, (_, there) in zip(plans, pipes, strict=True)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            return _results([here for here, _ in pipes], args.limit)
-        finally:
-            for process in processes:
-                process.join(5)
-                process.kill()
-                process.join()
-
-
-def _results(pipes: Sequence[Any], limit_s: float) -> list[dict[str, Any]]:
-    results = []
-    deadline = time.monotonic() + limit_s
-    for rank, pipe in enumerate(pipes):
-        if not pipe.poll(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError(f"rank {rank} did not end within {limit_s:.0f} s")
-        results.append(pipe.recv())
-        if isinstance(results[-1], str):
-            raise RuntimeError(f"rank {rank} failed:\n{results[-1]}")
-    return results
+        return of_ranks(measure_rank, plans, args.limit)
 
 
 def _record(link: str, args: argparse.Namespace, ranks: Sequence[dict[str, Any]]) -> None:
