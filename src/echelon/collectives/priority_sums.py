@@ -35,10 +35,11 @@ class _Choice:
     number: Tensor
     arrival: dist.Work | None = None
 
-    def hear(self) -> int:
+    def hear(self, route: Route) -> int:
         """Wait for it and return it."""
         if self.arrival is not None:
-            self.arrival.wait()
+            with route.losing():
+                self.arrival.wait()
         return int(self.number)
 
 
@@ -169,7 +170,7 @@ class PrioritySums:
         choices = self._choices
         under_way: deque[_UnderWay] = deque()
         while True:
-            piece = choices.popleft().hear()
+            piece = choices.popleft().hear(self._route)
             while under_way and not self._is_ready(piece):
                 self._finish(under_way.popleft())
             if not self._await(piece):
@@ -179,7 +180,7 @@ class PrioritySums:
             if len(under_way) == UNDER_WAY:
                 self._finish(under_way.popleft())
         for choice in choices:
-            choice.hear()
+            choice.hear(self._route)
 
     def _is_ready(self, piece: int) -> bool:
         with self._changed:
@@ -198,7 +199,8 @@ class PrioritySums:
         """Begin to tell all ranks which piece travels after those that are known."""
         with self._changed:
             number = torch.tensor(self._order.choose(self._needed) if self._route.rank == 0 else 0)
-        arrival = dist.broadcast(number, group=self._route.group, group_src=0, async_op=True)
+        with self._route.losing():
+            arrival = dist.broadcast(number, group=self._route.group, group_src=0, async_op=True)
         return _Choice(number, arrival)
 
     def _launch(self, piece: int) -> _UnderWay:

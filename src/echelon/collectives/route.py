@@ -76,7 +76,7 @@ class Route:
         Along a path with a schedule it is summed by who waits, so that all ranks wait in the order in which they began.
         """
         if self.size > 1 and (self.size == 2 or self.path.for_bytes(flat.nbytes).by_backend):
-            with self._losing():
+            with self.losing():
                 work = dist.all_reduce(flat, group=self.group, async_op=True)
             return lambda: self._wait(work)
         return lambda: self._sum(flat)
@@ -86,15 +86,15 @@ class Route:
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None, "this rank is of the group"
-        with self._losing():
+        with self.losing():
             work.wait()
 
     def _sum_by_backend(self, flat: Tensor) -> None:
-        with self._losing():
+        with self.losing():
             dist.all_reduce(flat, group=self.group)
 
     @contextmanager
-    def _losing(self) -> Iterator[None]:
+    def losing(self) -> Iterator[None]:
         """Say of an error of the backend which rank was lost."""
         try:
             yield
