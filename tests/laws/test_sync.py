@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.checkpoint import broadcast_state
+from echelon.checkpoint import gather_rank_state
 from echelon.checkpoint.tensors import as_bytes
 from echelon.checkpoint.tree import flatten
 from echelon.compression import read as read_codec
@@ -31,21 +31,11 @@ from echelon.trainer.state import (
     is_agreed,
     load_rank_state,
     load_shared_state,
+    rank_state,
     shared_state,
     with_agreed,
 )
-from tests.ranks.replicas import (
-    FEATURES,
-    Quadratic,
-    Trial,
-    copy,
-    load,
-    make_parts,
-    save,
-    states_of_all,
-    train,
-    world_of,
-)
+from tests.ranks.replicas import FEATURES, Quadratic, Trial, copy, load, make_parts, save, train, world_of
 from tests.ranks.spawn import Rank, fail_at, run_ranks
 
 SPECS = {
@@ -180,9 +170,9 @@ def _check_alike(parts: RunParts, trial: Trial) -> None:
     """What a checkpoint has once for all ranks is the same on them, bit for bit."""
     alike = parts.sync.alike(parts.sync.state_dict())
     _, tensors = flatten({"alike": alike})
-    hashes = {"sha256": {n: sha256(as_bytes(t).numpy()).hexdigest() for n, t in tensors.items()}}
-    of_first, _ = broadcast_state(hashes, 0, None)
-    assert hashes == of_first, f"{trial}"
+    of_ranks = gather_rank_state({"sha256": {n: sha256(as_bytes(t).numpy()).hexdigest() for n, t in tensors.items()}})
+    for rank, said in of_ranks.items():
+        assert said == of_ranks[0], f"{trial}: rank {rank}"
     if any(trial.sync.startswith(name) for name in ("diloco", "easgd")):
         assert alike, trial
 
@@ -343,9 +333,9 @@ def _tell(rank: Rank, trials: list[Trial]) -> None:
         parts = make_parts(trial)
         for step in range(STEPS):
             train(parts, rank, step, step + 1)
-            saved = states_of_all(parts, rank)
+            saved = gather_rank_state(rank_state(parts, world_of(rank)))
             own = shared_state(parts, Cursor())
-            told = with_agreed(parts, own, saved) if not is_agreed(parts) else None
+            told = with_agreed(parts, own, list(saved.values())) if saved and not is_agreed(parts) else None
             with agreed_state(parts, Cursor()) as state:
                 for kind in ("model", "ema") if told is not None else ():
                     expected = state[kind].get("average", state[kind])

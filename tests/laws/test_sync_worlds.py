@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from echelon.checkpoint import gather_rank_state
 from echelon.collectives import registry as paths
 from echelon.core.errors import UserError
 from echelon.optim.named_state import trained_names
@@ -34,7 +35,6 @@ from tests.ranks.replicas import (
     copy,
     make_parts,
     save,
-    states_of_all,
     targets,
     train,
     world_of,
@@ -283,7 +283,8 @@ def _uneven(rank: Rank, sizes: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]
         with parts.sync.micro_batch(last=True):
             (parts.sync.module(x) / divisor).backward()
         parts.sync.step()
-    told = with_agreed(parts, shared_state(parts, Cursor()), states_of_all(parts, rank))["model"]
+    saved = gather_rank_state(rank_state(parts, world_of(rank)))
+    told = with_agreed(parts, shared_state(parts, Cursor()), list(saved.values()))["model"] if saved else {}
     mean = parts.model.state_dict()["a"].clone()
     dist.all_reduce(mean)
     with parts.sync.agreed():

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.checkpoint import broadcast_state
 from echelon.checkpoint.tree import flatten, unflatten
 from echelon.collectives import registry as paths
 from echelon.compression import read as read_codec
@@ -174,12 +173,6 @@ def world_of(rank: Rank) -> World:
     """Return this rank as the loop sees it."""
     group = None if rank.world_size == 1 else dist.group.WORLD
     return World(rank.index, rank.world_size, rank.index, torch.device("cpu"), group)
-
-
-def states_of_all(parts: RunParts, rank: Rank) -> list[StateView]:
-    """What each rank saves of its own, on every rank."""
-    own = rank_state(parts, world_of(rank))
-    return [broadcast_state(own, source, None)[0] for source in range(rank.world_size)]
 
 
 def save(parts: RunParts, rank: Rank, step: int) -> tuple[StateView, StateView]:

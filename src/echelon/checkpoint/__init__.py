@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         take_parts,
         whole,
     )
-    from echelon.checkpoint.ranks import broadcast_state, copy_state, pick_rank_state
+    from echelon.checkpoint.ranks import broadcast_state, copy_state, gather_rank_state, pick_rank_state
     from echelon.checkpoint.store import WRITING, Arriving, BaseState, CheckpointStore, Saved
     from echelon.checkpoint.tensors import StreamedTensor, export_weights
 
@@ -44,6 +44,7 @@ _WITH_TORCH = {
     "broadcast_state": "ranks",
     "copy_state": "ranks",
     "export_weights": "tensors",
+    "gather_rank_state": "ranks",
     "merge": "parts",
     "part_file": "parts",
     "pick_rank_state": "ranks",
@@ -69,6 +70,7 @@ __all__ = [
     "broadcast_state",
     "copy_state",
     "export_weights",
+    "gather_rank_state",
     "merge",
     "part_file",
     "pick_rank_state",

@@ -1,4 +1,4 @@
-"""State of ranks: brought from one to all, copied, and picked out again after loading."""
+"""State that differs per rank, brought to rank 0 for saving and picked out again after loading."""
 
 from __future__ import annotations
 
@@ -17,16 +17,34 @@ from echelon.core.errors import UserError
 from echelon.core.state_tree import StateView
 
 _ALIGNMENT = 16  # of each tensor among the bytes: it can then be used where it lies
-_CHUNK_BYTES = 64 << 20  # bounds what a rank holds on its device
+_CHUNK_BYTES = 64 << 20  # bounds what rank 0 holds on its device
+
+
+def gather_rank_state(local: StateView, group: dist.ProcessGroup | None = None) -> dict[int, StateView]:
+    """Bring every rank's own state to rank 0 of `group`: {rank in group: state} there, an empty dict elsewhere.
+
+    Collective: every rank of the group calls it; sizes and kinds of tensors may differ. The states travel as uint8
+    tensors (a JSON tree, then the tensors' bytes), nothing is pickled. Tensors arrive on the CPU, in memory of their
+    own. Waits are bounded by the group's timeout. Raises TypeError for a value that a checkpoint cannot hold.
+    """
+    tree, tensors = flatten(local)
+    device = _device(group)
+    text = _padded(torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8), ord(" "))
+    parts = [_padded(as_bytes(tensor.resolve_conj().resolve_neg())) for tensor in tensors.values()]
+    sizes = torch.tensor([text.numel(), sum(part.numel() for part in parts)], dtype=torch.int64, device=device)
+    all_sizes = [torch.empty_like(sizes) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_sizes, sizes, group=group)
+    payload = torch.cat([part.to(device) for part in (text, *parts)])
+    totals = [int(size.sum()) for size in all_sizes]
+    gathered = _gather_bytes(payload, totals, group)
+    return {rank: _unpack(data, int(all_sizes[rank][0])) for rank, data in enumerate(gathered)}
 
 
 def broadcast_state(state: StateView | None, source: int, group: dist.ProcessGroup | None) -> tuple[StateView, int]:
     """Bring one rank's state to all of `group`; returns it, its tensors on the CPU, and the bytes that this rank sent.
 
-    Collective: every rank of the group calls it. The state travels as uint8 tensors (a JSON tree, then the tensors'
-    bytes), nothing is pickled. Waits are bounded by the group's timeout. The bytes are those of a tree, which is how
-    they travel at best: the source is counted with a copy for each other rank. Raises TypeError for a value that a
-    checkpoint cannot hold.
+    Collective, like `gather_rank_state`. The bytes are those of a tree, which is how they travel at best: the source is
+    counted with a copy for each other rank.
 
     Args:
         state: on the rank `source` of the group; ignored elsewhere.
@@ -69,6 +87,23 @@ def pick_rank_state(state: StateView, rank: int) -> StateView:
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     on_cpu = "cpu:" in dist.get_backend_config(group)
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+def _gather_bytes(payload: Tensor, totals: list[int], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Bring payloads of `totals` bytes to rank 0, as CPU tensors; where they arrive on a GPU, a chunk at a time."""
+    if dist.get_rank(group) != 0:
+        for chunk in payload.split(_CHUNK_BYTES):
+            dist.send(chunk, group=group, group_dst=0)
+        return []
+    received = [payload.cpu()]
+    for source, total in enumerate(totals[1:], start=1):
+        received.append(torch.empty(total, dtype=torch.uint8))
+        for window in received[-1].split(_CHUNK_BYTES):
+            chunk = window if payload.device == window.device else torch.empty_like(window, device=payload.device)
+            dist.recv(chunk, group=group, group_src=source)
+            if chunk is not window:
+                window.copy_(chunk)
+    return received
 
 
 def _padded(data: Tensor, fill: int = 0) -> Tensor:

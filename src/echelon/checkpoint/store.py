@@ -238,8 +238,8 @@ class CheckpointStore:
         """Save `state` as the checkpoint of `step`; a higher `metric` is better (give a loss with a minus sign).
 
         Tensors are copied before this returns, but for those under `RANKS`, which have memory of their own (of
-        `copy_state`) and belong to the store from now on. With `background` the rest happens in a thread, and what it
-        raises is raised by the next `save` or `wait`. A save that still runs is waited for. Files
+        `gather_rank_state`, `copy_state`) and belong to the store from now on. With `background` the rest happens in a
+        thread, and what it raises is raised by the next `save` or `wait`. A save that still runs is waited for. Files
         that are `arriving` are waited for in the background, and become part of the checkpoint: the state has no
         `RANKS` then. What the state leaves out is in its `base`. `on_saved` is told the `reason`.
         Raises UserError when the disk is full or the folder cannot be written, TimeoutError when the one before is
