@@ -16,6 +16,7 @@ from echelon.tasks.classification_metrics import ClassificationMetrics
 from echelon.tasks.gathering import RowMessages
 from echelon.tasks.image_classification import ImageClassification
 from echelon.tasks.own_metrics import OwnMetrics
+from echelon.tasks.regression import RegressionMetrics, Units
 from echelon.tasks.worst_samples import Pixels, WorstSamples
 from echelon.trainer.evaluate import batches_of_all
 from tests.ranks.layouts import make_world
@@ -50,6 +51,32 @@ def on_rank(rank: Rank, parts: tuple[int, ...]) -> list[EvaluationResult]:
 def test_each_sample_counts_once_however_the_set_is_cut(parts: tuple[int, ...]) -> None:
     expected = [evaluate((SAMPLES,), 0, None, limit) for limit in LIMITS for _ in range(2)]
     assert all(result == expected for result in run_ranks(on_rank, len(parts), parts))
+
+
+def regression_of(
+    parts: tuple[int, ...], index: int, group: dist.ProcessGroup | None, streams: bool
+) -> EvaluationResult:
+    """Evaluate float64 targets of about 1e9, a quarter beside what was predicted."""
+    targets = 1e9 + torch.arange(SAMPLES, dtype=torch.float64)
+    mine = slice(sum(parts[:index]), sum(parts[: index + 1]))
+    evaluation = RegressionMetrics(["y"], Units(), CPU)
+    if group is not None and streams:
+        evaluation.stream(RowMessages(group, 10, -(-max(parts) // 10)), SAMPLES)
+    for part in targets[mine].split(7):
+        evaluation.update(part + 0.25, part)
+    evaluation.flush()
+    return evaluation.compute(group)
+
+
+def regression_on_rank(rank: Rank, parts: tuple[int, ...]) -> list[EvaluationResult]:
+    return [regression_of(parts, rank.index, dist.group.WORLD, streams) for streams in (False, True)]
+
+
+def test_large_targets_are_compared_in_float64_on_all_ranks() -> None:
+    parts = (100, 0, 1)
+    expected = [regression_of((SAMPLES,), 0, None, streams) for streams in (False, True)]
+    assert expected[0].metrics["rmse"] == 0.25
+    assert all(result == expected for result in run_ranks(regression_on_rank, len(parts), parts))
 
 
 def worst(parts: tuple[int, ...], index: int, group: dist.ProcessGroup | None) -> ReportSection | None:

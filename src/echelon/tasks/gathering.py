@@ -35,14 +35,14 @@ class RowStream:
     begin the same messages in the same order.
     """
 
-    def __init__(self, columns: int, messages: RowMessages) -> None:
-        self._columns, self._messages = columns, messages
+    def __init__(self, columns: int, messages: RowMessages, dtype: torch.dtype = torch.float32) -> None:
+        self._columns, self._messages, self._dtype = columns, messages, dtype
         self._waiting: list[Tensor] = []
         self._begun: list[tuple[list[Tensor], dist.Work]] = []
 
     def add(self, rows: Tensor) -> None:
         """Take rows `(B, columns)` of this rank; each message that is full sets out."""
-        self._waiting.append(rows.detach().float().cpu())
+        self._waiting.append(rows.detach().to(self._dtype).cpu())
         while sum(map(len, self._waiting)) >= self._messages.rows:
             self._send()
 
@@ -52,9 +52,10 @@ class RowStream:
             self._send()
 
     def _send(self) -> None:
-        rows = torch.cat([torch.zeros(0, self._columns), *self._waiting])
+        rows = torch.cat([torch.zeros(0, self._columns, dtype=self._dtype), *self._waiting])
         now, self._waiting = rows[: self._messages.rows], [rows[self._messages.rows :]]
-        message = torch.zeros(self._messages.rows, self._columns + 1)  # the last column: whether a row is there
+        # the last column: whether a row is there
+        message = torch.zeros(self._messages.rows, self._columns + 1, dtype=self._dtype)
         message[: len(now), :-1], message[: len(now), -1] = now, 1.0
         copies = [torch.empty_like(message) for _ in range(dist.get_world_size(self._messages.group))]
         work = dist.all_gather(copies, message, group=self._messages.group, async_op=True)
@@ -66,25 +67,25 @@ class RowStream:
         for _, work in self._begun:
             work.wait()
         ranks = [torch.cat(copies) for copies in zip(*(copies for copies, _ in self._begun), strict=True)]
-        rows = torch.cat([torch.zeros(0, self._columns + 1), *ranks])
+        rows = torch.cat([torch.zeros(0, self._columns + 1, dtype=self._dtype), *ranks])
         return rows[rows[:, -1] > 0, :-1]
 
 
 class RowMetrics:
-    """Metrics of rows: collects float32 rows `(B, columns)` of outputs and of targets, and gives those of all ranks.
+    """Metrics of rows: collects rows `(B, columns)` of outputs and of targets, and gives those of all ranks.
 
     They travel as those of `StreamedMetrics`, and stand in rank order.
     """
 
-    def __init__(self, columns: int, device: torch.device) -> None:
-        """Begin with none."""
-        self._rows: list[Tensor] = [torch.zeros(0, 2 * columns, device=device)]
-        self._columns = columns
+    def __init__(self, columns: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        """Begin with none; outputs and targets are collected in `dtype`, the same on all ranks."""
+        self._rows: list[Tensor] = [torch.zeros(0, 2 * columns, dtype=dtype, device=device)]
+        self._columns, self._dtype = columns, dtype
         self._stream: RowStream | None = None
 
     def stream(self, messages: RowMessages, samples: int) -> None:
         """Let rows travel while more of them are made; all ranks call it before the first ones."""
-        self._stream = RowStream(2 * self._columns, messages)
+        self._stream = RowStream(2 * self._columns, messages, self._dtype)
 
     def flush(self) -> None:
         """See `RowStream`."""
@@ -93,7 +94,7 @@ class RowMetrics:
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         """Add a batch of outputs and targets, `(B, columns)` each, or `(B,)` for one column; B may be 0."""
-        both = [tensor.detach().float().reshape(-1, self._columns) for tensor in (outputs, targets)]
+        both = [tensor.detach().to(self._dtype).reshape(-1, self._columns) for tensor in (outputs, targets)]
         rows = torch.cat(both, dim=1)
         if self._stream is not None:
             self._stream.add(rows)

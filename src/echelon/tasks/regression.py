@@ -118,11 +118,11 @@ class Regression(Task):
 
     def metrics(self, device: torch.device) -> Metrics:
         """Return an accumulator of RMSE, MAE and R2."""
-        return _RegressionMetrics(self._names, self._units, device)
+        return RegressionMetrics(self._names, self._units, device)
 
     def predictions(self, outputs: Tensor) -> list[Prediction]:
         """Return the target, from outputs `(B, T)` or `(B,)`, in the data's units; of several, each by its name."""
-        rows = self._units.given(self._rows(outputs)).tolist()
+        rows = self._units.given(self._rows(outputs).double()).tolist()
         if len(self._names) == 1:
             return [Prediction(value) for (value,) in rows]
         return [Prediction(dict(zip(self._names, row, strict=True))) for row in rows]
@@ -146,15 +146,17 @@ class Regression(Task):
 TASK = Regression
 
 
-class _RegressionMetrics(RowMetrics):
+class RegressionMetrics(RowMetrics):
+    """RMSE, MAE and R2, in float64: in float32, numbers of about 1e9 are rounded to multiples of 64."""
+
     def __init__(self, names: Sequence[str], units: Units, device: torch.device) -> None:
-        super().__init__(len(names), device)
+        super().__init__(len(names), device, torch.float64)
         self._names, self._units = list(names), units
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count a batch: outputs and targets (B, T), or (B,); B may be 0."""
         shape = (len(targets), len(self._names))
-        self.add(self._units.given(outputs.reshape(shape).float()), targets.reshape(shape))
+        self.add(self._units.given(outputs.reshape(shape).double()), targets.reshape(shape))
 
     def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
         """Return the metrics over all targets, and the detail of each, with points for drawing."""

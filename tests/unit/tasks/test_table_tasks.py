@@ -64,6 +64,26 @@ def test_regression_metrics_are_in_the_units_of_the_data(count: int) -> None:
     assert len(sections[0].charts) == 2 * count and len(sections[0].tables) == (count > 1)
 
 
+def test_targets_of_a_billion_are_compared_in_float64() -> None:
+    """In float32 numbers of this size are multiples of 64: an error of a quarter would be none."""
+    task = fitted("regression", info(TensorSpec((), "float64")))
+    true = 1e9 + torch.arange(N, dtype=torch.float64)
+    result = evaluated(task, true + 0.25, true)
+    assert result.metrics["rmse"] == result.metrics["mae"] == 0.25
+    assert result.metrics["r2"] == pytest.approx(reference.r2_score(true, true + 0.25))
+    assert result.detail["residuals"][0]["count"] == [N]
+    assert task.predictions(true[:1])[0].value == 1e9
+
+
+def test_units_of_a_table_are_converted_back_in_float64() -> None:
+    """What float32 rounds is the output alone, in deviations: 1e-7 of them, not 1e-7 of the mean."""
+    task = fitted("regression", info(TensorSpec(), target_mean=(2.0**30,), target_std=(1024.0,)))
+    true = 2.0**30 + 64 * torch.arange(N, dtype=torch.float32)
+    outputs = torch.arange(N, dtype=torch.float32) / 16 + 1 / 1024
+    assert evaluated(task, outputs, true).metrics["mae"] == pytest.approx(1.0, rel=1e-4)
+    assert task.predictions(outputs[:1])[0].value == 2.0**30 + 1
+
+
 def test_a_target_of_small_numbers_is_judged_as_one_of_large_ones() -> None:
     targets = torch.arange(40, dtype=torch.float64)[:, None]
     outputs = targets + 5 * torch.randn(40, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
