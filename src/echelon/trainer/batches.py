@@ -160,6 +160,8 @@ class EpochOrder:
         if closed.time_is_up:
             self.reason = MAX_TIME
         self._due = self._due or closed.checkpoint_due
+        if self._is_stagnant:  # as was found before the last round was trained again
+            self.reason = self.reason or EARLY_STOP
         if evaluates and not self.reason:
             self._judge(cursor.epoch - 1, self._evaluate(cursor.epoch - 1), counts=True)
         if self._saves and not (epoch_ends or self.reason):  # at an epoch's end it comes after the evaluation
@@ -313,13 +315,18 @@ class EpochOrder:
     def _end_epoch(self) -> None:
         """Evaluate where it is due, keep the best, move the cursor to the next epoch, and save where that is due.
 
-        Replicas that differ are evaluated where they have just agreed: some steps later, unless none follow.
+        Replicas that differ are evaluated where they have just agreed: some steps later, unless none follow. What was
+        evaluated before a round is trained again is not evaluated again, as its steps are not recorded again.
         """
         run, cursor = self._run, self._cursor
         is_complete = cursor.batch >= run.train_loader.batches_in(cursor.epoch)
+        is_judged = cursor.epoch < run.saver.evaluated_epochs  # and ranks had to go back to before that
+        if is_judged and self._is_stagnant and cursor.step >= self.recorded:
+            self.reason = self.reason or EARLY_STOP
         last = self._reached or cursor.epoch + 1 >= run.settings.epochs
         every = run.settings.eval_every
-        scheduled = (is_complete and every > 0 and (cursor.epoch + 1) % every == 0) or run.saver.owes_evaluation
+        is_due = is_complete and every > 0 and (cursor.epoch + 1) % every == 0
+        scheduled = not is_judged and (is_due or run.saver.owes_evaluation)
         waits = scheduled and not last and bool(self._steps_to_agreement)
         run.saver.owes_evaluation = waits
         epoch = cursor.epoch
@@ -329,7 +336,7 @@ class EpochOrder:
             run.progress.record.write(EntropyCoding(cursor.step, **coded))
         if is_complete:
             cursor.epoch, cursor.batch = cursor.epoch + 1, 0
-        if not waits:  # else the epoch's line comes with its evaluation
+        if last or not (waits or is_judged):  # else the epoch's line comes, or came, with its evaluation
             self._judge(epoch, report, scheduled, last)
         self._tell_callbacks()
         if self._saves:
@@ -364,6 +371,19 @@ class EpochOrder:
             with self.window.pause(RECORDING):
                 run.progress.epoch_ended(epoch, report)
                 self.window.meet()
+        if report is not None and counts:
+            self._note_evaluated(epoch)
+
+    def _note_evaluated(self, epoch: int) -> None:
+        """Note that an epoch's evaluation is made, where ranks may have to go back to before it."""
+        saver = self._run.saver
+        saver.evaluated_epochs = epoch + 1
+        if self._kept is None:
+            return
+        if (commit := self.commit) is not None:
+            self.commit = commit.evaluated(saver)
+        if self._begun is not None:
+            self._begun = self._begun.evaluated(saver)
 
     def _tell_callbacks(self) -> None:
         """Let callbacks of the leading rank hear what has happened, while all wait for them."""

@@ -18,6 +18,7 @@ from echelon.sync.base import Overlapped
 from echelon.torch_compat import foreach_copy_, registered_buffers
 from echelon.trainer.generators import Generators, GeneratorStates
 from echelon.trainer.loop import TrainingRun
+from echelon.trainer.saving import Saver
 from echelon.trainer.state import Cursor, RunParts
 
 
@@ -198,7 +199,7 @@ class Commit:
 
     Attributes:
         between: what is due after the step is done too: the next one may have begun. Then `draws` is from before it.
-        best, best_loss, stagnation, owes_evaluation: of the run's checkpoints (see `Saver`).
+        best, best_loss, stagnation, owes_evaluation, evaluated_epochs: of the run's checkpoints (see `Saver`).
         reason: why the run completes before its last step.
     """
 
@@ -209,6 +210,7 @@ class Commit:
     stagnation: Stagnation
     owes_evaluation: bool
     reason: str
+    evaluated_epochs: int = 0
     best: Number | None = None
     best_loss: Number | None = None
     draws: Draws | None = None
@@ -228,10 +230,16 @@ class Commit:
         """Return what is done once the step that had begun was made."""
         return replace(self, step=self.step + 1, batch=self.batch + 1, between=False, draws=None)
 
+    def evaluated(self, saver: Saver) -> Commit:
+        """Return it with an evaluation that was made since then: a round that is trained again does not repeat it."""
+        return replace(
+            self, stagnation=saver.stagnation, owes_evaluation=False, evaluated_epochs=saver.evaluated_epochs
+        )
+
     @property
-    def place(self) -> tuple[int, bool]:
+    def place(self) -> tuple[int, bool, int]:
         """Orders commits: that of a rank which is further is greater."""
-        return self.step, self.between
+        return self.step, self.between, self.evaluated_epochs
 
     def cursor(self) -> Cursor:
         """Return the cursor of this moment."""
@@ -248,6 +256,7 @@ class Noted(NamedTuple):
     stagnation: Stagnation
     owes_evaluation: bool
     reason: str
+    evaluated_epochs: int
     best: BestResult | None
     draws: Draws | None
 
@@ -257,7 +266,7 @@ class Noted(NamedTuple):
         saver, draws = run.saver, Draws.of(run, copies) if between else None
         return cls(
             cursor.step, between, cursor.epoch, cursor.batch, saver.stagnation, saver.owes_evaluation, reason,
-            saver.best, draws,
+            saver.evaluated_epochs, saver.best, draws,
         )  # fmt: skip
 
     def commit(self) -> Commit:
@@ -265,5 +274,5 @@ class Noted(NamedTuple):
         value, loss = BestResult.numbers(self.best)
         return Commit(
             self.step, self.between, self.epoch, self.batch, self.stagnation, self.owes_evaluation, self.reason,
-            value, loss, self.draws,
+            self.evaluated_epochs, value, loss, self.draws,
         )  # fmt: skip

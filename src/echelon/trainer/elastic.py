@@ -220,7 +220,7 @@ class ElasticLoop:
         commit = replace(commit, draws=Draws.of(run) if commit.between else None)
         batches.commit = commit  # from here on this rank is where the others are, whatever follows
         run.saver.best, run.saver.stagnation = BestResult.of(commit.best, commit.best_loss), commit.stagnation
-        run.saver.owes_evaluation = commit.owes_evaluation
+        run.saver.owes_evaluation, run.saver.evaluated_epochs = commit.owes_evaluation, commit.evaluated_epochs
         results = _completed(_since(batches, agreed.recorded, commit.step, world), world)
         shares = self._rebuilder.shares([member.part for member in members])
         by_part = members[agreed.source].draws_by_part

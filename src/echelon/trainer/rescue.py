@@ -215,7 +215,7 @@ class _Rescue:
         known = table.exchange(_Known, self._known(_last_recorded(members)))
         agreed = max((member.commit for member in known), key=lambda commit: commit.place)
         run.saver.best, run.saver.stagnation = BestResult.of(agreed.best, agreed.best_loss), agreed.stagnation
-        run.saver.owes_evaluation = agreed.owes_evaluation
+        run.saver.owes_evaluation, run.saver.evaluated_epochs = agreed.owes_evaluation, agreed.evaluated_epochs
         if table.leads:  # who writes what the checkpoint says of it
             run.saver.best = run.saver.kept_best()
         record = run.progress.record

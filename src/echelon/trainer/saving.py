@@ -454,6 +454,7 @@ class Saver:
         best: the best result so far.
         stagnation: how many evaluations in a row gave no better one (see `count_evaluation`).
         owes_evaluation: the one that an epoch's end was to have waits for the replicas' next agreement.
+        evaluated_epochs: epochs whose evaluation is recorded, as far as ranks that go on when others die know.
         write_s: how long it took to write the last checkpoint, or would have taken without training beside.
         passed_over: what is wrong with checkpoints that `restore` found damaged.
         on_saved: is told of each checkpoint on the disk, by the thread that wrote it.
@@ -477,6 +478,7 @@ class Saver:
         self.on_saved: Callable[[Checkpoint], None] | None = None
         self.stagnation = Stagnation()
         self.owes_evaluation = False
+        self.evaluated_epochs = 0
         self.write_s = 0.0
 
     def go_on(self, state: RunState, record: Recorder, recovery_bytes: int) -> None:
