@@ -88,7 +88,7 @@ class Opening:
         notes = [note(p.name, p.pid) for p in living if p.name.startswith(("rank", "worker"))]
         working = [n for n in notes if n is not None and n.activity not in (START, SERVING)]
         if not working:
-            if living and self._bar is None:
+            if notes and self._bar is None:  # where only servers live on, the run ends
                 self._show(f"{_START}{many(self._plan.workers, 'worker')}")
         elif first_machine:
             self.leaves()

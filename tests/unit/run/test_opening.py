@@ -12,6 +12,8 @@ import pytest
 
 from echelon.config import DataConfig, RunConfig
 from echelon.data.base import DataOutline
+from echelon.launch.culprit import Living
+from echelon.observe.notes import Note
 from echelon.run.foretold import Foretold, auto_in_words
 from echelon.run.opening import Opening
 from echelon.run.resolve import launch_request
@@ -25,6 +27,10 @@ def _opening(told: Foretold, resumes: bool = False) -> Opening:
     return Opening(NAMED, plan_of(launch_request(NAMED), Path(NAMED.run)), told, resumes)
 
 
+def _shown(opening: Opening) -> str:
+    return opening._bar.name if opening._bar is not None else ""
+
+
 def test_model_parameters_and_folder_are_said_first(capsys: pytest.CaptureFixture[str]) -> None:
     with _opening(Foretold("small_cnn", 98_026)) as opening:
         opening.runs_in(Path(NAMED.run))
@@ -36,6 +42,23 @@ def test_model_parameters_and_folder_are_said_first(capsys: pytest.CaptureFixtur
     assert "".join(capsys.readouterr()).startswith(
         "digits, model auto (parameters: once torch is imported and it is built); "
     )
+
+
+def test_nothing_starts_where_only_servers_live_on() -> None:
+    """At the end of a run with a parameter server the workers are gone first."""
+
+    def note(name: str, pid: int) -> Note | None:
+        """Return what a worker that trains is at."""
+        return Note("forward", 3, 0.0, 9, pid, 0, True, False) if name == "worker0" else None
+
+    server, worker = Living("server0", "here", 1), Living("worker0", "here", 2)
+    with _opening(Foretold("mlp", 650)) as opening:
+        opening.runs_in(Path(NAMED.run))
+        shown = [_shown(opening)]
+        for living in ([server, worker], [server], [server, Living("worker1", "here", 3)]):
+            opening.look(living, note, first_machine=True)
+            shown.append(_shown(opening))
+    assert shown == ["start: 2 workers", "", "", "start: 2 workers"]
 
 
 def test_most_steps_and_where_a_run_goes_on_are_said(capsys: pytest.CaptureFixture[str]) -> None:
