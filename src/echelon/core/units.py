@@ -88,6 +88,7 @@ def rounded(value: float, places: int) -> float:
 
 
 _SMALLEST_DECIMAL = 0.001  # below it fewer than two of four decimals would tell a value
+_WHOLE, _MOST_DIGITS = 1e6, 1e15  # from these on decimals, or digits, would tell nothing
 _FOURTH_DIGIT = 999.5  # from here on three digits round to a thousand
 
 
@@ -103,10 +104,19 @@ def sentence_case(text: str) -> str:
 def format_metric(value: float) -> str:
     """Write the value of a metric or a loss: four decimals, of one so small that they would say nothing three digits.
 
+    One from a million on, such as an error of prices, has no decimals; one of more than 15 digits is rounded to four.
+
     >>> format_metric(0.91234), format_metric(0.0), format_metric(0.0000213)
     ('0.9123', '0.0000', '2.13e-05')
+    >>> format_metric(27786203.9369), format_metric(-1.2345e18)
+    ('27,786,204', '-1.234e+18')
     """
-    return f"{value:.3g}" if 0 < abs(value) < _SMALLEST_DECIMAL else f"{value:.4f}"
+    size = abs(value)
+    if 0 < size < _SMALLEST_DECIMAL:
+        return f"{value:.3g}"
+    if size >= _MOST_DIGITS:
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if size >= _WHOLE else f"{value:.4f}"
 
 
 def format_bytes(n_bytes: float) -> str:
