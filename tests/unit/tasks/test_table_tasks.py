@@ -78,8 +78,8 @@ def test_targets_of_a_billion_are_compared_in_float64() -> None:
 def test_units_of_a_table_are_converted_back_in_float64() -> None:
     """What float32 rounds is the output alone, in deviations: 1e-7 of them, not 1e-7 of the mean."""
     task = fitted("regression", info(TensorSpec(), target_mean=(2.0**30,), target_std=(1024.0,)))
-    true = 2.0**30 + 64 * torch.arange(N, dtype=torch.float32)
-    outputs = torch.arange(N, dtype=torch.float32) / 16 + 1 / 1024
+    true = 2.0**30 + 128 * torch.arange(N, dtype=torch.float32)
+    outputs = torch.arange(N, dtype=torch.float32) / 8 + 1 / 1024
     assert evaluated(task, outputs, true).metrics["mae"] == pytest.approx(1.0, rel=1e-4)
     assert task.predictions(outputs[:1])[0].value == 2.0**30 + 1
 
