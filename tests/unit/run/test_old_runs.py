@@ -1,6 +1,7 @@
-"""Runs of the version before tasks, places and typed records: their folders are read, described and reported.
+"""Runs of earlier versions: their folders are read and reported, and go on as the version that began them would.
 
-`old_runs/` holds two of them, 30 steps of 2 workers on the digits: an all-reduce with topk(0.1), and ps(mode=async).
+`old_runs/` holds two completed ones from before tasks, places and typed records, 30 steps of 2 workers on the digits:
+an all-reduce with topk(0.1), and ps(mode=async); and four of later versions that were stopped.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ from echelon.trainer.start_weights import start_from
 from tests.ranks.run_many import run_many
 
 OLD_RUNS = {"allreduce": 0.8552, "ps": 0.8357}
+# stopped runs: up to which step they are resumed, and the last losses of the version that began them, resumed likewise
+STOPPED = {
+    "fsdp": (30, (0.3913427, 0.3770179, 0.4503373, 0.2976083)),
+    "local": (33, (0.3271774, 0.4005814, 0.3833684, 0.3725550)),  # local(4, overlap=1), sign
+    "diloco": (32, (0.6207519, 0.4189658, 0.7968724, 0.7665378)),  # diloco(5), int8
+    "pp": (24, (0.5225178, 0.5282615, 0.5056450, 0.3858913)),
+}
 TINY = """
 from torch import nn
 
@@ -40,11 +48,38 @@ def net() -> nn.Module:
 """
 
 
+def unpacked(name: str, folder: Path) -> Path:
+    """Return the run folder of that name, unpacked."""
+    with tarfile.open(Path(__file__).parent / "old_runs" / f"{name}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name
+
+
 @pytest.fixture(params=OLD_RUNS)
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    with tarfile.open(Path(__file__).parent / "old_runs" / f"{request.param}.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path / str(request.param)
+    return unpacked(str(request.param), tmp_path)
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_one_that_was_stopped_is_reported_and_listed(name: str, tmp_path: Path) -> None:
+    run = unpacked(name, tmp_path)
+    write_report(run)
+    assert json.loads((run / "summary.json").read_text())["status"] == "stopped"
+    assert overview_of(run).state == "stopped"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", STOPPED)
+def test_one_that_was_stopped_goes_on_as_the_version_that_began_it_would(name: str, tmp_path: Path) -> None:
+    run, (steps, expected) = unpacked(name, tmp_path), STOPPED[name]
+    (tmp_path / "tiny.py").write_text(TINY)
+    (resumed,) = run_many(tmp_path, [["resume", str(run), "--max-steps", str(steps), "--trust"]])
+    assert resumed.code == 0, resumed
+    losses = [loss for window in read_records(run, Steps) for loss in window.losses]
+    assert len(losses) == steps and losses[-len(expected) :] == pytest.approx(expected, abs=1e-4)
+    (evaluated,) = run_many(tmp_path, [["evaluate", str(run), "--trust"]])
+    assert evaluated.code == 0, evaluated
 
 
 def test_its_record_is_read_as_today_s(run: Path) -> None:
