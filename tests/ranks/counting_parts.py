@@ -23,15 +23,16 @@ from torch.utils.data import Dataset
 from tests.ranks.elastic_points import FAULTS, LEFT, Fault, install
 
 __all__ = [
-    "BATCH", "EPOCHS", "FAULTS", "HURRY", "LAYERS", "LEFT", "OVERFLOWS", "PACE", "SAMPLES", "SPEEDS", "STEPS", "WIDTH",
-    "Counting", "CountingSGD", "Fault", "Numbers", "left_behind", "moved", "remembered", "train_in_folder", "waiting",
-    "weight_of_each",
+    "BATCH", "EPOCHS", "FAULTS", "HURRY", "LAYERS", "LEFT", "OVERFLOWS", "PACE", "SAMPLES", "SPEEDS", "STEPS", "TABLES",
+    "WIDTH", "Counting", "CountingSGD", "Fault", "Numbers", "left_behind", "moved", "remembered", "train_in_folder",
+    "waiting", "weight_of_each",
 ]  # fmt: skip
 
 SAMPLES, BATCH, EPOCHS = 96, 12, 4
 STEPS = SAMPLES // BATCH * EPOCHS
 WIDTH = "ECHELON_TEST_WIDTH"
 LAYERS = "ECHELON_TEST_LAYERS"  # matrices of weights, each of which moves as often
+TABLES = "ECHELON_TEST_TABLES"  # tables of weights with sparse gradients beside them
 PACE = "ECHELON_TEST_PACE_S"  # seconds that a forward pass takes
 SPEEDS = "ECHELON_TEST_SPEEDS"  # seconds that a sample takes in training, by member
 OVERFLOWS = "ECHELON_TEST_OVERFLOWS"  # the number of a sample whose gradient is infinite
@@ -65,7 +66,8 @@ def _remembered_here(state: Mapping[str, Any]) -> Tensor:
 
 
 class Counting(nn.Module):
-    """Rows of weights for each sample, as many and as wide as `LAYERS` and `WIDTH` say; its output is their sum.
+    """Rows of weights for each sample, as many and as wide as `LAYERS`, `TABLES` and `WIDTH` say; its output is their
+    sum.
 
     Rows that are wide enough go through a codec; several layers of them are in several buckets of gradients.
     """
@@ -76,6 +78,10 @@ class Counting(nn.Module):
         layers = int(os.environ.get(LAYERS, "1"))
         self.w = nn.Parameter(torch.zeros(SAMPLES, width, dtype=torch.float64))
         self.others = nn.ParameterList(torch.zeros_like(self.w) for _ in range(layers - 1))
+        self.tables = nn.ModuleList(
+            nn.Embedding.from_pretrained(torch.zeros_like(self.w), freeze=False, sparse=True)
+            for _ in range(int(os.environ.get(TABLES, "0")))
+        )
         self.fault = Fault()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -97,7 +103,9 @@ class Counting(nn.Module):
         if training:
             speeds = json.loads(os.environ.get(SPEEDS, "{}"))
             time.sleep(len(x) * speeds.get(os.environ.get("ECHELON_MEMBER", ""), 0.0))
-        own = torch.cat([weights[x[:, 0].long()] for weights in (self.w, *self.others)], dim=1).sum(dim=1)
+        ids = x[:, 0].long()
+        rows = [*(weights[ids] for weights in (self.w, *self.others)), *(table(ids) for table in self.tables)]
+        own = torch.cat(rows, dim=1).sum(dim=1)
         if training and len(x):
             self.fault.at("sum", after_s=0.001)
             own.register_hook(functools.partial(self._in_backward, x[:, 0]))
@@ -179,7 +187,9 @@ def main() -> None:
     from tests.ranks.counting_parts import Counting, CountingSGD, Numbers, weight_of_each
 
     data = (Numbers(), Numbers())
-    train_in_folder(Counting(), data=data, lr=float(BATCH), loss=weight_of_each, optimizer=CountingSGD)
+    of_rows = int(os.environ.get(TABLES, "0")) > 0  # which one's own optimizer does not take
+    optimizer = {"optimizer": "sgd", "momentum": 0.0} if of_rows else {"optimizer": CountingSGD}
+    train_in_folder(Counting(), data=data, lr=float(BATCH), loss=weight_of_each, **optimizer)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ tests; `install` lets code of Echelon come to points, too:
     enter, window         about to connect in a new term, and to meet the others before its first step
     bucket, summed bucket about to hand over a step's second bucket of gradients, and has its sum
     average, averaged     about to sum for an agreement of replicas, and has the mean
+    rows, summed rows     about to send the rows of tables, whose number all know, and has all that others sent
     part                  has written its part of a checkpoint, under another name
     manifest, sealed      about to seal a checkpoint, and has sealed it, under another name
     collect, spread, summed
@@ -178,6 +179,7 @@ def _install_averages(fault: Fault) -> None:
     import torch.distributed as dist
 
     from echelon.collectives.route import Route
+    from echelon.collectives.row_reducer import RowReducer
     from echelon.sync.averaging.exchange import Exchange
 
     averaging = threading.local()
@@ -206,6 +208,7 @@ def _install_averages(fault: Fault) -> None:
 
         return sum_by_backend
 
+    _wrap(RowReducer, "_exchange", _around(fault, "rows", "summed rows"))
     _wrap(Exchange, "mean", mean)
     _wrap(Route, "_sum_by_backend", summed)
 

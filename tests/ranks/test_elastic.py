@@ -29,6 +29,7 @@ from tests.ranks.counting_parts import (
     SAMPLES,
     SPEEDS,
     STEPS,
+    TABLES,
     WIDTH,
     left_behind,
     moved,
@@ -106,16 +107,19 @@ def start(
     width: int = 1,
     speeds: Mapping[str, float] = NO_SPEEDS,
     overflows: int = -1,
+    tables: int = 0,
 ) -> Run:
     """Start a counting run with the faults of a case.
 
     Args:
+        tables: with sparse gradients.
         speeds: seconds that a member needs for a sample.
         overflows: a sample whose gradient is infinite.
     """
     environment = {
         FAULTS: json.dumps(case.faults), PACE: str(pace_s or case.pace_s), SPEEDS: json.dumps(speeds),
         WIDTH: str(width if case.layers == 1 else OF_A_BUCKET), LAYERS: str(case.layers), OVERFLOWS: str(overflows),
+        TABLES: str(tables),
     }  # fmt: skip
     if width > 1:
         environment[LEFT] = str(runs.root)

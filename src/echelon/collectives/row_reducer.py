@@ -1,4 +1,4 @@
-"""Sums sparse gradients of embedding tables over the ranks: rows that a rank touched travel, and no others.
+"""Sums sparse gradients of embedding tables, or what their rows changed by, over the ranks: touched rows alone travel.
 
     g[r] = sum over ranks k that touched row r of decode(encode(g_k[r]))
 
@@ -9,12 +9,12 @@ Every rank adds them up in the order of the ranks, so that all have the same bit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon.collectives.transfer import PeerLostError
 from echelon.collectives.wire import WireCount, framing_bytes
@@ -32,7 +32,13 @@ class Rows:
     values: Tensor
 
     @classmethod
-    def of(cls, name: str, table: nn.Parameter) -> Rows:
+    def changed(cls, delta: Tensor) -> Rows:
+        """Return the rows `(R, D)` of `delta` `(N, D)` that are not zero."""
+        indices = delta.flatten(1).any(dim=1).nonzero().flatten()
+        return cls(indices, delta[indices])
+
+    @classmethod
+    def of(cls, name: str, table: Tensor) -> Rows:
         """Return the rows of a table's gradient.
 
         Raises:
@@ -57,7 +63,7 @@ class Rows:
 
 
 class RowReducer:
-    """Sums the gradients of tables over a group, in place.
+    """Sums the gradients of tables over a group, in place, or rows that it is given.
 
     Attributes:
         wire: bytes that this rank has sent.
@@ -66,7 +72,7 @@ class RowReducer:
 
     def __init__(
         self,
-        tables: Mapping[str, nn.Parameter],
+        tables: Mapping[str, Tensor],
         group: dist.ProcessGroup,
         codec: Codec | None = None,
         seed: int = 0,
@@ -75,7 +81,7 @@ class RowReducer:
         """Prepare.
 
         Args:
-            tables: weights by name, in the same order on all ranks.
+            tables: weights `(rows, D)` by name, in the same order on all ranks.
             codec: encodes the values of rows (`Codec.takes_rows`); None: they travel as they are.
             seed: of its draws.
             keeps_empty: a table that no rank has touched has a gradient of no rows afterwards.
@@ -91,12 +97,29 @@ class RowReducer:
             PeerLostError: a rank did not answer before the group's timeout.
             UserError: a gradient is dense.
         """
-        own = {name: Rows.of(name, table) for name, table in self._tables.items()}
-        encodes = self._codec is not None and all(self._is_codable(rows.values) for rows in own.values())
-        parts = [self._packed(name, rows, encodes) for name, rows in own.items()]
+        totals = self.total({name: Rows.of(name, table) for name, table in self._tables.items()})
+        for name, table in self._tables.items():
+            total = totals[name]
+            table.grad = total.written(table.shape) if len(total.indices) or self._keeps_empty else None
+
+    def total(self, touched: Mapping[str, Rows], sum_whole: Callable[[Tensor], int] | None = None) -> dict[str, Rows]:
+        """Return the sum of all ranks' rows by table, the same bits on each. All ranks call it.
+
+        Args:
+            touched: rows of each table, in the dtype of its weight.
+            sum_whole: sums a tensor `(N, D)` over the ranks in place and returns the bytes that this one sent: for a
+                table so many rows of which were touched that it sends less; None: rows travel always.
+
+        Raises:
+            PeerLostError: a rank did not answer before the group's timeout.
+        """
+        encodes = self._codec is not None and all(self._is_codable(rows.values) for rows in touched.values())
         try:
-            told = self._exchange_counts([len(rows.indices) for rows in own.values()], encodes)
-            messages = self._exchange(torch.cat(parts), [self._size(counts) for counts in told])
+            told = self._exchange_counts([len(rows.indices) for rows in touched.values()], encodes)
+            whole = self._take_whole(touched, told, sum_whole) if sum_whole is not None else {}
+            parts = [self._packed(name, rows, encodes) for name, rows in touched.items() if name not in whole]
+            message = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
+            messages = self._exchange(message, [self._size(counts) for counts in told])
         except RuntimeError as error:
             raise PeerLostError(
                 f"rank {self._group.rank()} of the group lost a rank that it sums rows with: {error}"
@@ -104,11 +127,35 @@ class RowReducer:
         by_rank = [
             self._unpacked(message, counts, k) for k, (message, counts) in enumerate(zip(messages, told, strict=True))
         ]
-        for table, *pieces in zip(self._tables.values(), *by_rank, strict=True):
-            total = summed(pieces)
-            table.grad = total.written(table.shape) if len(total.indices) or self._keeps_empty else None
         self.steps += 1
         self.wire.steps += 1
+        rows = {name: summed(list(pieces)) for name, *pieces in zip(self._tables, *by_rank, strict=True)}
+        return rows | whole
+
+    def _take_whole(
+        self, touched: Mapping[str, Rows], told: Sequence[list[int]], sum_whole: Callable[[Tensor], int]
+    ) -> dict[str, Rows]:
+        """Return all rows of the sums of tables that send less as a whole, along a ring, and set their counts to 0.
+
+        Args:
+            told: of each rank the number of rows of each table, and whether its values are encoded.
+        """
+        whole = {}
+        for place, (name, table) in enumerate(self._tables.items()):
+            by_rows = sum(sum(self._sizes(table, counts[place], bool(counts[-1]))) for counts in told)
+            if by_rows <= 2 * table.numel() * table.element_size():
+                continue
+            total = torch.zeros_like(table)
+            total[touched[name].indices] = touched[name].values
+            self.wire.add("weights", sum_whole(total))
+            whole[name] = Rows(torch.arange(len(total), device=total.device), total)
+            for counts in told:
+                counts[place] = 0
+        return whole
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._tables.values())).device
 
     def _is_codable(self, values: Tensor) -> bool:
         """Whether the codec can hold these values; those that overflowed travel as they are, for all to see."""
@@ -131,8 +178,7 @@ class RowReducer:
 
     def _exchange_counts(self, counts: list[int], encodes: bool) -> list[list[int]]:
         """Return of each rank the number of rows of each table, and whether its values are encoded."""
-        device = next(iter(self._tables.values())).device
-        own = torch.tensor([*counts, encodes], dtype=torch.int64, device=device)
+        own = torch.tensor([*counts, encodes], dtype=torch.int64, device=self._device)
         everyone = [torch.empty_like(own) for _ in range(self._group.size())]
         dist.all_gather(everyone, own, group=self._group)
         others = self._group.size() - 1
@@ -145,7 +191,7 @@ class RowReducer:
             for table, n in zip(self._tables.values(), counts, strict=False)
         )
 
-    def _sizes(self, table: nn.Parameter, rows: int, encodes: bool) -> tuple[int, int]:
+    def _sizes(self, table: Tensor, rows: int, encodes: bool) -> tuple[int, int]:
         """Return the bytes of so many rows' indices and of their values."""
         numel = rows * math.prod(table.shape[1:])
         n_bytes = numel * table.element_size()

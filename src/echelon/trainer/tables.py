@@ -141,8 +141,6 @@ def table_notes(run: ResolvedRun, model: nn.Module, ranks: int) -> list[str]:
     if (ranks == 1 and not has_servers) or not sparse_tables(model):
         return []
     given = run.described.strategy
-    if not has_servers and not run.sync.sums_in_backward:
-        return [f"--sync {given.sync} sends sparse tables whole, whatever rows were touched"]
     notes = []
     if run.compression.encodes and not run.compression.codec.takes_rows:
         notes.append(

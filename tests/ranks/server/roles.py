@@ -48,7 +48,12 @@ KEYS = derive_keys(b"t" * 32)
 
 @dataclass
 class Cluster:
-    """One run's roles; `stop` joins them all. `running`: those that a test has not joined yet, for it to end them."""
+    """One run's roles; `stop` joins them all. `running`: those that a test has not joined yet, for it to end them.
+
+    Attributes:
+        host: on whose address scheduler and servers listen.
+        address: of the scheduler, which `start` sets; given, workers of it may run here without the rest.
+    """
 
     running: ClassVar[list[Cluster]] = []
 
@@ -65,18 +70,21 @@ class Cluster:
     serving: dict[str, threading.Thread] = field(default_factory=dict)
     windows: list[Steps] = field(default_factory=list)
     starts: Mapping[str, RowStart] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    address: str = ""
 
     def start(self) -> None:
         """Start scheduler and servers."""
         config = SchedulerConfig(
             CoordinatorConfig(coordination_policy(self.settings), self.plan, self.timeout_s), self.keys,
-            "tcp://127.0.0.1:0", self.folder,
+            f"tcp://{self.host}:0", self.folder,
         )  # fmt: skip
         ignore = lambda *_: None  # noqa: E731
         self.record = Recorder(self.folder)
         self.scheduler = Scheduler(
             config, self.record, Callbacks(ignore, lambda steps, _: self.windows.append(steps), ignore, ignore)
         )
+        self.address = self.scheduler.listener.address
         self._spawn(self.scheduler.run)
         self.running.append(self)
         self.servers = [self.server(i) for i in range(self.settings.servers)]
@@ -84,8 +92,8 @@ class Cluster:
     def server(self, index: int, name: str = "") -> Server:
         """Start one server."""
         config = ServerConfig(
-            name or f"server{index}", index, self.settings, self.keys, self.scheduler.listener.address,
-            "tcp://127.0.0.1:0", read(self.compression), 0, self.folder, lambda tensors, decay: self.optimizer(tensors),
+            name or f"server{index}", index, self.settings, self.keys, self.address, f"tcp://{self.host}:0",
+            read(self.compression), 0, self.folder, lambda tensors, decay: self.optimizer(tensors),
         )  # fmt: skip
         server = Server(config)
         self.roles.append(server)
@@ -96,16 +104,17 @@ class Cluster:
     def client(self, number: int) -> Client:
         """Connect a worker."""
         return Client(
-            ClientConfig(f"worker{number}", self.keys, self.scheduler.listener.address, read(self.compression), 0,
+            ClientConfig(f"worker{number}", self.keys, self.address, read(self.compression), 0,
                          number, 20.0, keeps=self.settings.replicas == 0, aggregates=self.settings.aggregates)
         )  # fmt: skip
 
     def work(self, number: int, model: nn.Module, gradient: Callable[[nn.Module, TrainTask], float],
              lr: float, seen: list[Any]) -> None:  # fmt: skip
         """Run one worker to the end of the run, in a thread."""
-        self._spawn(lambda: self._work(number, model, gradient, lr, seen))
+        self._spawn(lambda: self.work_here(number, model, gradient, lr, seen))
 
-    def _work(self, number: int, model: nn.Module, gradient: Any, lr: float, seen: list[Any]) -> None:
+    def work_here(self, number: int, model: nn.Module, gradient: Any, lr: float, seen: list[Any]) -> None:
+        """Run one worker to the end of the run."""
         client = self.client(number)
         table = model_table(model, Cut(self.settings.servers, self.settings.chunk_bytes), starts=self.starts)
         try:
@@ -168,9 +177,7 @@ class Cluster:
         """End a server at once, without a word; the launcher tells the scheduler."""
         server.state.ended = True
         self.serving[server.config.name].join(10)  # threads of one process share the lock of the snapshots' folder
-        line = Channel(
-            zmq.Context.instance(), Sender(self.keys, "launcher"), self.scheduler.listener.address, Limits(1 << 20), {}
-        )
+        line = Channel(zmq.Context.instance(), Sender(self.keys, "launcher"), self.address, Limits(1 << 20), {})
         line.send(Died(server.config.name))
         line.close(linger_ms=1000)
         ends = time.monotonic() + 10

@@ -23,8 +23,8 @@ from echelon.models.tables import sparse_tables
 from echelon.observe.phases import Phase
 from echelon.sync.allreduce import AllReduce
 from echelon.sync.averaging.background import Background
-from echelon.sync.averaging.exchange import DeltaTransport, Exchange, weighted_sum
-from echelon.sync.averaging.fragment import Fragment, SavedReplica
+from echelon.sync.averaging.exchange import DeltaTransport, Exchange, RowDraws, sum_of_rows, weighted_sum
+from echelon.sync.averaging.fragment import Fragment, SavedReplica, apart
 from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule, stays
 from echelon.sync.averaging.values import Value, cut, model_values
 from echelon.sync.base import Agreement, SyncContext
@@ -87,7 +87,8 @@ class Averaging:
             codec = compression.for_run(self._plan.agreements(self._context.steps)).build()
             codec = forgetting_nothing(codec) if leaves else codec
         confirms = self._context.survives and codec is not None and codec.linear and codec.biased
-        return DeltaTransport(route, codec, self._context.seed, self._wire, leaves, confirms)
+        row_codec = compression.codec if compression.encodes and compression.codec.takes_rows else None
+        return DeltaTransport(route, codec, self._context.seed, self._wire, leaves, confirms, row_codec)
 
     @property
     def module(self) -> nn.Module:
@@ -312,10 +313,24 @@ class Averaging:
         tensors: dict[str, Tensor] = {value.name: value.read() for value in averaged}
         weight = fragment.samples if fragment.expected else 1
         unsent = {} if averages else self._take_out_unsent(fragment, tensors, weight)
-        total, sums, sent = weighted_sum(self._route, averaged, tensors, weight, unsent)
+        whole, tables = ([v for v in averaged if v.is_table is by_rows] for by_rows in (False, True))
+        total, sums, sent = weighted_sum(self._route, whole, tensors, weight, unsent)
         self._wire.add(SHOWN, sent)
-        for value in averaged if total else ():
+        for value in whole if total else ():
             value.write(sums[value.name] / total)
+        if tables and total:
+            self._show_tables(fragment, tables, tensors, weight / total)
+
+    def _show_tables(
+        self, fragment: Fragment, tables: Sequence[Value], tensors: Mapping[str, Tensor], share: float
+    ) -> None:
+        """Write the mean of tables `(rows, D)`: what was agreed on last, and the mean way of rows from there."""
+        assert self._route is not None
+        ways = {value.name: apart(value, tensors[value.name], fragment.anchor(value)) for value in tables}
+        sums, sent = sum_of_rows(self._route, ways, share, RowDraws())
+        self._wire.add(SHOWN, sent)
+        for value in tables:
+            value.write(fragment.anchor(value) + sums[value.name])
 
     def _take_out_unsent(self, fragment: Fragment, tensors: dict[str, Tensor], weight: float) -> dict[str, Tensor]:
         """Subtract from tensors what this replica's codec has not sent, which weighs the same of all replicas; returns

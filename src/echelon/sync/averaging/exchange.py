@@ -1,4 +1,6 @@
-"""The weighted mean of deltas over the replicas: large parameters through a codec, the rest whole in one vector."""
+"""The weighted mean of deltas over the replicas: large parameters through a codec, of sparse tables the rows that have
+changed, the rest whole in one vector.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from echelon.collectives.buckets import Bucket, lay_out
 from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite, make_reducer
 from echelon.collectives.route import Route
+from echelon.collectives.row_reducer import RowReducer, Rows
 from echelon.collectives.wire import WireCount, ring_bytes
 from echelon.compression.base import Codec, working_dtype
 from echelon.compression.transforms.error_feedback import ErrorFeedback
@@ -38,6 +41,7 @@ class DeltaTransport:
         stays: what a codec leaves out of a replica's delta stays in the replica's values.
         confirms: a mean counts once all ranks have it: what a linear codec leaves out is known with its last sum alone,
             so who lacks that could not keep its memory when others go on.
+        row_codec: of changed rows of sparse tables (`Codec.takes_rows`), without memory; None: they travel as they are.
     """
 
     route: Route
@@ -46,6 +50,7 @@ class DeltaTransport:
     wire: WireCount
     stays: bool = False
     confirms: bool = False
+    row_codec: Codec | None = None
 
 
 class Exchange:
@@ -58,6 +63,7 @@ class Exchange:
     def __init__(self, link: DeltaTransport, values: Sequence[Value], label: str) -> None:
         """Prepare; `label` tells the exchanges of a model apart."""
         self._link, self._told = link, False
+        self._tables = {v.name for v in values if v.is_table}
         named = [(v.name, v.tensor) for v in values if v.encoded]
         self._buckets = [(bucket, self._reducer(bucket, label)) for bucket in lay_out(named).buckets]
 
@@ -68,17 +74,23 @@ class Exchange:
         return make_reducer(coding, list(bucket.members), f"{label}.{bucket.number}", _vector(bucket))
 
     def mean(
-        self, values: Sequence[Value], deltas: Mapping[str, Tensor], samples: int, with_unsent: bool = False
+        self,
+        values: Sequence[Value],
+        deltas: Mapping[str, Tensor],
+        samples: int,
+        with_unsent: bool = False,
+        step: int = 0,
     ) -> dict[str, Tensor] | None:
         """Return the mean of each delta, of its shape, the same bits on all ranks; None when no replica saw a sample.
 
         Args:
             with_unsent: what `unsent` returns is in the deltas, too; the codec adds it by itself.
+            step: at which the deltas were taken, on which what a codec draws for rows depends.
 
         Raises:
             PeerLostError, RuntimeError: a rank did not answer before the group's timeout.
         """
-        whole = [v for v in values if not v.encoded]
+        whole = [v for v in values if not (v.encoded or v.is_table)]
         total, means = self._whole(whole, deltas, samples)
         if total == 0:
             return None
@@ -94,10 +106,28 @@ class Exchange:
             if not is_finite(flat):
                 self._tell([m.name for m in bucket.members if not is_finite(deltas[m.name])])
             means |= {m.name: flat[slice(*m.span)].view(m.shape) for m in bucket.members}
+        means |= self._rows(values, deltas, samples / total, step)
         if self._link.confirms:
             device = values[0].tensor.device
             self._link.wire.add("small", self._link.route.sum_(torch.zeros(1, device=device)))
         return means
+
+    def _rows(
+        self, values: Sequence[Value], deltas: Mapping[str, Tensor], share: float, step: int
+    ) -> dict[str, Tensor]:
+        """Return the sum of all ranks' deltas of tables times their shares; a moment's rows go through no codec."""
+        link, found = self._link, dict[str, Tensor]()
+        for kind, codec in (("parameter", link.row_codec), ("moment", None)):
+            tables = [v for v in values if v.is_table and v.kind == kind]
+            if not tables:
+                continue
+            draws = RowDraws(codec, link.seed, step)
+            totals, sent = sum_of_rows(link.route, {v.name: deltas[v.name] for v in tables}, share, draws)
+            link.wire.add(tables[0].group, sent)
+            for name in (name for name, total in totals.items() if not is_finite(total)):
+                self._tell([name] if not is_finite(deltas[name]) else [])
+            found |= totals
+        return found
 
     def leaves_unsent(self, value: Value) -> bool:
         """Whether what the codec leaves out of a value stays in the replica's."""
@@ -177,12 +207,63 @@ class Exchange:
         Raises:
             ValueError: it was saved by another codec, model or number of ranks.
         """
+        if any(_parameter_of(key) in self._tables for key in saved):
+            warnings.warn(
+                "this checkpoint was written when tables were averaged whole: what the codec had not sent of the "
+                "model's changes is left out, and its memory begins anew",
+                UserWarning,
+                stacklevel=2,
+            )
+            saved = {}
         for bucket, reducer in self._buckets:
             codec_state.load_state_dict(bucket, reducer.shards, saved)
 
     def load_common(self, saved: StateView) -> None:
         """Take over the codec's counters and factors of another rank; memories stay."""
         codec_state.load_common(self.shards(), saved)
+
+
+@dataclass(frozen=True)
+class RowDraws:
+    """How values of rows are encoded.
+
+    Attributes:
+        codec: None: not at all.
+        seed: of its draws, the same on every rank.
+        step: on which they depend.
+    """
+
+    codec: Codec | None = None
+    seed: int = 0
+    step: int = 0
+
+
+def sum_of_rows(
+    route: Route, tensors: Mapping[str, Tensor], weight: float, draws: RowDraws
+) -> tuple[dict[str, Tensor], int]:
+    """Sum tensors `(N, D)` times weights over the ranks: of each rank travel the rows that are not zero, or the whole
+    tensor where that is less.
+
+    Returns:
+        the sums by name, of the same shapes, and the bytes that this rank sent.
+
+    Raises:
+        PeerLostError: a rank did not answer before the group's timeout.
+    """
+    weighted = {}
+    for name, tensor in tensors.items():
+        rows = Rows.changed(tensor if weight else tensor[:0])
+        weighted[name] = Rows(rows.indices, rows.values.mul_(weight))
+    reducer = RowReducer(tensors, route.group, draws.codec, draws.seed)
+    reducer.steps = draws.step
+    totals = reducer.total(weighted, sum_whole=route.sum_)
+    sums = {}
+    for name, total in totals.items():
+        is_whole = len(total.indices) == len(tensors[name])
+        sums[name] = total.values if is_whole else torch.zeros_like(tensors[name])
+        if not is_whole:
+            sums[name][total.indices] = total.values
+    return sums, reducer.wire.total
 
 
 def weighted_sum(
@@ -200,7 +281,7 @@ def weighted_sum(
     Returns:
         the sum of the weights, the sums by name, and the bytes that this rank sent.
     """
-    device = values[0].tensor.device if values else torch.device("cpu")
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     exact = any(v.tensor.dtype == torch.float64 for v in values)
     dtype = torch.float64 if exact else torch.float32
     parts = [torch.ones(1, dtype=dtype, device=device)]
@@ -220,6 +301,12 @@ def _errors(reducer: Reducer) -> list[tuple[CodecShard, Tensor]]:
     """Return what a reducer's codec has left out, with the elements [n] that it is of."""
     memories = [(shard, shard.state.elementwise.get(ErrorFeedback.keeps)) for shard in reducer.shards]
     return [(shard, error) for shard, error in memories if error is not None]
+
+
+def _parameter_of(key: str) -> str:
+    """Return the parameter that a key of a codec's state is of: a rank's own (`KIND/NAME/START`) or merged ones'."""
+    rest = key.partition("/")[2]
+    return rest.rpartition("/")[0] or rest
 
 
 def _vector(bucket: Bucket) -> Tensor:

@@ -117,19 +117,21 @@ class Fragment:
         deltas = {}
         for value in values:
             own, anchor = value.read(), self._anchor.get(value.name)  # a new moment has none: it comes from 0
-            deltas[value.name] = own if anchor is None else _apart(value, own, anchor)
+            deltas[value.name] = own if anchor is None else apart(value, own, anchor)
         self.samples = self.expected = 0
         if background is None:
-            means = PendingMean.at_once(self._mean(values, deltas, samples, expected, plan))
+            means = PendingMean.at_once(self._mean(values, deltas, (samples, expected), plan, step))
         else:
-            means = background.submit(lambda: self._mean(values, deltas, samples, expected, plan))
+            means = background.submit(lambda: self._mean(values, deltas, (samples, expected), plan, step))
         travels = plan.overlap_at(step)
         progress = deltas if plan.keep_progress and travels else {}
         self.pending = PendingAverage(step + travels, means, progress, plan.outer_lr, samples)
 
     def _mean(
-        self, values: Sequence[Value], deltas: dict[str, Tensor], samples: int, expected: int, plan: AveragingPlan
+        self, values: Sequence[Value], deltas: dict[str, Tensor], seen: tuple[int, int], plan: AveragingPlan, step: int
     ) -> Means:
+        """Return the mean of all replicas' deltas; `seen`: samples of this replica and of all."""
+        samples, expected = seen
         if not self.values:  # nothing travels, and what the others agree on it has
             return {} if expected else None
         if self._exchange is None:
@@ -137,7 +139,7 @@ class Fragment:
         with torch.no_grad():
             if plan.optimizer_state == "average":
                 values = self._exchange.had_by_all(values)
-            return self._exchange.mean(values, deltas, samples, self.with_unsent)
+            return self._exchange.mean(values, deltas, samples, self.with_unsent, step)
 
     def _alone(self, deltas: dict[str, Tensor]) -> Means:
         """Return deltas with what former replicas' codecs had left out of theirs."""
@@ -164,14 +166,14 @@ class Fragment:
             own, mean = value.read(), _outer_step(value, means[value.name], outer_lr)
             anchor = self._anchor.setdefault(value.name, torch.zeros_like(own))
             chosen: Rule = rule if value.kind == "parameter" else plain
-            taken = anchor + deltas[value.name] if deltas else None
+            since = _way_since(value, own, anchor, deltas[value.name]) if deltas else None
             agreed = chosen.agree(value.name, own, anchor, mean)
             if value.kind == "moment":  # a variance that decayed to nothing is none, not what rounding left below it
                 agreed.masked_fill_((agreed < 0) & (agreed.abs() <= _ROUNDED * mean.abs()), 0)
             if (unsent := self._unsent(value)) is not None:
                 agreed = agreed + unsent
-            if taken is not None:
-                agreed = _moved_on(value, agreed, own, taken)
+            if since is not None:
+                agreed = _moved_on(value, agreed, own, since)
             value.write(torch.lerp(agreed, own, plan.alpha) if plan.alpha else agreed)
         if plan.optimizer_state == "reset":
             for value in self.values:
@@ -420,17 +422,32 @@ def _outer_step(value: Value, mean: Tensor, outer_lr: float) -> Tensor:
     return mean * outer_lr if outer_lr != 1 and value.kind == "parameter" else mean
 
 
-def _apart(value: Value, current: Tensor, other: Tensor) -> Tensor:
-    """Return own - other, in `current`'s memory; a mask's -inf in a buffer is no distance of NaN."""
-    return torch.where(current == other, 0.0, current - other) if value.kind == "buffer" else current.sub_(other)
+def apart(value: Value, current: Tensor, agreed: Tensor) -> Tensor:
+    """Return current - agreed, in `current`'s memory; a mask's -inf in a buffer is no distance of NaN, nor is it one
+    that a table of narrow numbers is what was agreed on, rounded.
+    """
+    if value.kind == "buffer":
+        return torch.where(current == agreed, 0.0, current - agreed)
+    if value.is_table and value.tensor.dtype != agreed.dtype:
+        return torch.where(current == agreed.to(value.tensor.dtype), 0.0, current - agreed)
+    return current.sub_(agreed)
 
 
-def _moved_on(value: Value, agreed: Tensor, current: Tensor, taken: Tensor) -> Tensor:
-    """Return what was agreed on and the way from `taken` to `current`.
+def _way_since(value: Value, current: Tensor, anchor: Tensor, delta: Tensor) -> Tensor:
+    """Return how far a replica has gone since a delta was taken, of its shape; of a table, in rows that it has not
+    touched since, nothing at all, or rounding would have them travel again.
+    """
+    if value.is_table:
+        return apart(value, current.clone(), anchor).sub_(delta)
+    return apart(value, current.clone(), anchor + delta)
+
+
+def _moved_on(value: Value, agreed: Tensor, current: Tensor, since: Tensor) -> Tensor:
+    """Return what was agreed on and the way of this replica since it was taken.
 
     A variance that another replica's way is added to could turn negative: there the agreed value stays.
     """
-    moved = agreed + _apart(value, current.clone(), taken)
+    moved = agreed + since
     if value.kind == "parameter" or not bool((current >= 0).all()):
         return moved
     return torch.where((moved < 0) & (agreed >= 0), agreed, moved)

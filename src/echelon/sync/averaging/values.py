@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from echelon.collectives.wire import is_small
 from echelon.compression.base import working_dtype
 from echelon.models.still_buffers import still_buffers
+from echelon.models.tables import sparse_tables
 from echelon.sync.buffers import as_real
 from echelon.torch_compat import COMPILED
 
@@ -26,25 +27,29 @@ class Value:
         name: the same on all ranks.
         tensor: the live tensor, any shape; of complex numbers, their parts.
         owner: what the optimizer's state is kept under: the parameter; of a buffer itself.
+        is_table: it is a table with sparse gradients, or a moment of one: rows that have changed travel alone.
     """
 
     name: str
     tensor: Tensor
     kind: Kind
     owner: Tensor
+    is_table: bool = False
 
     @property
     def encoded(self) -> bool:
-        """Whether it goes through the codec; small parameters, buffers and moments travel whole.
+        """Whether it goes through the codec's buckets; small parameters, buffers and moments travel whole, and rows of
+        tables by themselves.
 
         A lossy second moment could turn negative, and BatchNorm's variance too.
         """
-        return self.kind == "parameter" and not is_small(self.tensor)
+        return self.kind == "parameter" and not self.is_table and not is_small(self.tensor)
 
     @property
     def group(self) -> str:
         """Under which name its bytes are counted."""
-        return {"buffer": "buffers", "moment": "moments"}.get(self.kind, "weights" if self.encoded else "small")
+        of_parameters = "weights" if self.encoded or self.is_table else "small"
+        return {"buffer": "buffers", "moment": "moments"}.get(self.kind, of_parameters)
 
     def read(self) -> Tensor:
         """Return a copy in the type that is computed with: float64 for float64 and counters, else float32."""
@@ -62,6 +67,7 @@ def model_values(model: nn.Module) -> list[Value]:
     """Return trainable parameters and buffers that move, module by module; what several modules share stands once."""
     values: list[Value] = []
     seen: set[int] = set()
+    tables = {id(table) for table in sparse_tables(model).values()}
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""
         own: list[tuple[str, Tensor, Kind]] = [
@@ -76,7 +82,7 @@ def model_values(model: nn.Module) -> list[Value]:
         for name, tensor, kind in own:
             if id(tensor) not in seen and tensor.numel():
                 seen.add(id(tensor))
-                values.append(Value(start + name, as_real(tensor), kind, tensor))
+                values.append(Value(start + name, as_real(tensor), kind, tensor, id(tensor) in tables))
     return values
 
 
@@ -94,7 +100,7 @@ def moments(optimizer: torch.optim.Optimizer, parameters: Sequence[Value]) -> li
             tensor = as_real(state[key]) if isinstance(state[key], Tensor) else None
             fits = tensor is not None and tensor.is_floating_point() and tensor.shape == value.tensor.shape
             if tensor is not None and fits and key != "step":
-                found.append(Value(f"{value.name}:{key}", tensor, "moment", value.owner))
+                found.append(Value(f"{value.name}:{key}", tensor, "moment", value.owner, value.is_table))
     return found
 
 
