@@ -12,10 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.ranks.run_many import run_many
+from tests.ranks.runs import SMALL, losses_of
 from tests.ranks.spawn import Rank, run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -94,3 +97,47 @@ def test_a_plain_example_without_the_time_that_torchrun_takes_to_start(script: s
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     _check(run_ranks(plain_example, 2, script, port, backend=None)[0])
+
+
+def small_ratings(folder: Path) -> Path:
+    """Write an archive of the form of ml-latest-small; taste, by even and odd numbers, decides on a rating."""
+    films = "\n".join(f'{film},"Film, {film}",{("Drama", "Drama|War")[film % 2]}' for film in range(40))
+    rated = "\n".join(
+        f"{u},{i},{4.5 - 3 * ((u + i) % 2)},{1000 + u * i}" for u in range(50) for i in range(u % 3, 40, 3)
+    )
+    path = folder / "ratings.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("ml-latest-small/movies.csv", f"movieId,title,genres\n{films}\n")
+        archive.writestr("ml-latest-small/ratings.csv", f"userId,movieId,rating,timestamp\n{rated}\n")
+    return path
+
+
+@pytest.mark.long
+def test_the_example_of_tables_learns_however_they_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("CLICKS", str(tmp_path / "clicks"))
+    monkeypatch.setenv("MOVIELENS", str(small_ratings(tmp_path)))
+    runpy.run_path(str(EXAMPLES / "recommender.py"))["write_clicks"](tmp_path / "clicks", 20_000, seed=0)
+    rows = ("--sparse-tables", "--optimizer", "sparse_adam", "--weight-decay", "0", "--batch-size", "250", *SMALL)
+    clicks, ratings = (
+        ("train", f"recommender:{data}", *rows, "--lr", "0.01", "--epochs", epochs, "--model")
+        for data, epochs in (("clicks", "1"), ("movielens", "12"))
+    )
+    ways = {
+        "one": ("--workers", "1"),
+        "cut": ("--workers", "2", "--parallel", "dp=2,table=2"),
+        "served": ("--workers", "1", "--sync", "ps(mode=async)"),
+    }
+    commands = [
+        [*clicks, "recommender:two_tower", *ways["cut"], "--run", "towers"],
+        [*ratings, "recommender:dlrm", *ways["cut"], "--run", "films"],
+        *([*clicks, "recommender:dlrm", *ways[way], "--run", way] for way in ways),
+        [*ratings, "recommender:two_tower", "--workers", "2", "--sync", "local(4)", "--run", "averaged"],
+    ]
+    results = run_many(tmp_path, commands)
+    assert [result.code for result in results] == [0] * len(commands), results
+    for way in ("cut", "served"):
+        assert losses_of(tmp_path / way) == pytest.approx(losses_of(tmp_path / "one"), rel=1e-3), way
+    for run in ("towers", "films", "averaged", "one"):
+        losses = list(losses_of(tmp_path / run).values())
+        assert sum(losses[-10:]) < 0.97 * sum(losses[:10]), run
