@@ -27,8 +27,10 @@ from echelon.records.events import WayTried
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import measure
 from echelon.reporting.report.whole_run import whole_run_of
-from echelon.run.resolve import canonical, left_open, link_of, nodes_of, place_of, sync_of
+from echelon.run.resolve import canonical, left_open, link_of, nodes_of, place_of, resolve, sync_of
 from echelon.sync.averaging.plan import SHORT_STEPS
+from echelon.trainer.compatibility import check_strategies
+from echelon.trainer.world import choose_device
 
 POINTS = {
     "none": 0.0, "bf16": 0.0, "int8": 0.0, "diloco(period=20), int8": 0.3, "local(period=8), sign": 0.3,
@@ -51,6 +53,9 @@ MOST_DIVIDED = 3
 """Layouts that are run where whole replicas do not fit."""
 _SETTINGS = ("strategy.parallel", "strategy.sync", "strategy.compression")
 _PARALLEL, *_SPECS = _SETTINGS
+_COLLECTIVE, _PATH = "strategy.collective", "auto"
+_FEWEST_WITH_PATHS = 3
+"""Replicas between which paths differ: two have one way to each other."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,30 @@ def choose(resolved: Resolved, tolerance: float, free: frozenset[str]) -> AutoCh
     if beside or (alone and fitting.layouts == (WHOLE,)):
         return AutoChoice({_PARALLEL: WHOLE}, words)
     found = _by_calibration(config, tolerance, replace(asked, layouts=fitting.layouts))
-    return replace(found, words=[*words, *found.words])
+    found = replace(found, words=[*words, *found.words])
+    return found if free else _with_path(resolved, found)
+
+
+def _with_path(resolved: Resolved, found: AutoChoice) -> AutoChoice:
+    """Return what was chosen with `--collective auto`, where paths can differ and none is given by hand.
+
+    Which path is fastest is measured once more, where the run starts, vector by vector: it depends on their sizes.
+    """
+    if resolved.origins[_COLLECTIVE] != "default":
+        return found
+    strategy = replace(resolved.config.strategy, **{_short(name): text for name, text in found.settings.items()})
+    config = replace(resolved.config, strategy=replace(strategy, collective=_PATH))
+    run = resolve(config)
+    workers = workers_of(config)
+    on_gpu = choose_device(config.training.device, 0, workers).type == "cuda"
+    if on_gpu or run.compression.encodes or run.layout_for(workers).dp < _FEWEST_WITH_PATHS:
+        return found
+    try:
+        check_strategies(run, workers)
+    except UserError:  # what was chosen, or given, has no other path
+        return found
+    word = "--auto: --collective auto: each vector takes the path that is fastest when the run starts."
+    return AutoChoice({**found.settings, _COLLECTIVE: _PATH}, [*found.words, word], found.trials)
 
 
 @dataclass(frozen=True)
