@@ -147,18 +147,23 @@ class WayTried(Event):
 
 @dataclass(frozen=True)
 class WayPredicted(Event):
-    """At its end, a run is compared with what an earlier one beside it had predicted of its way.
+    """At its end, a run is compared with what a plan, or an earlier run beside it, had predicted of its way.
 
     Attributes:
         way: as one writes it.
-        source: the earlier run.
-        step_s: that were measured; `predicted_s` of them before.
+        source: the earlier run, or the plan.
+        step_s: that were measured; `predicted_s` of them before, and the bounds `low_s` and `high_s`; 0: not told.
+        memory_bytes: of the fullest rank, that were measured; `predicted_memory_bytes` of them before; 0: not told.
     """
 
     way: str = ""
     source: str = ""
     step_s: float = 0.0
     predicted_s: float = 0.0
+    low_s: float = 0.0
+    high_s: float = 0.0
+    memory_bytes: float = 0.0
+    predicted_memory_bytes: float = 0.0
     name: str = field(default="way_predicted", kw_only=True)
 
 
