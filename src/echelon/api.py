@@ -556,6 +556,7 @@ def plan(
     data: str | Path = "digits",
     at: str | Sequence[str] = (),
     model: str = "auto",
+    study: str | Path = "",
     trust: bool = False,
     **settings: Unpack[TrainSettings],
 ) -> PlanReport:
@@ -565,6 +566,8 @@ def plan(
         data: a name or folder as on the command line, or the folder of a run: its record is enough, nothing is trained.
         at: the machines, such as `"workers=64, link=1gbit, memory=24GB, price=2.5"`; several in a list.
         model: a name as on the command line.
+        study: the folder of a study of this model and data, for the time to its target; without it, the newest beside
+            the run, or in `runs`, is taken where there is one.
         trust: import code that a description names (`module:function`) and you have not used before.
         settings: settings of the run, by their command-line names: `epochs=5, batch_size=256`.
 
@@ -572,16 +575,19 @@ def plan(
         For each description of machines the ways with their seconds (with bounds), bytes and cost, the fastest first.
 
     Raises:
-        UserError: the machines cannot be read, a setting does not exist or does not fit, or a calibrating run failed.
+        UserError: the machines or the study cannot be read, a setting does not exist or does not fit, or a calibrating
+            run failed.
     """
     from echelon.config.machines import read_machines
     from echelon.planning.request import plan as planned
     from echelon.planning.request import request_of
+    from echelon.study.samples import samples_for
 
     machines = read_machines((at,) if isinstance(at, str) else at)
     named = {"model.name": model} if model != "auto" else {}
     resolved = build(None, {"data.source": str(data), **named, **_by_setting(settings)})
-    return planned(request_of(resolved, machines, trust))
+    request = request_of(resolved, machines, trust)
+    return planned(replace(request, samples=samples_for(str(study), str(data), request.config)))
 
 
 def _check_objects(objects: Mapping[str, object], optimizer: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class MachineWords:
         memory: of a worker's device.
         speed: of a worker, in those that were measured.
         tflops: that a worker reaches at best, in 10^12 operations a second, where its speed is not measured.
-        price: of a worker for an hour, in whatever currency.
+        price: of a worker for an hour, in whatever currency; 0: it is free.
         mtbf: mean time between failures of one machine.
     """
 
@@ -40,13 +40,15 @@ class MachineWords:
     memory: Quantity | None = None
     speed: float = 1.0
     tflops: float = 0.0
-    price: float = 0.0
+    price: float | None = None
     mtbf: Quantity | None = None
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Machines that are alike, and the links of each worker.
+    """Machines and the links of each worker: all alike, or groups that are each alike.
+
+    Of groups, speed and memory are those of the slowest and smallest worker, links the slowest of their kind.
 
     Attributes:
         name: as they were described.
@@ -55,8 +57,9 @@ class Machines:
         memory_bytes: of a worker; infinite: not said.
         speed: of a worker, in those that were measured.
         tflops: as in `MachineWords`; 0: the speed is measured.
-        price_per_hour: of all workers.
+        price_per_hour: of all workers; None: not said.
         mtbf_s: of one machine; infinite: none fails.
+        groups: of workers that are alike; empty: all are.
     """
 
     name: str
@@ -67,13 +70,34 @@ class Machines:
     memory_bytes: float = math.inf
     speed: float = 1.0
     tflops: float = 0.0
-    price_per_hour: float = 0.0
+    price_per_hour: float | None = None
     mtbf_s: float = math.inf
+    groups: tuple[Machines, ...] = ()
 
     @property
     def count(self) -> int:
         """Machines."""
-        return -(-self.workers // self.per_machine)
+        return sum(group.count for group in self.groups) or -(-self.workers // self.per_machine)
+
+    @property
+    def parts(self) -> tuple[Machines, ...]:
+        """The groups; of machines that are all alike these themselves."""
+        return self.groups or (self,)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all workers are as fast."""
+        return len({group.speed for group in self.parts}) == 1
+
+    @property
+    def mean_speed(self) -> float:
+        """The mean over all workers."""
+        return sum(group.speed * group.workers for group in self.parts) / self.workers
+
+    def times_as_fast(self, factor: float) -> Machines:
+        """Return them with workers of so many times the speed."""
+        groups = tuple(group.times_as_fast(factor) for group in self.groups)
+        return replace(self, speed=self.speed * factor, groups=groups)
 
     @property
     def narrowest(self) -> Link | None:
@@ -102,9 +126,91 @@ def _from_file(path: Path) -> list[Machines]:
 
     node = read_yaml(path)
     rows = plain(node, path.name) if node is not None else None
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(rows, list) or not _are_rows(rows):
         raise UserError(f"{path} must be a list of machines, each such as: {{workers: 8, link: 1gbit, price: 2}}")
-    return [_checked(", ".join(f"{key}={_word(value)}" for key, value in row.items())) for row in rows]
+    with naming(path.name):
+        return [_from_row(row) for row in rows]
+
+
+def _are_rows(rows: Sequence[object]) -> bool:
+    return bool(rows) and all(isinstance(row, dict) for row in rows)
+
+
+def _from_row(row: Mapping[str, object]) -> Machines:
+    """Read machines that are alike, or groups of such with the link between them, and a name for either."""
+    words = {str(key): value for key, value in row.items()}
+    name = str(words.pop("name", ""))
+    if "groups" not in words:
+        with naming(name):
+            machines = _checked(_words_of(words))
+        return replace(machines, name=name or machines.name)
+    groups = words.pop("groups")
+    if not isinstance(groups, list) or not _are_rows(groups):
+        raise UserError(
+            "groups must be a list of one or more, each such as: {workers: 4, speed: 2, inside: 100gbit, price: 2}"
+        )
+    if strange := sorted(set(words) - {"between"}):
+        raise UserError(
+            f"{strange[0]} belongs into the groups: beside them stand name and between (the link between groups)"
+        )
+    between = words.get("between", "loopback")
+    with naming("groups"):
+        read = tuple(_group(group, number) for number, group in enumerate(groups, 1))
+        return _together(read, _link("between", str(between)), name)
+
+
+def _group(row: Mapping[str, object], number: int) -> Machines:
+    """Read the group at a place in its list, counted from 1; one without a link is one machine."""
+    words = {str(key): value for key, value in row.items()}
+    name = str(words.pop("name", ""))
+    if "link" not in words and "workers" in words:
+        words.setdefault("per_machine", words["workers"])
+    with naming(f"group {name or number}"):
+        machines = _checked(_words_of(words))
+    return replace(machines, name=name or machines.name)
+
+
+def _words_of(row: Mapping[str, object]) -> str:
+    return ", ".join(f"{key}={_word(value)}" for key, value in row.items())
+
+
+def _together(groups: tuple[Machines, ...], between: Link | None, name: str) -> Machines:
+    """Return groups as one description: what all of them do together goes at the pace of the slowest of each kind.
+
+    Raises:
+        UserError: some have a price, or a rate in place of a speed, and others none.
+    """
+    rated = [group for group in groups if group.tflops]
+    priced = [group.price_per_hour for group in groups if group.price_per_hour is not None]
+    for given, word in ((rated, "tflops"), (priced, "price")):
+        if given and len(given) < len(groups):
+            raise UserError(f"{word} is said of some groups: say it of all of them, or of none")
+    fastest = max(group.tflops for group in groups)
+    if rated:  # the fastest's rate is what is planned from
+        groups = tuple(replace(group, speed=group.tflops / fastest) for group in groups)
+    failures = sum(group.count / group.mtbf_s for group in groups)
+    several = len(groups) > 1
+    return Machines(
+        name=name or " and ".join(f"({group.name})" for group in groups),
+        workers=sum(group.workers for group in groups),
+        per_machine=math.gcd(*(group.per_machine for group in groups)),
+        link=_slowest([*([between] if several else []), *(g.link for g in groups if g.count > 1)]),
+        inside=_slowest(group.inside for group in groups),
+        memory_bytes=min(group.memory_bytes for group in groups),
+        speed=min(group.speed for group in groups),
+        tflops=fastest,
+        price_per_hour=sum(priced) if priced else None,
+        mtbf_s=sum(group.count for group in groups) / failures if failures else math.inf,
+        groups=groups,
+    )
+
+
+def _slowest(links: Iterable[Link | None]) -> Link | None:
+    """Return a link with the least rate and the longest delay of some; None: none is described."""
+    told = [link for link in links if link is not None]
+    if not told:
+        return None
+    return Link(min(link.rate_bits_per_s for link in told), max(link.delay_s for link in told))
 
 
 def _word(value: object) -> str:
@@ -130,7 +236,7 @@ def _checked(text: str) -> Machines:
         memory_bytes=_quantity("memory", described.memory, "size"),
         speed=described.speed,
         tflops=described.tflops,
-        price_per_hour=described.price * described.workers,
+        price_per_hour=None if described.price is None else described.price * described.workers,
         mtbf_s=_quantity("mtbf", described.mtbf, "duration"),
     )
 
@@ -140,7 +246,7 @@ def _check_positive(described: MachineWords) -> None:
         if getattr(described, name) <= 0:
             raise UserError(f"{name} must be above 0, not {getattr(described, name)}")
     for name in ("tflops", "price"):
-        if getattr(described, name) < 0:
+        if (getattr(described, name) or 0) < 0:
             raise UserError(f"{name} must not be below 0")
 
 

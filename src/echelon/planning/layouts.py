@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,17 @@ from echelon.optim.traits import least_state
 from echelon.parallel.blocks import find_blocks
 from echelon.parallel.deferred_init import without_memory
 from echelon.planning.calibration import Calibration, MeasuredMemory
-from echelon.planning.steps import Pipelined, Replicated, Sharded, Way
+from echelon.planning.steps import (
+    FEWER_DOUBLINGS,
+    Estimate,
+    Pace,
+    Pipelined,
+    Replicated,
+    Sharded,
+    Way,
+    interval,
+    shares_of,
+)
 from echelon.records.kinds import Alternative
 from echelon.run.resolve import resolve
 from echelon.tasks import nest
@@ -33,6 +44,11 @@ if TYPE_CHECKING:
     from echelon.trainer.resolved import ResolvedRun
 
 _DEEPEST = 8  # stages of a pipeline that are tried
+MEMORY_RESIDUAL = 0.1
+"""Relative error of the memory of whole replicas' processes, with what runs were measured to have beside a forecast:
+on a quiet machine 3% (benchmarks/RESULTS.md), but the same process is 7% smaller where others want memory."""
+UNMEASURED_MEMORY, OTHER_LAYOUTS_MEMORY, AVERAGES_MEMORY = 0.15, 0.1, 0.15
+"""By how much its interval widens, relatively: of forecasts alone, of other layouts, and of replicas that average."""
 _MOST_REHEARSED = 64  # ranks of the layouts whose memory is rehearsed: of more, a rank's is that of so many
 
 
@@ -45,6 +61,8 @@ class PlannedWay:
         exact: whether the loss curve is that of one process, BatchNorm and rounding aside.
         memory_bytes: of the fullest rank; where `unknown` says why that is not forecast, the least that it can be, of
             parameters, gradients and the optimizer's state; None: nothing is known.
+        memory_off: how far that may be off, relatively.
+        by_group: the bytes of a rank of each group of machines, where parts of a batch go by speed; empty: as above.
     """
 
     way: Way
@@ -52,6 +70,23 @@ class PlannedWay:
     exact: bool
     memory_bytes: int | None = None
     unknown: str = ""
+    memory_off: float = 0.0
+    by_group: tuple[int, ...] = ()
+
+    def memory(self, pace: Pace = Pace.ALIKE) -> Estimate | None:
+        """Return the bytes of the fullest rank; the upper bound is infinite where only the least is known."""
+        if self.memory_bytes is None:
+            return None
+        if self.unknown:
+            return Estimate(self.memory_bytes, self.memory_bytes, math.inf)
+        most = max(self.by_group) if pace is Pace.SHARES and self.by_group else self.memory_bytes
+        return interval(most, self.memory_off)
+
+    def by_part(self, machines: Machines, pace: Pace) -> tuple[int, ...]:
+        """Return the bytes of a rank of each group of machines; empty: nothing is known."""
+        if pace is Pace.SHARES and self.by_group:
+            return self.by_group
+        return () if self.memory_bytes is None else (self.memory_bytes,) * len(machines.parts)
 
     @property
     def is_default(self) -> bool:
@@ -91,6 +126,7 @@ class DescribedModel:
 
     Attributes:
         beyond: by the samples of a rank, the bytes that its process had beside what was forecast.
+        residual: relative error of the memory of what was measured.
     """
 
     config: RunConfig
@@ -98,6 +134,7 @@ class DescribedModel:
     model: nn.Module
     found: dict[tuple[str, int], Rehearsed] = field(default_factory=dict)
     beyond: dict[float, float] = field(default_factory=dict)
+    residual: float = MEMORY_RESIDUAL
 
     @staticmethod
     def of(config: RunConfig) -> DescribedModel:
@@ -120,6 +157,19 @@ class DescribedModel:
         """
         forecast_bytes = self._forecast(settings, ranks, batch)
         return max(forecast_bytes // 2, forecast_bytes + round(self._beyond(batch / ranks)))
+
+    def memory_off(self, way: Way, samples: float) -> float:
+        """Return how far the memory of a rank with so many samples may be off, relatively."""
+        measured = self.beyond or {samples: 0.0}
+        far = max(0.0, math.log2(min(measured) / samples), math.log2(samples / max(measured)))
+        terms = (
+            self.residual,
+            0.0 if self.beyond else UNMEASURED_MEMORY,
+            0.0 if isinstance(way, Replicated) else OTHER_LAYOUTS_MEMORY,
+            AVERAGES_MEMORY if isinstance(way, Replicated) and way.cost.period > 1 else 0.0,
+            FEWER_DOUBLINGS * far,
+        )
+        return math.hypot(*terms)
 
     def _beyond(self, samples: float) -> float:
         """Return what a rank takes beside the forecast: on a line through what was measured, up to twice as far."""
@@ -181,30 +231,38 @@ def candidates(
     known: Calibration, machines: Machines, described: DescribedModel | None, batch: int
 ) -> list[PlannedWay]:
     """Return what could train on these machines; without a description nothing is known of memory or other layouts."""
-    found = [_replicated(way, machines, described, batch) for way in known.ways]
+    found = [_replicated(way, machines) for way in known.ways]
     if described is not None:
-        found += list(_sharded(known, machines, described, batch))
-        if known.precise:  # stages are timed on this machine, which need not hold the model otherwise
-            found += list(_pipelined(machines, described, batch))
+        found += list(_sharded(machines, described))
+    found = [with_memory(each, known, machines, described, batch) for each in found]
+    if described is not None and known.precise:  # stages are timed on this machine, which has to hold the model for it
+        found += list(_pipelined(machines, described, batch))
     return found
 
 
-def with_memory(candidate: PlannedWay, machines: Machines, described: DescribedModel | None, batch: int) -> PlannedWay:
+def with_memory(
+    candidate: PlannedWay, known: Calibration, machines: Machines, described: DescribedModel | None, batch: int
+) -> PlannedWay:
     """Return a way with the memory that it takes of a rank, for a global batch."""
     if described is None:
         return replace(candidate, unknown="of a run from Python objects the memory is not forecast")
     way, workers = candidate.way, machines.workers
     if isinstance(way, Pipelined):
-        return replace(candidate, memory_bytes=_memory_of_pipeline(way, described, batch))
+        memory_off = described.memory_off(way, batch / way.replicas)
+        return replace(candidate, memory_bytes=_memory_of_pipeline(way, described, batch), memory_off=memory_off)
     ranks = min(way.size if isinstance(way, Sharded) else workers, _MOST_REHEARSED)
     layout = f"fsdp={ranks}" if isinstance(way, Sharded) else f"dp={ranks}"
     laid_out = {**candidate.settings, "strategy.parallel": layout}
+    by_speed = not machines.are_alike and way.parts_by_speed(machines)
+    shares = shares_of(known, machines, batch) if by_speed else ()
     try:
         memory = described.memory(laid_out, ranks, max(1, batch // workers) * ranks)
+        by_group = tuple(described.memory(laid_out, ranks, math.ceil(samples) * ranks) for samples in shares)
     except UserError as error:
         least = described.least_memory(way.size if isinstance(way, Sharded) else 1)
         return replace(candidate, unknown=str(error), memory_bytes=least)
-    return replace(candidate, memory_bytes=memory)
+    memory_off = described.memory_off(way, max(batch / workers, *shares, 0.0))
+    return replace(candidate, memory_bytes=memory, by_group=by_group, memory_off=memory_off)
 
 
 def _memory_of_pipeline(way: Pipelined, described: DescribedModel, batch: int) -> int:
@@ -213,21 +271,21 @@ def _memory_of_pipeline(way: Pipelined, described: DescribedModel, batch: int) -
     return described.memory(settings, stages, batch // way.replicas)
 
 
-def _replicated(cost: Alternative, machines: Machines, described: DescribedModel | None, batch: int) -> PlannedWay:
+def _replicated(cost: Alternative, machines: Machines) -> PlannedWay:
     way = Replicated(cost)
     settings = {"strategy.parallel": f"dp={machines.workers}", **way.cost.settings}
     exact = way.cost.settings == {"strategy.compression": "none"}
-    return with_memory(PlannedWay(way, settings, exact), machines, described, batch)
+    return PlannedWay(way, settings, exact)
 
 
-def _sharded(known: Calibration, machines: Machines, described: DescribedModel, batch: int) -> Iterator[PlannedWay]:
+def _sharded(machines: Machines, described: DescribedModel) -> Iterator[PlannedWay]:
     blocks = max(1, len(find_blocks(described.model, hints_for(described.model))))
     sizes = {machines.workers, machines.per_machine} - {1}
     for size in sorted(sizes):
         if machines.workers % size:
             continue
         way = Sharded(size, machines.workers // size, blocks)
-        yield with_memory(PlannedWay(way, {"strategy.parallel": way.label}, exact=True), machines, described, batch)
+        yield PlannedWay(way, {"strategy.parallel": way.label}, exact=True)
 
 
 def _pipelined(machines: Machines, described: DescribedModel, batch: int) -> Iterator[PlannedWay]:
@@ -251,4 +309,5 @@ def _pipelined(machines: Machines, described: DescribedModel, batch: int) -> Ite
                 tuple(s / sum(seconds) for s in seconds), replicas, count,
                 described.passed_bytes(modules), max(numel) / max(1, sum(numel)),
             )  # fmt: skip
-            yield PlannedWay(way, {"strategy.parallel": way.label}, exact=True, memory_bytes=memory)
+            memory_off = described.memory_off(way, samples)
+            yield PlannedWay(way, {"strategy.parallel": way.label}, True, memory_bytes=memory, memory_off=memory_off)

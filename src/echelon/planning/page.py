@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.core.figure import Chart, Json, axis, color, line, safe
@@ -13,14 +12,15 @@ from echelon.core.json_values import JsonObject, finite_object
 from echelon.core.ticks import time_axis
 from echelon.core.units import format_seconds
 from echelon.forecast.simulator import TaskSpan
-from echelon.planning.layouts import of_workers
-from echelon.planning.plan import PlannedMachines, PlanReport, RunEstimate, predict
-from echelon.planning.words import answer_words, choice_words, columns_of, opening
+from echelon.planning.pictures import front, priced, scaling
+from echelon.planning.plan import PlannedMachines, PlanReport, RunEstimate, TargetEstimate
+from echelon.planning.steps import Estimate
+from echelon.planning.words import answer_words, choice_words, columns_of, opening, target_columns, target_title
 from echelon.reporting.report import render_page
 from echelon.reporting.report.tables import Headline, Table
+from echelon.run.residuals import Residual, history_words
 
 _COLORS = ("forward", "communicate", "backward", "update", "data")
-_DRAWN = 5
 
 
 @dataclass(frozen=True)
@@ -29,30 +29,34 @@ class PlanSection:
 
     title: str
     words: list[str]
-    table: Table
+    tables: list[Table]
     charts: list[Chart]
 
 
 def write_page(plan: PlanReport, path: Path) -> None:
     """Write the page, whole or not at all."""
-    sections = [
-        PlanSection(answer.machines.name, answer_words(answer), _table(answer), list(_charts(plan, answer, number)))
-        for number, answer in enumerate(plan.answers)
-    ]
+    sections = [_section(plan, answer, number) for number, answer in enumerate(plan.answers)]
     charts = [chart for section in sections for chart in section.charts]
-    fronts = _front(plan)
+    fronts, history = _front(plan), _history(plan.residuals)
     write_atomic(
         path,
         render_page(
             "plan.html.j2",
-            [*charts, *fronts],
+            [*charts, *fronts, *history],
             title="Plan",
             words=[*opening(plan), *choice_words(plan)],
             headlines=_headlines(plan),
             sections=sections,
             fronts=fronts,
+            history=history,
+            history_words=list(history_words(plan.residuals)) if history else [],
         ),
     )
+
+
+def _section(plan: PlanReport, answer: PlannedMachines, number: int) -> PlanSection:
+    charts = list(_charts(plan, answer, number))
+    return PlanSection(answer.machines.name, answer_words(answer), _tables(plan, answer), charts)
 
 
 def as_json(plan: PlanReport) -> JsonObject:
@@ -63,6 +67,8 @@ def as_json(plan: PlanReport) -> JsonObject:
             "steps": plan.length.steps,
             "batch": plan.length.batch,
             "words": choice_words(plan),
+            "study": None if plan.samples is None else plan.samples.study,
+            "target": None if plan.samples is None else plan.samples.target,
             "machines": [
                 {
                     "at": answer.machines.name,
@@ -79,6 +85,7 @@ def as_json(plan: PlanReport) -> JsonObject:
 
 def _json_of(prediction: RunEstimate) -> JsonObject:
     step, run, cost = prediction.step.seconds, prediction.run_s, prediction.money
+    memory = prediction.candidate.memory(prediction.pace)
     return {
         "way": prediction.label,
         "settings": dict(prediction.candidate.settings),
@@ -86,11 +93,25 @@ def _json_of(prediction: RunEstimate) -> JsonObject:
         "fits": prediction.fits,
         "step_s": step.value, "step_low_s": step.low, "step_high_s": step.high,
         "run_s": run.value, "run_low_s": run.low, "run_high_s": run.high,
-        "cost": cost.value,
-        "memory_bytes": prediction.candidate.memory_bytes,
+        "cost": None if cost is None else cost.value,
+        "parts": prediction.pace.value or None,
+        **_bounds("memory", "bytes", memory),
         "memory_unknown": prediction.candidate.unknown,
         "sent_bytes": prediction.step.sent_bytes,
+        "to_target": None if prediction.to_target is None else _target_json(prediction.to_target),
     }  # fmt: skip
+
+
+def _target_json(target: TargetEstimate) -> JsonObject:
+    cost = None if target.money is None else target.money.value
+    bounds = {**_bounds("time", "s", target.seconds), **_bounds("samples", "epochs", target.epochs)}
+    return finite_object({**bounds, "cost": cost, "reason": target.reason})
+
+
+def _bounds(name: str, unit: str, estimate: Estimate | None) -> dict[str, float | None]:
+    """Return a value and its bounds by name; None: not known."""
+    value, low, high = (None,) * 3 if estimate is None else (estimate.value, estimate.low, estimate.high)
+    return {f"{name}_{unit}": value, f"{name}_low_{unit}": low, f"{name}_high_{unit}": high}
 
 
 def _headlines(plan: PlanReport) -> list[Headline]:
@@ -103,36 +124,26 @@ def _headlines(plan: PlanReport) -> list[Headline]:
     return found
 
 
-def _table(answer: PlannedMachines) -> Table:
-    return Table.of("Ways, the fastest first; * may cost accuracy", columns_of(answer.predictions))
+def _tables(plan: PlanReport, answer: PlannedMachines) -> list[Table]:
+    tables = [Table.of("Ways, the fastest first; * may cost accuracy", columns_of(answer.predictions))]
+    if plan.samples is not None:
+        tables.append(Table.of(target_title(plan.samples), target_columns(answer.predictions, plan.samples)))
+    return tables
 
 
 def _charts(plan: PlanReport, answer: PlannedMachines, number: int) -> Iterator[Chart]:
     shown = answer.best or list(answer.predictions[:1])
-    yield _scaling(plan, answer, shown, number)
+    yield _scaling(plan, answer, number)
     yield _timeline(shown[0], number)
 
 
-def _scaling(plan: PlanReport, answer: PlannedMachines, shown: Sequence[RunEstimate], number: int) -> Chart:
-    """Draw steps a second over workers, of ways that can be asked for any number."""
-    known, workers = answer.known, answer.machines.workers
-    counts = sorted({max(2, round(workers * 2**e)) for e in range(-6, 2)} & set(range(2, plan.length.batch + 1)))
-    traces = []
-    movable = [p for p in answer.predictions if p.fits and p.candidate.way.for_any_workers]
-    drawn = (movable or list(shown))[: _DRAWN - 1]
-    drawn += [p for p in movable if p.candidate.exact and p not in drawn][:1]
-    for place, prediction in enumerate(drawn):
-        seconds = [
-            predict(
-                known,
-                plan.length,
-                replace(answer.machines, workers=count),
-                of_workers(prediction.candidate, count),
-            ).step.seconds.value
-            for count in counts
-        ]
-        rates = [plan.length.batch / s for s in seconds]
-        traces.append(line(prediction.label, counts, rates, _COLORS[place % len(_COLORS)], mode="lines+markers"))
+def _scaling(plan: PlanReport, answer: PlannedMachines, number: int) -> Chart:
+    """Draw samples a second over workers, of ways that can be asked for any number."""
+    known = answer.known
+    traces = [
+        line(curve.label, curve.x, curve.y, _COLORS[place % len(_COLORS)], mode="lines+markers")
+        for place, curve in enumerate(scaling(plan, answer))
+    ]
     alone = known.batch / max(1e-9, sum(known.compute(known.batch / known.workers, 1.0).values()))
     return Chart(
         id=f"scaling-{number}",
@@ -184,23 +195,50 @@ def _bars(name: str, spans: Sequence[TaskSpan]) -> Json:
     }
 
 
+def _history(residuals: Sequence[Residual]) -> list[Chart]:
+    """Draw predicted over measured of the runs in the same folder, in their order."""
+    if not residuals:
+        return []
+    ratios = [residual.predicted_s / residual.measured_s for residual in residuals]
+    trace = line("predicted / measured", list(range(1, len(ratios) + 1)), ratios, "forward", mode="lines+markers")
+    return [
+        Chart(
+            id="history",
+            title="Predicted over measured",
+            caption="Seconds of a step, of each run in this folder that was predicted, the oldest first; at 1 the "
+            "prediction was right.",
+            label="Predicted over measured seconds of a step, run by run",
+            traces=[{**trace, "text": [safe(f"{r.run}: {r.way}") for r in residuals]}],
+            layout={
+                "xaxis": axis("comparison"),
+                "yaxis": axis("predicted / measured"),
+                "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+            },
+            wide=True,
+        )
+    ]
+
+
 def _front(plan: PlanReport) -> list[Chart]:
     """Draw money over time for all machines that have a price."""
     traces, seconds = [], []
     for place, answer in enumerate(plan.answers):
-        priced = [p for p in answer.predictions if p.fits and p.money.value and math.isfinite(p.run_s.value)]
-        if priced:
-            x = [p.run_s.value for p in priced]
+        known = priced(answer)
+        x, y = [p.run_s.value for p in known], [p.money.value for p in known if p.money is not None]
+        if x:
             seconds += x
-            trace = line(answer.machines.name, x, [p.money.value for p in priced], _COLORS[place % len(_COLORS)])
-            traces.append({**trace, "mode": "markers", "text": [safe(p.label) for p in priced]})
-    if not traces:
+            trace = line(answer.machines.name, x, y, _COLORS[place % len(_COLORS)])
+            traces.append({**trace, "mode": "markers", "text": [safe(p.label) for p in known]})
+    best = [(way.run_s.value, way.money.value) for _, way in front(plan) if way.money is not None]
+    if not any(cost for _, cost in best):  # nothing has a price, or all is free
         return []
+    traces.insert(0, line("none is faster and cheaper", [s for s, _ in best], [c for _, c in best], "data"))
     return [
         Chart(
             id="front",
             title="Cost over time",
-            caption="Each point is a way on one description of machines; below and to the left is better.",
+            caption="Each point is a way on one description of machines; below and to the left is better. The line "
+            "joins those that none is both faster and cheaper than.",
             label="Cost of the run over its time",
             traces=traces,
             layout={

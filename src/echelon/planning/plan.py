@@ -18,12 +18,16 @@ from echelon.core.errors import UserError
 from echelon.core.link import Link
 from echelon.planning.calibration import Calibration
 from echelon.planning.layouts import DescribedModel, PlannedWay, candidates, with_memory
-from echelon.planning.steps import Estimate, Replicated, StepForecast, interval
+from echelon.planning.steps import Estimate, Pace, Replicated, StepForecast, at_pace, interval, paces
 from echelon.records.kinds import Alternative
 from echelon.reporting.report.predictions import is_long_enough
+from echelon.run.residuals import Residual
 from echelon.run.resolve import agreements, checkpoint_interval
+from echelon.run.way_samples import StudySamples
 
 SHOWN = 3
+OTHER_SAMPLES = 0.1
+"""By how much the samples to a target may be off, relatively, for each doubling of what a study had."""
 _USED_SHARE = 0.9  # of a device's memory: a forecast is no measurement
 
 
@@ -51,6 +55,13 @@ class Length:
         steps = self.epochs * max(1, -(-self.train_size // self.batch))  # the last batch of an epoch may be smaller
         return min(steps, self.max_steps or steps)
 
+    def of_epochs(self, epochs: float) -> Length:
+        """Return the length of a run that ends after so many epochs, a fraction of one counted."""
+        whole = max(1, math.ceil(epochs))
+        most = max(1, round(epochs * max(1, -(-self.train_size // self.batch))))
+        each = self.evaluations / max(1, self.epochs)
+        return replace(self, epochs=whole, max_steps=most, evaluations=max(1, round(each * epochs)))
+
     def checkpoint_every_s(self, step_s: float) -> float:
         """Return the seconds between checkpoints, of steps that take so long; infinite: there are none."""
         every = self.checkpoint_every
@@ -69,22 +80,43 @@ class Length:
 
 
 @dataclass(frozen=True)
+class TargetEstimate:
+    """What a way takes to the target of a study.
+
+    Attributes:
+        seconds: from the command on; infinite: it is not reached in most seeds. None: `reason` says why nothing is
+            known.
+        epochs: to the target; `money`: as of a run.
+    """
+
+    seconds: Estimate | None = None
+    epochs: Estimate | None = None
+    money: Estimate | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class RunEstimate:
     """One way on some machines.
 
     Attributes:
-        run_s: seconds from the command to the end; `money`: of all workers for as long, 0 where no price is said.
+        run_s: seconds from the command to the end; `money`: of all workers for as long, None where no price is said.
         fits: whether a rank's memory holds it; True where memory was not said or is not known.
         is_long_enough: the run, for what such a way costs in accuracy was measured in runs as long.
+        pace: what workers of unlike speeds do with the `batch` samples of a step.
+        to_target: what the run takes to a study's target; None: there is no study.
     """
 
     candidate: PlannedWay
     machines: Machines
     step: StepForecast
     run_s: Estimate
-    money: Estimate
+    money: Estimate | None
     fits: bool
     is_long_enough: bool = True
+    pace: Pace = Pace.ALIKE
+    batch: int = 0
+    to_target: TargetEstimate | None = None
 
     @property
     def label(self) -> str:
@@ -127,6 +159,15 @@ class PlannedMachines:
         return [p for p in self.predictions if p.fits and not p.is_long_enough and p.run_s.value < shortest_s]
 
     @property
+    def best_to_target(self) -> RunEstimate | None:
+        """The fastest to a study's target that fits; None: the study measured none."""
+        known = [
+            (p.to_target.seconds.value, p) for p in self.predictions if p.fits and p.to_target and p.to_target.seconds
+        ]
+        reaching = [(seconds, p) for seconds, p in known if math.isfinite(seconds)]
+        return min(reaching, key=lambda each: each[0])[1] if reaching else None
+
+    @property
     def best_exact(self) -> RunEstimate | None:
         """The fastest that fits and trains like one process."""
         return next((p for p in self.predictions if p.fits and p.candidate.exact), None)
@@ -134,11 +175,13 @@ class PlannedMachines:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """All answers, and what they follow from."""
+    """All answers, and what they follow from; `residuals` are those of earlier predictions in the same folder."""
 
     known: Calibration
     length: Length
     answers: tuple[PlannedMachines, ...]
+    samples: StudySamples | None = None
+    residuals: tuple[Residual, ...] = ()
 
     @property
     def source(self) -> str:
@@ -177,24 +220,91 @@ def over_steps(way: Alternative, steps: int) -> Alternative:
     return replace(way, share=min(steps, agreements(sync, steps)) / steps) if sync and way.period > 1 else way
 
 
+def with_targets(plan: PlanReport, samples: StudySamples | None) -> PlanReport:
+    """Return a plan with what each way takes to a study's target; None: there is no study."""
+    if samples is None:
+        return plan
+    answers = tuple(
+        replace(
+            answer,
+            predictions=tuple(
+                replace(p, to_target=to_target(answer.known, plan.length, p, samples)) for p in answer.predictions
+            ),
+        )
+        for answer in plan.answers
+    )
+    return replace(plan, answers=answers, samples=samples)
+
+
+def to_target(known: Calibration, length: Length, way: RunEstimate, samples: StudySamples) -> TargetEstimate:
+    """Return what a way takes to a study's target: its samples there, at the predicted pace here.
+
+    The interval holds that of the samples and that of the time; it widens with each doubling of workers (of ways that
+    do not train like one process) and of the batch, away from the study's.
+    """
+    measured = samples.of(way.candidate.settings)
+    if measured is None:
+        return TargetEstimate(reason="not in the study")
+    if 2 * measured.reached < measured.seeds:
+        never = Estimate(math.inf, math.inf, math.inf)
+        return TargetEstimate(never, never, None, f"reached in {measured.reached} of {measured.seeds} seeds")
+    epochs = samples.epochs * measured.ratio
+    run = predict(known, length.of_epochs(epochs), way.machines, way.candidate)
+    doubled = 0.0 if way.candidate.exact else abs(math.log2(way.machines.workers / samples.workers))
+    far = OTHER_SAMPLES * math.hypot(doubled, math.log2(length.batch / samples.batch))
+    bounds = measured.low, measured.high, samples.low, samples.high
+    off = math.inf
+    if all(bound is not None for bound in bounds):
+        ratio_off = _off(Estimate(measured.ratio, measured.low or 0.0, measured.high or math.inf))
+        epochs_off = _off(Estimate(samples.epochs, samples.low or 0.0, samples.high or math.inf))
+        off = math.hypot(ratio_off, epochs_off, far)
+    seconds = interval(run.run_s.value, math.hypot(off, _off(run.run_s)))
+    missed = f"reached in {measured.reached} of {measured.seeds} seeds" if measured.reached < measured.seeds else ""
+    return TargetEstimate(seconds, interval(epochs, off), _cost(seconds, way.machines), missed)
+
+
+def _off(estimate: Estimate) -> float:
+    """Return how far a value may be off in ratio, beyond 1."""
+    if not math.isfinite(estimate.value) or estimate.value <= 0:
+        return 0.0
+    below = estimate.value / estimate.low if estimate.low > 0 else math.inf
+    return max(estimate.high / estimate.value, below) - 1
+
+
 def _sorted(predictions: Iterable[RunEstimate]) -> tuple[RunEstimate, ...]:
     return tuple(sorted(predictions, key=lambda p: (not p.fits, p.run_s.value)))
 
 
 def predict(known: Calibration, length: Length, machines: Machines, candidate: PlannedWay) -> RunEstimate:
-    """Predict a run of one way."""
-    step = candidate.way.step(known, machines, length.batch)
-    scale = known.workers / machines.workers / machines.speed
+    """Predict a run of one way; on workers of unlike speeds, at the pace that is faster of those that fit."""
+    found = [
+        _predict_at(known, length, machines, candidate, pace)
+        for pace in paces(known, machines, length.batch, candidate.way)
+    ]
+    return min(found, key=lambda each: (not each.fits, each.run_s.value))
+
+
+def _predict_at(
+    known: Calibration, length: Length, machines: Machines, candidate: PlannedWay, pace: Pace
+) -> RunEstimate:
+    paced = at_pace(machines, pace)
+    step = candidate.way.step(known, paced, length.batch)
+    scale = known.workers / machines.workers / paced.speed
     pauses_s = known.start_s + length.evaluations * known.evaluation_s * scale
     steps_s, paused = step.seconds.times(length.steps), interval(pauses_s, known.residual)
     run_s = Estimate(steps_s.value + paused.value, steps_s.low + paused.low, steps_s.high + paused.high)
     every_s = length.checkpoint_every_s(step.seconds.value)
     run_s = run_s.times(1 + known.checkpoint_s / every_s).times(_failures(known, every_s, machines))
-    memory = candidate.memory_bytes
-    fits = memory is None or memory <= _USED_SHARE * machines.memory_bytes
+    needed = candidate.by_part(machines, pace)
+    fits = all(n <= _USED_SHARE * g.memory_bytes for n, g in zip(needed, machines.parts, strict=False))
     way = candidate.way
     enough = not isinstance(way, Replicated) or is_long_enough(length.steps, way.cost)
-    return RunEstimate(candidate, machines, step, run_s, run_s.times(machines.price_per_hour / 3600), fits, enough)
+    return RunEstimate(candidate, machines, step, run_s, _cost(run_s, machines), fits, enough, pace, length.batch)
+
+
+def _cost(seconds: Estimate, machines: Machines) -> Estimate | None:
+    """Return what all workers cost for so long; None: no price is said."""
+    return None if machines.price_per_hour is None else seconds.times(machines.price_per_hour / 3600)
 
 
 def _failures(known: Calibration, every_s: float, machines: Machines) -> float:
@@ -224,7 +334,7 @@ def _changes(
         asked.append(("a link twice as fast", replace(machines, link=twice), length))
     if room:
         asked.append(("twice the batch", machines, larger))
-    asked.append(("workers twice as fast", replace(machines, speed=2 * machines.speed), length))
+    asked.append(("workers twice as fast", machines.times_as_fast(2), length))
     if machines.price_per_hour:
         half = replace(machines, price_per_hour=machines.price_per_hour / 2)
         asked.append(("half the price", half, length))
@@ -248,7 +358,7 @@ def _fastest_that_fits(
     found = [predict(known, length, machines, p.candidate) for p in ways]
     for each in sorted(found, key=lambda p: (not p.is_long_enough, p.run_s.value)):
         with suppress(UserError):  # it cannot be laid out with that batch
-            candidate = with_memory(each.candidate, machines, described, length.batch)
+            candidate = with_memory(each.candidate, known, machines, described, length.batch)
             if (fits := predict(known, length, machines, candidate)).fits:
                 return [fits]
     return []

@@ -6,6 +6,8 @@ as many. A device reaches a share of its rate, links cost their latency and byte
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,18 +19,32 @@ from echelon.config import Resolved, RunConfig, build
 from echelon.config.build import DEFAULT
 from echelon.config.machines import FLAG, Machines
 from echelon.core.errors import UserError
+from echelon.core.units import format_seconds
 from echelon.observe.phases import Phase
 from echelon.planning.calibration import RESIDUAL, Calibration, PhaseCost, calibrate
-from echelon.planning.layouts import DescribedModel
-from echelon.planning.plan import Length, PlanReport, make_plan
+from echelon.planning.layouts import MEMORY_RESIDUAL, DescribedModel
+from echelon.planning.plan import Length, PlanReport, make_plan, with_targets
+from echelon.planning.steps import Replicated
 from echelon.records.file import newest
 from echelon.records.kinds import Alternative, Start
 from echelon.records.segments import RECORD_FILE
-from echelon.reporting.report.records import CONFIG_FILE, load_run
+from echelon.reporting.report.predictions import newest_alternatives
+from echelon.reporting.report.records import CONFIG_FILE, RunRecord, load_run
+from echelon.reporting.report.timing import measure
 from echelon.run.defaults import with_task_defaults
-from echelon.run.residuals import half_width, residuals_of
+from echelon.run.residuals import (
+    PlannedRuns,
+    PlannedStep,
+    Residual,
+    alike_for_plans,
+    half_width,
+    memory_half_width,
+    residuals_of,
+    write_planned,
+)
 from echelon.run.resolve import resolve
 from echelon.run.trust import check_trust
+from echelon.run.way_samples import StudySamples
 from echelon.tasks import nest
 from echelon.torch_compat import NEEDS_VALUES
 from echelon.trainer.folder import has_checkpoint
@@ -36,6 +52,7 @@ from echelon.trainer.inputs import any_inputs
 
 REACHED = 0.4
 """Share of a device's rate that training reaches: 0.3 to 0.5 is usual (Chowdhery et al. 2022, arXiv:2204.02311)."""
+RUNS_FOLDER = "runs"
 _SAMPLES = 2
 _HOP_S = 2e-5
 _BYTE_S = 1e-11
@@ -55,6 +72,7 @@ class PlanRequest:
         machines: that it is to run on.
         run: the folder of a run to plan from; None: calibrate.
         batch, epochs: in place of the described ones; 0: as described.
+        samples: that ways take to the target of a study; None: there is none.
         objects: those of model, data and task that the run was given from Python, and that no name leads to.
     """
 
@@ -64,6 +82,7 @@ class PlanRequest:
     batch: int = 0
     epochs: int = 0
     objects: tuple[str, ...] = ()
+    samples: StudySamples | None = None
 
 
 def request_of(resolved: Resolved, machines: tuple[Machines, ...], trust: bool) -> PlanRequest:
@@ -106,6 +125,50 @@ def plan(request: PlanRequest) -> PlanReport:
     Raises:
         UserError: nothing can be planned from what is there.
     """
+    made = with_targets(_planned(request), request.samples)
+    return replace(made, residuals=tuple(_residuals(request)))
+
+
+def remember(request: PlanRequest, made: PlanReport) -> Path:
+    """Leave in the folder of runs what was predicted, for runs that are made later to be compared with; returns it.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    folder = _runs_folder(request)
+    config = replace(request.config, data=replace(request.config.data, batch_size=made.length.batch))
+    alike = alike_for_plans(config)
+    now, planned = time.time(), []
+    for answer in made.answers:
+        machines = answer.machines
+        if machines.groups:  # a run on one machine has none
+            continue
+        link = machines.link if machines.count > 1 else None
+        ways = [
+            PlannedStep(
+                p.label, p.candidate.settings, p.step.seconds.value, p.step.seconds.low, p.step.seconds.high,
+                0.0 if p.candidate.unknown or not answer.known.memory else p.candidate.memory_bytes or 0.0,
+            )
+            for p in answer.predictions
+            if math.isfinite(p.step.seconds.value)
+        ]  # fmt: skip
+        rate, delay_s = (link.rate_bits_per_s, link.delay_s) if link is not None else (0.0, 0.0)
+        planned.append(PlannedRuns(now, made.source, alike, machines.workers, rate, delay_s, ways))
+    write_planned(folder, planned)
+    return folder
+
+
+def _runs_folder(request: PlanRequest) -> Path:
+    return request.run.resolve().parent if request.run is not None else Path(RUNS_FOLDER)
+
+
+def _residuals(request: PlanRequest) -> list[Residual]:
+    """Return what earlier predictions in the folder of runs were off by."""
+    folder = _runs_folder(request)
+    return residuals_of(folder) if folder.is_dir() else []
+
+
+def _planned(request: PlanRequest) -> PlanReport:
     batch = request.batch or request.config.data.batch_size
     config = replace(request.config, data=replace(request.config.data, batch_size=batch))
     described = None if request.objects else DescribedModel.of(config)
@@ -122,6 +185,8 @@ def plan(request: PlanRequest) -> PlanReport:
     known = _calibrated(request)
     if described is not None:
         described.learn(known.memory)
+        told = memory_half_width(_residuals(request))
+        described.residual = MEMORY_RESIDUAL if told is None else told
     if request.objects:
         known = replace(known, notes=(*known.notes, _unbuilt_words(request.objects)))
     length = Length.of(config, known, batch, request.epochs)
@@ -140,11 +205,26 @@ def _unbuilt_words(objects: Sequence[str]) -> str:
 
 def _calibrated(request: PlanRequest) -> Calibration:
     if request.run is not None:
-        told = half_width(residuals_of(request.run.resolve().parent))
-        return calibrate([load_run(request.run)], RESIDUAL if told is None else told)
+        told = half_width(_residuals(request))
+        record = load_run(request.run)
+        return _checked(calibrate([record], RESIDUAL if told is None else told), record)
     from echelon.planning.trial import calibrate_by_runs
 
     return calibrate_by_runs(request.config)
+
+
+def _checked(known: Calibration, record: RunRecord) -> Calibration:
+    """Return a calibration whose intervals hold what it predicts of its own run, with a sentence about that."""
+    timing, recorded = measure(record), newest_alternatives(record)
+    own = [way for way in known.ways if recorded is not None and way.settings == recorded.now]
+    if timing is None or not own:
+        return known
+    here = Machines("here", known.workers, known.workers if known.link is None else 1, known.link)
+    predicted_s = Replicated(own[0]).step(known, here, known.batch).seconds.value
+    off = abs(math.log(predicted_s / timing.step_s))
+    told = f"{format_seconds(predicted_s)} a step; it took {format_seconds(timing.step_s)}"
+    note = f"Of the run itself, the same arithmetic predicts {told}: intervals hold that error, too."
+    return replace(known, residual=math.hypot(known.residual, math.expm1(off)), notes=(*known.notes, note))
 
 
 def _rated(request: PlanRequest, config: RunConfig, described: DescribedModel, batch: int) -> PlanReport:

@@ -3,12 +3,18 @@
 What a rank sends scales with the workers as a ring's bytes do, 2 (n - 1) / n, and its rounds with n - 1 where each
 round is a message of a codec; a byte takes what the link or the processors need, whichever is more. The step waits
 for the slowest of n ranks: the mean of the largest of n normal numbers times the jitter that was measured.
+
+Where workers are of unlike speeds v, a step with equal parts of a batch waits for the slowest; with parts by speed
+(`--balance auto`), of which each takes as long, its work of f seconds and p a sample takes
+
+    T = (f + p b / n) / mean(v)        a worker has (T v - f) / p of the batch's b samples
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Protocol
 
 from echelon.config.machines import Machines
@@ -72,8 +78,43 @@ class StepForecast:
     spans: tuple[TaskSpan, ...]
 
 
+class Pace(StrEnum):
+    """What workers of unlike speeds do in a step; the values are the words of tables."""
+
+    ALIKE = ""
+    SHARES = "by speed"
+    SLOWEST = "equal"
+
+
+def paces(known: Calibration, machines: Machines, batch: int, way: Way) -> tuple[Pace, ...]:
+    """Return how a way can go on some machines: with parts of a batch by speed where replicas can have such."""
+    if machines.are_alike:
+        return (Pace.ALIKE,)
+    shares = way.parts_by_speed(machines) and shares_of(known, machines, batch)
+    return (Pace.SHARES, Pace.SLOWEST) if shares else (Pace.SLOWEST,)
+
+
+def at_pace(machines: Machines, pace: Pace) -> Machines:
+    """Return machines whose speed is the one that a step goes at."""
+    return replace(machines, speed=machines.mean_speed if pace is Pace.SHARES else _slowest(machines))
+
+
+def shares_of(known: Calibration, machines: Machines, batch: int) -> tuple[float, ...]:
+    """Return the samples of a worker of each group with which all are done together; none: a group would have none."""
+    fixed_s = sum(cost.fixed_s for cost in known.phases.values())
+    per_sample_s = sum(cost.per_sample_s for cost in known.phases.values())
+    if not per_sample_s:
+        return ()
+    done_s = (fixed_s + per_sample_s * batch / machines.workers) / machines.mean_speed
+    samples = tuple((done_s * group.speed - fixed_s) / per_sample_s for group in machines.parts)
+    return samples if min(samples) >= 1 else ()
+
+
 class Way(Protocol):
     """How a step goes in a layout, with a strategy and a codec."""
+
+    def parts_by_speed(self, machines: Machines) -> bool:
+        """Whether its replicas can have parts of a batch by the speed of the workers that each consists of."""
 
     @property
     def label(self) -> str:
@@ -139,6 +180,10 @@ class Replicated:
             return Passing((rounds * outside, rounds * inside), (rounds if outside else 0.0, rounds if inside else 0.0))
         return _one_after_another(rounds * 2 * outside, rounds * 2 * inside)
 
+    def parts_by_speed(self, machines: Machines) -> bool:
+        """Return True: each worker is a replica."""
+        return True
+
     @property
     def _sums(self) -> bool:
         return self.cost.sums or not self.cost.coding_s
@@ -164,10 +209,11 @@ def uncertainty(known: Calibration, machines: Machines, batch: int, layout: floa
     """Return the relative half width of an interval: what was calibrated, and how far from that this is."""
     least, most = known.samples
     samples = batch / machines.workers
+    speeds = [machines.speed, *(group.speed for group in machines.groups)]
     far = math.log2(least / samples) if samples < least else math.log2(max(1.0, samples / most))
     scale = abs(math.log2(machines.workers / known.workers)) if machines.workers else 0.0
     rated = 0.0 if known.precise else RATED
-    speed = 0.1 * abs(math.log2(machines.speed))
+    speed = 0.1 * max(abs(math.log2(each)) for each in speeds)
     link = OTHER_LINK if machines.narrowest != known.link else 0.0
     terms = (known.residual, link, FEWER_DOUBLINGS * scale, 2 * FEWER_DOUBLINGS * far, layout, rated, speed)
     return math.hypot(*terms)
@@ -183,7 +229,12 @@ def seconds_per_byte(known: Calibration, machines: Machines, stretch: float = SU
     over_link_s = 8 * max(_FRAMED, stretch) / link.rate_bits_per_s if link else 0.0
     if not known.precise:
         return over_link_s or known.byte_s
-    return max(known.byte_s / machines.speed, over_link_s)
+    return max(known.byte_s / _slowest(machines), over_link_s)
+
+
+def _slowest(machines: Machines) -> float:
+    """Return the speed at which messages are handled: a chain of them goes through every worker."""
+    return min([machines.speed, *(group.speed for group in machines.groups)])
 
 
 def _delay_s(link: Link | None) -> float:
@@ -206,7 +257,7 @@ class Passing:
 def _moving_s(
     known: Calibration, machines: Machines, n_bytes: float, passing: Passing, stretch: float = SUM_STRETCH
 ) -> float:
-    handled_s = sum(passing.handled) * known.hop_s / machines.speed
+    handled_s = sum(passing.handled) * known.hop_s / _slowest(machines)
     outside, inside = passing.delayed
     delayed_s = outside * _delay_s(machines.link) + inside * _delay_s(machines.inside)
     return n_bytes * seconds_per_byte(known, machines, stretch) + handled_s + delayed_s
@@ -280,6 +331,10 @@ class Sharded:
     def for_any_workers(self) -> bool:
         """Where all share the parameters of one replica."""
         return self.replicas == 1
+
+    def parts_by_speed(self, machines: Machines) -> bool:
+        """Whether there are several replicas, each of workers that are alike."""
+        return self.replicas > 1 and all(group.workers % self.size == 0 for group in machines.parts)
 
     def step(self, known: Calibration, machines: Machines, batch: int) -> StepForecast:
         """Predict a step: blocks are gathered for forward and backward, their gradients cut up behind it.
@@ -369,6 +424,10 @@ class Pipelined:
     @property
     def for_any_workers(self) -> bool:
         """Never: blocks are cut into so many stages."""
+        return False
+
+    def parts_by_speed(self, machines: Machines) -> bool:
+        """Return False: stages of equal work go at the pace of the slowest."""
         return False
 
     def step(self, known: Calibration, machines: Machines, batch: int) -> StepForecast:

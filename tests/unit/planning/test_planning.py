@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,19 +19,27 @@ from echelon.forecast.simulator import SimulatedTask, makespan, simulate
 from echelon.observe.phases import Phase
 from echelon.planning.calibration import Calibration, MeasuredMemory, PhaseCost
 from echelon.planning.layouts import DescribedModel, PlannedWay, of_workers
-from echelon.planning.plan import Length, make_plan, over_steps, predict
+from echelon.planning.page import as_json
+from echelon.planning.pictures import front, front_lines, history_lines, scaling_lines, timeline_lines
+from echelon.planning.plan import Length, make_plan, over_steps, predict, with_targets
 from echelon.planning.steps import (
     GATHER_STRETCH,
     GATHERED_S,
     MESSAGE_STRETCH,
     SUM_STRETCH,
+    Pace,
     Pipelined,
     Replicated,
     Sharded,
+    at_pace,
+    paces,
     pipeline_tasks,
+    shares_of,
 )
-from echelon.planning.words import answer_words, choice_words
+from echelon.planning.words import answer_words, choice_words, columns_of, opening, target_columns
 from echelon.records.kinds import Alternative
+from echelon.run.residuals import Residual
+from echelon.run.way_samples import StudySamples, WaySamples, way_of
 
 MINUTE = CheckpointInterval(None, 60.0)
 NONE = Alternative({"strategy.compression": "none"}, 1, 4e6, 4.0, 0.0, 0.1)
@@ -176,8 +185,8 @@ def test_what_is_worth_renting_is_said() -> None:
     assert words[2] == "Not worth renting, for another is faster and cheaper: 4."
     alike = [replace(each, name="one") for each in machines]
     assert choice_words(make_plan(known, Length(64, 20, 6400, 0, MINUTE), alike, None))[1].startswith("Cheapest: one:")
-    free = [replace(each, price_per_hour=0.0) for each in machines]
-    [said] = choice_words(make_plan(known, Length(64, 20, 6400, 0, MINUTE), free, None))
+    untold = [replace(each, price_per_hour=None) for each in machines]
+    [said] = choice_words(make_plan(known, Length(64, 20, 6400, 0, MINUTE), untold, None))
     assert said.endswith("Give each a price=... to know which is worth its money.")
     assert not choice_words(make_plan(known, Length(64, 20, 6400, 0, MINUTE), machines[:1], None))
 
@@ -188,8 +197,9 @@ def test_failures_and_prices_count() -> None:
     sure, dear = slow("1gbit"), slow("1gbit", price_per_hour=80.0)
     failing = slow("1gbit", mtbf_s=3600.0)
     plain = predict(KNOWN, length, sure, candidate)
-    assert plain.money.value == 0
-    assert predict(KNOWN, length, dear, candidate).money.value == pytest.approx(plain.run_s.value * 80 / 3600)
+    assert plain.money is None
+    cost = predict(KNOWN, length, dear, candidate).money
+    assert cost is not None and cost.value == pytest.approx(plain.run_s.value * 80 / 3600)
     assert predict(KNOWN, length, failing, candidate).run_s.value > plain.run_s.value
     assert math.isinf(predict(KNOWN, length, slow("1gbit", mtbf_s=1.0), candidate).run_s.value)
 
@@ -270,10 +280,8 @@ def test_at_refuses_in_words(text: str, said: str) -> None:
         read_at(text)
 
 
-def test_a_file_holds_several(tmp_path: object) -> None:
-    from pathlib import Path
-
-    file = Path(str(tmp_path)) / "machines.yaml"
+def test_a_file_holds_several(tmp_path: Path) -> None:
+    file = tmp_path / "machines.yaml"
     file.write_text('- {workers: 8, link: 1gbit}\n- {workers: 16, link: "10mbit,20ms", price: 2}\n')
     assert [m.workers for m in read_at(str(file))] == [8, 16]
 
@@ -283,3 +291,199 @@ def test_the_largest_of_more_ranks_is_larger() -> None:
 
     values = [expected_max(n) for n in (1, 2, 4, 64, 10_000)]
     assert values[0] == 0 and all(a < b for a, b in itertools.pairwise(values))
+
+
+GROUPS = """
+- name: mixed
+  between: 1gbit
+  groups:
+    - {name: fast, workers: 4, speed: 3, memory: 24GB, inside: 100gbit, price: 2}
+    - {name: slow, workers: 8, speed: 1, memory: 16GB, inside: 50gbit, price: 0.5}
+"""
+
+
+def groups_of(folder: Path, text: str = GROUPS) -> Machines:
+    file = folder / "machines.yaml"
+    file.write_text(text)
+    return read_at(str(file))[0]
+
+
+def test_groups_of_unlike_workers_are_one_description(tmp_path: Path) -> None:
+    machines = groups_of(tmp_path)
+    assert (machines.name, machines.workers, machines.count, machines.per_machine) == ("mixed", 12, 2, 4)
+    assert (machines.speed, machines.mean_speed, machines.memory_bytes) == (1.0, 20 / 12, 16e9)
+    assert machines.price_per_hour == 12 and not machines.are_alike
+    assert machines.link is not None and machines.link.rate_bits_per_s == 1e9
+    assert machines.inside is not None and machines.inside.rate_bits_per_s == 50e9
+    twice = machines.times_as_fast(2)
+    assert twice.mean_speed == 2 * machines.mean_speed and twice.speed == 2
+    rated = groups_of(tmp_path, GROUPS.replace("speed: 3", "tflops: 30").replace("speed: 1", "tflops: 10"))
+    assert rated.tflops == 30 and [round(group.speed, 2) for group in rated.groups] == [1.0, 0.33]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (", price: 2", "", "price is said of some groups"),
+        ("speed: 3", "tflops: 3", "tflops is said of some groups"),
+        ("between: 1gbit", "link: 1gbit", "link belongs into the groups"),
+        ("speed: 1", "sped: 1", "group slow: at has no setting 'sped': did you mean speed"),
+        ("workers: 8", "workers: 0", "group slow: workers must be above 0"),
+        ("speed: 3", "speed: -3", "group fast: speed must be above 0"),
+    ],
+)
+def test_groups_refuse_in_words(tmp_path: Path, old: str, new: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        groups_of(tmp_path, GROUPS.replace(old, new))
+
+
+def test_an_empty_list_of_groups_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="groups must be a list of one or more"):
+        groups_of(tmp_path, "- {name: mixed, groups: []}")
+
+
+def test_without_a_study_the_plan_says_that_time_to_an_accuracy_is_not_known() -> None:
+    plan = with_targets(make_plan(KNOWN, Length(64, 2, 6400, 2, MINUTE), read_at("workers=8"), None), None)
+    assert any("No study of this model and data" in line for line in opening(plan))
+    assert all(p.to_target is None for answer in plan.answers for p in answer.predictions)
+
+
+def test_parts_by_speed_are_done_together_and_faster_than_equal_ones(tmp_path: Path) -> None:
+    machines, batch = groups_of(tmp_path), 1200
+    shares = shares_of(KNOWN, machines, batch)
+    assert sum(n * group.workers for n, group in zip(shares, machines.groups, strict=True)) == pytest.approx(batch)
+    done_s = [sum(KNOWN.compute(n, group.speed).values()) for n, group in zip(shares, machines.groups, strict=True)]
+    assert done_s[0] == pytest.approx(done_s[1])
+    steps = {pace: Replicated(NONE).step(KNOWN, at_pace(machines, pace), batch) for pace in (Pace.SHARES, Pace.SLOWEST)}
+    assert steps[Pace.SHARES].compute_s == pytest.approx(done_s[0])
+    assert steps[Pace.SHARES].seconds.value < steps[Pace.SLOWEST].seconds.value
+    assert not shares_of(KNOWN, machines, 12), "a slow worker would have less than a sample"
+
+
+def test_ways_that_cannot_have_parts_by_speed_go_at_the_pace_of_the_slowest(tmp_path: Path) -> None:
+    machines = groups_of(tmp_path)
+    slowest, both = (Pace.SLOWEST,), (Pace.SHARES, Pace.SLOWEST)
+    for way, expected in (
+        (Replicated(NONE), both),
+        (Sharded(12, 1, 4), slowest),  # one replica, whose ranks do each step together
+        (Sharded(4, 3, 4), both),
+        (Sharded(6, 2, 4), slowest),  # a replica of fast and slow ones
+        (WAYS[3], slowest),
+    ):
+        assert paces(KNOWN, machines, 1200, way) == expected, way
+    (answer,) = make_plan(KNOWN, Length(1200, 2, 6400, 2, MINUTE), [machines], None).answers
+    assert answer.best[0].pace is Pace.SHARES
+    assert any("Parts of a batch go by speed (--balance auto): " in line for line in answer_words(answer))
+
+
+def test_memory_of_each_group_counts(tmp_path: Path) -> None:
+    machines, length = groups_of(tmp_path), Length(1200, 2, 6400, 2, MINUTE)
+    fits = PlannedWay(Replicated(NONE), {}, True, memory_bytes=10**9, by_group=(20 * 10**9, 10**9), memory_off=0.1)
+    by_speed = predict(KNOWN, length, machines, fits)
+    assert by_speed.fits and by_speed.pace is Pace.SHARES
+    memory = fits.memory(Pace.SHARES)
+    assert memory is not None and (memory.value, memory.high) == (20e9, 22e9)
+    too_large = replace(fits, by_group=(23 * 10**9, 10**9))
+    equal = predict(KNOWN, length, machines, too_large)
+    assert equal.fits and equal.pace is Pace.SLOWEST, "equal parts fit"
+
+
+def test_a_price_of_nothing_is_free_and_none_is_not_said() -> None:
+    length, candidate = Length(64, 2, 6400, 2, MINUTE), PlannedWay(Replicated(NONE), {}, exact=True)
+    free, untold = (predict(KNOWN, length, read_at(text)[0], candidate) for text in ("workers=8, price=0", "workers=8"))
+    assert free.money is not None and free.money.value == 0 and untold.money is None
+    (answer,) = make_plan(KNOWN, length, read_at("workers=8, price=0"), None).answers
+    assert answer_words(answer)[0].endswith(", free.")
+    assert columns_of(answer.predictions)[-1].cells == ["free"]
+    report = make_plan(KNOWN, length, [*read_at("workers=8, price=0"), *read_at("workers=4, price=3")], None)
+    assert not any("Give each a price" in line for line in choice_words(report))
+
+
+def test_intervals_of_memory_widen_away_from_what_was_measured() -> None:
+    config = build(None, {"model.name": "small_cnn", "data.source": "digits"}).config
+    described, whole = DescribedModel.of(config), Replicated(NONE)
+    unmeasured = described.memory_off(whole, 32)
+    described.learn([MeasuredMemory({"strategy.parallel": "dp=2"}, 2, 64, 1e9)])
+    measured = described.memory_off(whole, 32)
+    assert measured < unmeasured
+    assert measured < described.memory_off(whole, 64) < described.memory_off(whole, 256)
+    assert measured < described.memory_off(Sharded(8, 1, 4), 32)
+    assert measured < described.memory_off(WAYS[1], 32), "averages come on top of the peak in part"
+    least = PlannedWay(whole, {}, True, memory_bytes=100, unknown="values matter").memory()
+    assert least is not None and math.isinf(least.high)
+
+
+SAMPLES = StudySamples(
+    study="mine", target="accuracy 95.00%", first="none", epochs=4.0, low=3.8, high=4.2, workers=2, batch=64,
+    ways=(
+        WaySamples("none", way_of({}), 1.0, 1.0, 1.0, 3, 3),
+        WaySamples("local", way_of({"strategy.sync": "local(8)"}), 1.5, 1.2, 1.8, 3, 3),
+        WaySamples("int8", way_of({"strategy.compression": "int8"}), math.inf, None, None, 0, 3),
+    ),
+)  # fmt: skip
+
+
+def test_time_to_a_target_is_samples_of_the_study_at_the_predicted_pace() -> None:
+    local = Alternative({"strategy.sync": "local(period=8)"}, 8, 4e6, 1.0, 0.0, 1.0)
+    int8 = Alternative({"strategy.compression": "int8"}, 1, 1e6, 4.0, 1e-3, 0.1)
+    sign = Alternative({"strategy.compression": "sign"}, 1, 1e5, 4.0, 1e-3, 0.1)
+    known = replace(KNOWN, ways=(NONE, local, int8, sign))
+    length = Length(64, 40, 6400, 40, MINUTE)
+    plan = with_targets(make_plan(known, length, [slow("100mbit")], None), SAMPLES)
+    (answer,) = plan.answers
+    found = {p.label: p.to_target for p in answer.predictions}
+    none, averaged = found["none"], found["local(period=8)"]
+    assert none is not None and averaged is not None and none.epochs is not None and none.seconds is not None
+    step_s = next(p for p in answer.predictions if p.label == "none").step.seconds.value
+    assert none.epochs.value == 4.0 and none.seconds.value == pytest.approx(4 * 100 * step_s, rel=0.01)
+    assert averaged.epochs is not None and averaged.epochs.value == 6.0
+    assert averaged.epochs.high / 6.0 > none.epochs.high / 4.0
+    never, unknown = found["int8"], found["sign"]
+    assert never is not None and never.seconds is not None and math.isinf(never.seconds.value)
+    assert unknown is not None and unknown.seconds is None and unknown.reason == "not in the study"
+    words = " ".join(answer_words(answer))
+    assert (
+        "Fastest to the target: " in words
+        and "Not in the study, so that time to the target is not known: sign." in words
+    )
+    cells = [column.cells for column in target_columns(answer.predictions, SAMPLES)]
+    assert len(cells[0]) == 3 and "reached in 0 of 3 seeds" in cells[-1]
+    assert as_json(plan)["study"] == "mine"
+
+
+def test_few_seeds_leave_the_bounds_of_time_to_a_target_open() -> None:
+    few = replace(SAMPLES, low=None, high=None)
+    plan = with_targets(make_plan(KNOWN, Length(64, 40, 6400, 40, MINUTE), [slow("1gbit")], None), few)
+    target = plan.answers[0].predictions[0].to_target
+    assert target is not None and target.seconds is not None and math.isinf(target.seconds.high)
+
+
+def test_pictures_in_characters_are_ascii_and_80_columns_wide(tmp_path: Path) -> None:
+    known = replace(KNOWN, ways=(NONE, Alternative({"strategy.sync": "local(period=8)"}, 8, 4e6, 1.0, 0.0, 1.0)))
+    machines = [*read_at("workers=8, link=1gbit, price=2"), replace(groups_of(tmp_path), name="mixed" * 20)]
+    plan = make_plan(known, Length(1200, 20, 64000, 2, MINUTE), machines, None)
+    way = replace(plan.answers[0].predictions[0], step=WAYS[3].step(KNOWN, machines[0], 64))
+    residuals = [Residual(float(n), "run", "int8", 0.1 * (1 + n / 10), 0.1) for n in range(6)]
+    pictures = [*(scaling_lines(plan, answer) for answer in plan.answers), front_lines(plan), timeline_lines(way),
+                history_lines(residuals)]  # fmt: skip
+    for lines in pictures:
+        assert len(lines) > 4
+        assert all(line.isascii() and len(line) <= 80 for line in lines), lines
+    steps = pictures[3]
+    assert len([line for line in steps if line.strip().startswith("processor")]) == 4
+    free = make_plan(known, plan.length, read_at("workers=8, price=0"), None)
+    assert not front_lines(free) and not history_lines(residuals[:1])
+
+
+def test_the_front_holds_what_nothing_beats(tmp_path: Path) -> None:
+    texts = ("workers=8, price=1", "workers=4, price=1", "workers=2, price=9")
+    known = replace(KNOWN, phases={**KNOWN.phases, Phase.BACKWARD: PhaseCost(0.0, 2e-2)})
+    plan = make_plan(known, Length(64, 20, 6400, 0, MINUTE), [read_at(text)[0] for text in texts], None)
+    points = [(way.run_s.value, way.money.value) for _, way in front(plan) if way.money is not None]
+    assert (
+        points
+        and points == sorted(points)
+        and [cost for _, cost in points] == sorted((cost for _, cost in points), reverse=True)
+    )
+    every = [(p.run_s.value, p.money.value) for a in plan.answers for p in a.predictions if p.money is not None]
+    assert all(any(s <= t and c <= d for s, c in points) for t, d in every)
