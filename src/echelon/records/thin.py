@@ -20,6 +20,7 @@ from echelon.records.events import (
     HangSeen,
     LossNotFinite,
     MachineLeft,
+    PeriodChanged,
     RankFailed,
     Refusal,
     Restarted,
@@ -58,6 +59,7 @@ _WHOLE = (
     MachineLeft,
     HangSeen,
     SharesDealt,
+    PeriodChanged,
 )
 _Counters = WorkerWindow | ServerWindow | EntropyCoding
 

@@ -210,6 +210,11 @@ def _against_elastic(run: ResolvedRun, ranks: int) -> str:
 def _check_replicas(run: ResolvedRun, ranks: int) -> None:
     """Refuse what acts between replicas where several ranks make one."""
     layout, given = run.layout_for(ranks), run.described.strategy
+    if run.sync.replica_is_one_rank and layout.splits:
+        raise UserError(
+            f"--sync {given.sync} with --parallel {given.parallel}: each part of a model has links of its own, "
+            "and would choose different periods: give a number, such as period=8"
+        )
     if layout.dp > 1 or ranks == 1 or run.sync.uses_servers:
         return
     two = replace(layout, sizes={Axis.DP: 2, **{a: size for a, size in layout.sizes.items() if a is not Axis.DP}})
