@@ -21,7 +21,7 @@ from echelon.planning.layouts import DescribedModel, PlannedWay, candidates, wit
 from echelon.planning.steps import Estimate, Replicated, StepForecast, interval
 from echelon.records.kinds import Alternative
 from echelon.reporting.report.predictions import is_long_enough
-from echelon.run.resolve import agreements, checkpoint_interval
+from echelon.run.resolve import agreements, checkpoint_interval, longest_period
 
 SHOWN = 3
 _USED_SHARE = 0.9  # of a device's memory: a forecast is no measurement
@@ -174,6 +174,8 @@ def make_plan(
 def over_steps(way: Alternative, steps: int) -> Alternative:
     """Return a way as often as a run of so many steps sends it: periods are shorter at its start."""
     sync = way.settings.get("strategy.sync")
+    if sync and way.follows:
+        return replace(way, period=longest_period(sync, steps))
     return replace(way, share=min(steps, agreements(sync, steps)) / steps) if sync and way.period > 1 else way
 
 

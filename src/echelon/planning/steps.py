@@ -116,17 +116,24 @@ class Replicated:
         passing = self._passing(machines, len(buckets))
         moving = [_moving_s(known, machines, bucket, passing, self._stretch) for bucket in buckets]
         coding_s = cost.coding_s / machines.speed * _passes(n) / _passes(known.workers)
-        compute_s = sum(work.values()) + coding_s * cost.often
+        rest_s = sum(work.values())
+        late_s = max(0.0, sum(moving) - cost.overlap * rest_s)
+        often = cost.often_beside(rest_s, coding_s + late_s)
+        compute_s = rest_s + coding_s * often
         if cost.period > 1:
-            rest_s = sum(work.values())
-            exposed_s = max(0.0, sum(moving) - cost.overlap * rest_s) * cost.often
+            exposed_s = late_s * often
             spans = simulate(_averaging_tasks(work, coding_s, sum(moving)))
         else:
             spans = simulate(_reducing_tasks(work, known.spread, coding_s, moving))
             exposed_s = max(0.0, makespan(spans) - compute_s)
-        waiting_s = known.jitter_s / machines.speed * expected_max(n) / math.sqrt(cost.period)
+        waiting_s = (
+            known.jitter_s
+            / machines.speed
+            * expected_max(n)
+            / math.sqrt(cost.period if not cost.follows else 1 / often)
+        )
         seconds = interval(compute_s + exposed_s + waiting_s, uncertainty(known, machines, batch))
-        return StepForecast(seconds, compute_s, exposed_s, waiting_s, sent * cost.often, tuple(spans))
+        return StepForecast(seconds, compute_s, exposed_s, waiting_s, sent * often, tuple(spans))
 
     def _passing(self, machines: Machines, buckets: int) -> Passing:
         """Return what follows on what for a bucket: a sum passes 2 (n - 1) times around a ring; others pass directly.

@@ -557,6 +557,8 @@ class Alternative:
         sums: its messages are summed on their way; others pass from each rank to each.
         buckets: in which it is sent, each in its own rounds; 0: not told.
         fewest_messages: of a tensor in a run, for what its codec leaves out not to come too late.
+        follows: its period is chosen as the run goes, `period` at most, so that messages take this share of the time;
+            0: it is fixed.
     """
 
     settings: Mapping[str, str]
@@ -571,11 +573,26 @@ class Alternative:
     sums: bool = False
     buckets: int = 0
     fewest_messages: int = 0
+    follows: float = 0.0
 
     @property
     def often(self) -> float:
-        """The share of steps in which it is sent."""
+        """The share of steps in which it is sent; of a period that is chosen, the least."""
         return self.share or 1 / self.period
+
+    def often_beside(self, step_s: float, message_s: float) -> float:
+        """Return the share of steps in which it is sent, with the period that is chosen.
+
+        Args:
+            step_s: seconds of a step in which it is not.
+            message_s: that it adds to one in which it is.
+        """
+        if not self.follows:
+            return self.often
+        most = 1 / (self.overlap + 1)
+        if message_s <= 0:
+            return most
+        return min(most, max(self.often, self.follows / (1 - self.follows) * step_s / message_s))
 
 
 @dataclass(frozen=True)

@@ -283,3 +283,11 @@ def test_the_largest_of_more_ranks_is_larger() -> None:
 
     values = [expected_max(n) for n in (1, 2, 4, 64, 10_000)]
     assert values[0] == 0 and all(a < b for a, b in itertools.pairwise(values))
+
+
+def test_a_period_that_follows_the_link_is_longer_over_a_slow_one() -> None:
+    way = Alternative({"strategy.sync": "local(period=auto)"}, 100, 1e6, 2, 0.0, 1.0, follows=0.1)
+    assert way.often_beside(0.1, 0.1) == pytest.approx(1 / 9), "a tenth of the time"
+    assert way.often_beside(0.1, 100.0) == way.often == 1 / 100, "the longest that leaves a run enough averages"
+    assert way.often_beside(0.1, 0.001) == way.often_beside(0.1, 0.0) == 1
+    assert over_steps(way, 20_000).period == 500 > over_steps(way, 600).period > over_steps(way, 60).period
