@@ -91,7 +91,8 @@ class Start(Record):
         resident_bytes: of each rank's process before it had a model; empty where ranks are on GPUs.
         recovery_bytes: sent to bring ranks where the others are, after some have come or gone; they count in
             `other_wire_bytes` as well.
-        order: in which gradients are summed, `ready` or `priority`; empty where there is no choice.
+        order: in which gradients are summed, or travel to servers and values back, `ready` or `priority`; empty where
+            there is no choice.
     """
 
     kind: ClassVar[str] = "start"
@@ -683,6 +684,8 @@ class WorkerWindow(Record):
         late: shares of steps that came too late.
         waited_s: seconds that each waited, by cause.
         sent_bytes, received_bytes: of each worker's present process.
+        overlapped_s: seconds of each one's forward passes in which values still came; counted with order=priority, and
+            absent where there were none.
     """
 
     kind: ClassVar[str] = "staleness"
@@ -692,6 +695,7 @@ class WorkerWindow(Record):
     waited_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
     received_bytes: Mapping[str, float] = field(default_factory=dict)
+    overlapped_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,11 @@ def _counts_on(before: _Counters, after: _Counters) -> bool:
 
 
 def _flat(window: WorkerWindow) -> Iterator[tuple[tuple[str, ...], float]]:
-    for name, counts in (("clock", window.clocks), ("sent", window.sent_bytes), ("received", window.received_bytes)):
+    counters = (
+        ("clock", window.clocks), ("sent", window.sent_bytes), ("received", window.received_bytes),
+        ("overlapped", window.overlapped_s),
+    )  # fmt: skip
+    for name, counts in counters:
         for worker, value in counts.items():
             yield (name, worker), value
     for worker, causes in window.waited_s.items():

@@ -75,6 +75,7 @@ from echelon.trainer.compatibility import (
     batchnorm_notes,
     interplay_notes,
     length_notes,
+    pushing_order,
     sent_whole_notes,
     still_notes,
     summing_order,
@@ -764,6 +765,7 @@ def _start_of_workers(ground: _Groundwork, run_parts: RunParts, link: ServerLink
         parameters=link.table.numel,
         layout=layout or None,
         served=True,
+        order=pushing_order(ground.resolved, link.process.size),
     )
 
 
