@@ -26,6 +26,7 @@ class MachineWords:
         per_machine: of them on one machine.
         link: between machines; a word such as `1gbit`, or text such as "10mbit,20ms".
         inside: between workers of a machine.
+        processors: of one machine, which its workers share; 0: each has its own.
         memory: of a worker's device.
         speed: of a worker, in those that were measured.
         tflops: that a worker reaches at best, in 10^12 operations a second, where its speed is not measured.
@@ -37,6 +38,7 @@ class MachineWords:
     per_machine: int = 1
     link: Quantity | str = "loopback"
     inside: Quantity | str = ""
+    processors: int = 0
     memory: Quantity | None = None
     speed: float = 1.0
     tflops: float = 0.0
@@ -52,6 +54,7 @@ class Machines:
         name: as they were described.
         link: between machines; None: as measured.
         inside: between workers of one machine; None: as measured.
+        processors: as in `MachineWords`.
         memory_bytes: of a worker; infinite: not said.
         speed: of a worker, in those that were measured.
         tflops: as in `MachineWords`; 0: the speed is measured.
@@ -64,6 +67,7 @@ class Machines:
     per_machine: int = 1
     link: Link | None = None
     inside: Link | None = None
+    processors: int = 0
     memory_bytes: float = math.inf
     speed: float = 1.0
     tflops: float = 0.0
@@ -74,6 +78,12 @@ class Machines:
     def count(self) -> int:
         """Machines."""
         return -(-self.workers // self.per_machine)
+
+    @property
+    def pace(self) -> float:
+        """The speed of a worker while all of its machine compute."""
+        beside = min(self.workers, self.per_machine)
+        return self.speed * min(1.0, (self.processors or beside) / beside)
 
     @property
     def narrowest(self) -> Link | None:
@@ -127,6 +137,7 @@ def _checked(text: str) -> Machines:
         per_machine=described.per_machine,
         link=link,
         inside=inside or (FASTEST_INSIDE if described.per_machine > 1 else None),
+        processors=described.processors,
         memory_bytes=_quantity("memory", described.memory, "size"),
         speed=described.speed,
         tflops=described.tflops,
@@ -139,7 +150,7 @@ def _check_positive(described: MachineWords) -> None:
     for name in ("workers", "per_machine", "speed"):
         if getattr(described, name) <= 0:
             raise UserError(f"{name} must be above 0, not {getattr(described, name)}")
-    for name in ("tflops", "price"):
+    for name in ("processors", "tflops", "price"):
         if getattr(described, name) < 0:
             raise UserError(f"{name} must not be below 0")
 

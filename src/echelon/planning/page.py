@@ -90,6 +90,7 @@ def _json_of(prediction: RunEstimate) -> JsonObject:
         "memory_bytes": prediction.candidate.memory_bytes,
         "memory_unknown": prediction.candidate.unknown,
         "sent_bytes": prediction.step.sent_bytes,
+        "bubble": prediction.step.bubble,
     }  # fmt: skip
 
 

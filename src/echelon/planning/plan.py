@@ -186,7 +186,7 @@ def _sorted(predictions: Iterable[RunEstimate]) -> tuple[RunEstimate, ...]:
 def predict(known: Calibration, length: Length, machines: Machines, candidate: PlannedWay) -> RunEstimate:
     """Predict a run of one way."""
     step = candidate.way.step(known, machines, length.batch)
-    scale = known.workers / machines.workers / machines.speed
+    scale = known.workers / machines.workers / machines.pace
     pauses_s = known.start_s + length.evaluations * known.evaluation_s * scale
     steps_s, paused = step.seconds.times(length.steps), interval(pauses_s, known.residual)
     run_s = Estimate(steps_s.value + paused.value, steps_s.low + paused.low, steps_s.high + paused.high)

@@ -18,8 +18,9 @@ from echelon.config.build import DEFAULT
 from echelon.config.machines import FLAG, Machines
 from echelon.core.errors import UserError
 from echelon.observe.phases import Phase
-from echelon.planning.calibration import RESIDUAL, Calibration, PhaseCost, calibrate
-from echelon.planning.layouts import DescribedModel
+from echelon.planning.calibration import RESIDUAL, Calibration, calibrate
+from echelon.planning.layouts import DescribedModel, tried_pipelines
+from echelon.planning.pipeline_costs import PhaseCost
 from echelon.planning.plan import Length, PlanReport, make_plan
 from echelon.records.file import newest
 from echelon.records.kinds import Alternative, Start
@@ -119,7 +120,7 @@ def plan(request: PlanRequest) -> PlanReport:
             f"{FLAG} {rated[0].name}: tflops stands for a measurement, which the other machines are planned from: give "
             "all of them tflops, or this one speed=..."
         )
-    known = _calibrated(request)
+    known = _calibrated(request, described, batch)
     if described is not None:
         described.learn(known.memory)
     if request.objects:
@@ -138,13 +139,15 @@ def _unbuilt_words(objects: Sequence[str]) -> str:
     )
 
 
-def _calibrated(request: PlanRequest) -> Calibration:
+def _calibrated(request: PlanRequest, described: DescribedModel | None, batch: int) -> Calibration:
     if request.run is not None:
         told = half_width(residuals_of(request.run.resolve().parent))
         return calibrate([load_run(request.run)], RESIDUAL if told is None else told)
     from echelon.planning.trial import calibrate_by_runs
 
-    return calibrate_by_runs(request.config)
+    accumulates = request.config.training.accumulate > 1  # several pipelined batches a step, which no plan has
+    piped = () if described is None or accumulates else tried_pipelines(request.machines, described, batch)
+    return calibrate_by_runs(request.config, piped)
 
 
 def _rated(request: PlanRequest, config: RunConfig, described: DescribedModel, batch: int) -> PlanReport:

@@ -15,7 +15,7 @@ _WIDE = 1.5
 
 
 def columns_of(ways: Sequence[RunEstimate]) -> list[Column]:
-    """Return what a table shows of ways; costs where a price was said."""
+    """Return what a table shows of ways; bubbles where one is a pipeline, costs where a price was said."""
     step_s, run_s = [way.step.seconds for way in ways], [way.run_s for way in ways]
     columns = [
         Column("way", [way.label + ("" if way.candidate.exact else " *") for way in ways]),
@@ -26,6 +26,9 @@ def columns_of(ways: Sequence[RunEstimate]) -> list[Column]:
         _memory_column(ways),
         bytes_column("sent a step", [way.step.sent_bytes for way in ways]),
     ]
+    bubbles = [way.step.bubble for way in ways]
+    if any(bubble is not None for bubble in bubbles):
+        columns.append(Column("bubble", ["" if bubble is None else f"{bubble:.0%}" for bubble in bubbles]))
     costs = [money(way.money) for way in ways]
     return [*columns, Column("cost", costs)] if any(costs) else columns
 

@@ -16,8 +16,10 @@ from echelon.config.validate import CheckpointInterval
 from echelon.core.errors import UserError
 from echelon.forecast.simulator import SimulatedTask, makespan, simulate
 from echelon.observe.phases import Phase
-from echelon.planning.calibration import Calibration, MeasuredMemory, PhaseCost
+from echelon.planning.calibration import Calibration, MeasuredMemory
 from echelon.planning.layouts import DescribedModel, PlannedWay, of_workers
+from echelon.planning.pipeline_costs import PhaseCost, PipelineCosts
+from echelon.planning.pipelines import StageTimes, pipeline_tasks
 from echelon.planning.plan import Length, make_plan, over_steps, predict
 from echelon.planning.steps import (
     GATHER_STRETCH,
@@ -27,9 +29,8 @@ from echelon.planning.steps import (
     Pipelined,
     Replicated,
     Sharded,
-    pipeline_tasks,
 )
-from echelon.planning.words import answer_words, choice_words
+from echelon.planning.words import answer_words, choice_words, columns_of
 from echelon.records.kinds import Alternative
 
 MINUTE = CheckpointInterval(None, 60.0)
@@ -46,7 +47,7 @@ WAYS = (
     Replicated(NONE),
     Replicated(Alternative({"strategy.sync": "local(period=8)"}, 8, 4e6, 1.0, 0.0, 1.0)),
     Sharded(8, 1, 4),
-    Pipelined((0.25, 0.25, 0.25, 0.25), 2, 8, 1000.0, 0.25),
+    Pipelined((0.25, 0.25, 0.25, 0.25), 2, 8, (1000.0,) * 3, 0.25),
 )
 
 
@@ -77,10 +78,9 @@ def test_a_circle_and_a_place_that_is_none_are_refused() -> None:
 @settings(max_examples=60)
 def test_a_balanced_pipeline_takes_what_the_formula_says(stages: int, count: int) -> None:
     """1F1B with equal stages: (m + S - 1) micro-batches of forward and backward, as GPipe's."""
-    way = Pipelined((1 / stages,) * stages, 1, count, 0.0, 1.0)
-    work = {Phase.DATA: 0.0, Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.UPDATE: 0.0, Phase.OTHER: 0.0}
-    spans = simulate(pipeline_tasks(way, work, 0.0))
-    assert makespan(spans) == pytest.approx(3.0 / stages / count * (count + stages - 1))
+    times = StageTimes((1 / stages,) * stages, (2 / stages,) * stages)
+    spans = simulate(pipeline_tasks("1f1b", count, stages, times))
+    assert makespan(spans) == pytest.approx(3.0 / stages * (count + stages - 1))
 
 
 def test_the_calibrated_run_is_predicted_as_it_was_measured() -> None:
@@ -291,3 +291,50 @@ def test_a_period_that_follows_the_link_is_longer_over_a_slow_one() -> None:
     assert way.often_beside(0.1, 100.0) == way.often == 1 / 100, "the longest that leaves a run enough averages"
     assert way.often_beside(0.1, 0.001) == way.often_beside(0.1, 0.0) == 1
     assert over_steps(way, 20_000).period == 500 > over_steps(way, 600).period > over_steps(way, 60).period
+
+
+def test_a_pipeline_takes_longer_over_a_slower_link_and_on_fewer_processors() -> None:
+    """Its bubble grows with the link's time; two processors cannot do the work of four ranks in less than its half."""
+    way = Pipelined((0.25,) * 4, 1, 8, (1e5,) * 3, 0.25)
+    steps = [way.step(KNOWN, read_at(f"workers=4, link={link}")[0], 64) for link in ("100gbit", "100mbit", "10mbit")]
+    assert steps[0].seconds.value < steps[1].seconds.value < steps[2].seconds.value
+    bubbles = [step.bubble or 0.0 for step in steps]
+    assert 3 / 11 <= bubbles[0] < bubbles[1] < bubbles[2], "(S - 1) / (m + S - 1) without messages"
+    assert steps[0].sent_bytes == 2 * 1e5 * 64
+    nothing_sent, at_once = replace(way, passed_bytes=(0.0,) * 3), replace(KNOWN, hop_s=0.0)
+    alone, shared = (
+        nothing_sent.step(at_once, read_at(f"workers=4, per_machine=4, processors={count}")[0], 64).seconds.value
+        for count in (4, 2)
+    )
+    work = 64 * (1e-4 + 2e-4) / 2
+    assert alone < work < shared < 2 * alone
+
+
+def test_what_pipelines_were_measured_to_take_replaces_what_replicas_tell() -> None:
+    """Between computations and around the step; the interval is narrower, and wider again for more stages."""
+    costs = PipelineCosts(
+        "a run", KNOWN.phases[Phase.FORWARD], KNOWN.phases[Phase.BACKWARD], 1e-3, PhaseCost(1e-3, 0.0),
+        PhaseCost(0.0, 0.0), 2e-3, 5e-3, 2, {2: ((0.5, 0.5), (0.5, 0.5))}, None, (4.0, 16.0),
+    )  # fmt: skip
+    two, four = Pipelined((0.5,) * 2, 1, 8, (1e3,), 0.5), Pipelined((0.25,) * 4, 1, 8, (1e3,) * 3, 0.25)
+    known, machines = replace(KNOWN, pipelines=costs), Machines("here", 2)
+    told, measured, deeper = (
+        way.step(of, each, 64).seconds
+        for way, of, each in (
+            (two, KNOWN, machines),
+            (two, known, machines),
+            (four, known, replace(machines, workers=4)),
+        )
+    )
+    assert measured.value > told.value + 5e-3
+    widths = [each.high / each.value for each in (measured, deeper, told)]
+    assert widths[0] < widths[1] < widths[2]
+
+
+def test_bubbles_are_told_of_pipelines_alone() -> None:
+    machines, length = Machines("here", 4), Length(64, 1, 640, 1, CheckpointInterval(None, None))
+    ways = (Replicated(NONE), Pipelined((0.25,) * 4, 1, 8, (1e3,) * 3, 0.25))
+    found = [predict(KNOWN, length, machines, PlannedWay(way, {}, exact=True)) for way in ways]
+    column = next(column for column in columns_of(found) if column.head == "bubble")
+    assert column.cells[0] == "" and column.cells[1].endswith("%")
+    assert all(column.head != "bubble" for column in columns_of(found[:1]))
