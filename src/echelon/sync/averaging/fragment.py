@@ -443,8 +443,8 @@ def _outer_step(value: Value, mean: Tensor, outer_lr: float) -> Tensor:
 
 
 def apart(value: Value, current: Tensor, agreed: Tensor) -> Tensor:
-    """Return current - agreed, both of one shape, in `current`'s memory; a mask's -inf in a buffer is no distance of NaN,
-    nor is it one that a table of narrow numbers is what was agreed on, rounded.
+    """Return current - agreed, both of one shape, in `current`'s memory; a mask's -inf in a buffer is no distance of
+    NaN, nor is it one that a table of narrow numbers is what was agreed on, rounded.
     """
     if value.kind == "buffer":
         return torch.where(current == agreed, 0.0, current - agreed)
