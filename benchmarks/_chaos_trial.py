@@ -35,11 +35,13 @@ class Setting:
     workers: int = 2
     epochs: int = 15
     timeout_s: float = 90.0
+    order: str = "ready"
 
     @property
     def sync(self) -> str:
         """The spec of the run's sync."""
-        return f"ps(mode={self.mode}, servers={self.servers}, replicas={self.replicas}, snapshot_every=20)"
+        order = "" if self.order == "ready" else f", order={self.order}"
+        return f"ps(mode={self.mode}, servers={self.servers}, replicas={self.replicas}, snapshot_every=20{order})"
 
 
 @dataclass(frozen=True)

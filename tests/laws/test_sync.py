@@ -48,9 +48,12 @@ SPECS = {
         "local(4, overlap=3)",
         "local(4, start=2, overlap=1, optimizer_state=average)",
         "local(4, overlap=2, outer_lr=1.5)",
+        "local(auto)",
+        "local(auto, overlap=2)",
     ],
     "diloco": [
         "diloco(4, optimizer_state=reset)",
+        "diloco(auto)",
         "diloco(4, fragments=3)",
         "diloco(4, fragments=2, overlap=2, optimizer_state=average)",
     ],

@@ -82,7 +82,7 @@ def test_the_whole_group_starts_again_without_who_has_left(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", "sync", "ssp, staleness=2"])
+@pytest.mark.parametrize("mode", ["async", "sync", "sync, order=priority", "ssp, staleness=2"])
 def test_workers_leave_a_parameter_server(mode: str, tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         run = runs.train("digits", "--workers", "3", "--sync", f"ps(mode={mode})", "--epochs", "40", folder="run")
@@ -140,7 +140,7 @@ def test_ranks_join_an_elastic_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", "sync", "sync, order=priority"])
 def test_workers_join_a_parameter_server(mode: str, tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         run = runs.train("digits", "--workers", "2", "--sync", f"ps(mode={mode})", "--epochs", "80", folder="run")

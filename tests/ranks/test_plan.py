@@ -37,9 +37,12 @@ def test_a_run_is_planned_on_other_machines(tmp_path: Path) -> None:
         assert all(way["step_low_s"] < way["step_s"] < way["step_high_s"] for way in ways.values())
         assert all(way["memory_bytes"] and not way["memory_unknown"] and way["cost"] > 0 for way in ways.values())
         assert ways["int8"]["step_s"] < ways["none"]["step_s"]  # the link is slow
+        assert ways["none"]["bubble"] is None and 0 < ways["dp=4,pp=2,microbatches=8"]["bubble"] < 1
         assert {way["cost"] for way in near["ways"]} == {None}
         assert all(way["memory_low_bytes"] < way["memory_bytes"] < way["memory_high_bytes"] for way in ways.values())
         for words, said in (
+            (("--at", "workers=4, processors=-1"), "processors must not be below 0"),
+            (("--at", "workers=4, processors=half"), "processors"),
             (("--at", "workers=256"), "cannot be divided by 256 workers"),
             ((), "--at is missing"),
             (("--at", "workers=4", "--model", "mlp"), "model.name belongs to the run"),

@@ -73,6 +73,7 @@ def test_every_signal_saves_first(tmp_path: Path, sync: str, send: Callable[[Run
             (("--sync", "diloco(10)"), SLOW_TEST),
             (("--sync", "easgd(4)"), SLOW_TEST),
             (("--sync", "ps(mode=sync)"), SLOW_TEST),
+            (("--sync", "ps(mode=sync, order=priority)"), SLOW_TEST),
             (("--sync", "ps(mode=ssp, staleness=2)"), SLOW_TEST),
             (("--parallel", "fsdp=2"), SLOW_TEST),
             (("--parallel", "pp=2"), SLOW_TEST),

@@ -26,6 +26,7 @@ class MachineWords:
         per_machine: of them on one machine.
         link: between machines; a word such as `1gbit`, or text such as "10mbit,20ms".
         inside: between workers of a machine.
+        processors: of one machine, which its workers share; 0: each has its own.
         memory: of a worker's device.
         speed: of a worker, in those that were measured.
         tflops: that a worker reaches at best, in 10^12 operations a second, where its speed is not measured.
@@ -37,6 +38,7 @@ class MachineWords:
     per_machine: int = 1
     link: Quantity | str = "loopback"
     inside: Quantity | str = ""
+    processors: int = 0
     memory: Quantity | None = None
     speed: float = 1.0
     tflops: float = 0.0
@@ -48,12 +50,14 @@ class MachineWords:
 class Machines:
     """Machines and the links of each worker: all alike, or groups that are each alike.
 
-    Of groups, speed and memory are those of the slowest and smallest worker, links the slowest of their kind.
+    Of groups, speed and memory are those of the slowest and smallest worker, links the slowest of their kind; their
+    workers' sharing of processors is in that speed.
 
     Attributes:
         name: as they were described.
         link: between machines; None: as measured.
         inside: between workers of one machine; None: as measured.
+        processors: as in `MachineWords`; of groups 0.
         memory_bytes: of a worker; infinite: not said.
         speed: of a worker, in those that were measured.
         tflops: as in `MachineWords`; 0: the speed is measured.
@@ -67,6 +71,7 @@ class Machines:
     per_machine: int = 1
     link: Link | None = None
     inside: Link | None = None
+    processors: int = 0
     memory_bytes: float = math.inf
     speed: float = 1.0
     tflops: float = 0.0
@@ -87,17 +92,28 @@ class Machines:
     @property
     def are_alike(self) -> bool:
         """Whether all workers are as fast."""
-        return len({group.speed for group in self.parts}) == 1
+        return len({group.busy_speed for group in self.parts}) == 1
 
     @property
     def mean_speed(self) -> float:
-        """The mean over all workers."""
-        return sum(group.speed * group.workers for group in self.parts) / self.workers
+        """The mean of all workers, while all compute."""
+        return sum(group.busy_speed * group.workers for group in self.parts) / self.workers
+
+    @property
+    def slowest(self) -> float:
+        """The speed at which messages are handled while all compute: a chain of them goes through every worker."""
+        return min(machines.busy_speed for machines in (self, *self.groups))
 
     def times_as_fast(self, factor: float) -> Machines:
         """Return them with workers of so many times the speed."""
         groups = tuple(group.times_as_fast(factor) for group in self.groups)
         return replace(self, speed=self.speed * factor, groups=groups)
+
+    @property
+    def busy_speed(self) -> float:
+        """The speed of a worker while all of its machine compute."""
+        beside = min(self.workers, self.per_machine)
+        return self.speed * min(1.0, (self.processors or beside) / beside)
 
     @property
     def narrowest(self) -> Link | None:
@@ -197,7 +213,7 @@ def _together(groups: tuple[Machines, ...], between: Link | None, name: str) -> 
         link=_slowest([*([between] if several else []), *(g.link for g in groups if g.count > 1)]),
         inside=_slowest(group.inside for group in groups),
         memory_bytes=min(group.memory_bytes for group in groups),
-        speed=min(group.speed for group in groups),
+        speed=min(group.busy_speed for group in groups),
         tflops=fastest,
         price_per_hour=sum(priced) if priced else None,
         mtbf_s=sum(group.count for group in groups) / failures if failures else math.inf,
@@ -233,6 +249,7 @@ def _checked(text: str) -> Machines:
         per_machine=described.per_machine,
         link=link,
         inside=inside or (FASTEST_INSIDE if described.per_machine > 1 else None),
+        processors=described.processors,
         memory_bytes=_quantity("memory", described.memory, "size"),
         speed=described.speed,
         tflops=described.tflops,
@@ -245,7 +262,7 @@ def _check_positive(described: MachineWords) -> None:
     for name in ("workers", "per_machine", "speed"):
         if getattr(described, name) <= 0:
             raise UserError(f"{name} must be above 0, not {getattr(described, name)}")
-    for name in ("tflops", "price"):
+    for name in ("processors", "tflops", "price"):
         if (getattr(described, name) or 0) < 0:
             raise UserError(f"{name} must not be below 0")
 

@@ -54,6 +54,7 @@ class CoordinationPolicy:
             steps, as many as the run began with, are given out as fast as workers ask.
         backup: with `shared`, a step is complete without this many of its shares.
         bound: without `shared`, how many leases a worker may be ahead of the slowest; None: any number.
+        ahead: with `shared`, who has computed its share begins the next step, and waits in it for each parameter.
     """
 
     servers: int = 0
@@ -61,6 +62,7 @@ class CoordinationPolicy:
     shared: bool = False
     backup: int = 0
     bound: int | None = None
+    ahead: bool = False
 
 
 @dataclass(frozen=True)

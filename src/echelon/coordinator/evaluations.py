@@ -198,9 +198,12 @@ class Evaluations:
         """Whether one waits for the present one to end."""
         return bool(self._waiting)
 
-    def begin(self, servers: Iterable[int]) -> EvaluationJob:
-        """Begin the next one: all servers are to keep a copy."""
+    def begin(self, servers: Iterable[int], steps: int) -> EvaluationJob:
+        """Begin the next one: all servers are to keep a copy, of after so many steps: more than when it was asked for,
+        where it had to wait for a step to end.
+        """
         self.present = self._waiting.popleft()
+        self.present.step = steps
         return self.begin_again(self.present, servers)
 
     def begin_again(self, job: EvaluationJob, servers: Iterable[int]) -> EvaluationJob:

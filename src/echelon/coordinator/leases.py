@@ -101,6 +101,18 @@ class LeaseLedger(ABC):
         """Return the step or task before which all are done, and the tasks done from there on (see `replay`)."""
         return self.done_steps, set(self._done)
 
+    def cuts(self) -> dict[int, int]:
+        """Return into how many shares each step is cut that is not complete, where steps are cut one by one."""
+        return {}
+
+    def new_cuts(self) -> list[tuple[int, int]]:
+        """Return steps that were cut since the last call, each with the number of its shares."""
+        return []
+
+    def withdraw(self) -> list[tuple[str, int]]:
+        """Take back tasks that wait for others which nobody does; returns each worker with its task."""
+        return []
+
     @abstractmethod
     def lost(self, stored: set[int], least: int) -> list[int]:
         """Give out again what a server lacks that has the tasks `stored` and all below `least`; returns those tasks."""

@@ -106,11 +106,16 @@ class JoinServer(Content):
 
 @content(22)
 class WorkerBeat(Content):
-    """A worker lives: the seconds that it waited, by cause, and its bytes, since it began."""
+    """A worker lives: the seconds that it waited, by cause, and its bytes, since it began.
+
+    Attributes:
+        overlapped_s: of its forward passes, in which values still came; counted with order=priority.
+    """
 
     waited_s: dict[str, float]
     sent_bytes: int
     received_bytes: int
+    overlapped_s: float = 0.0
 
 
 @content(33)
@@ -425,11 +430,20 @@ class RunEnded(Content):
     status: str
 
 
+@content(53)
+class WithdrawTask(Content):
+    """To a worker: leave a lease undone, which waits for one that nobody does. It may be given out again later."""
+
+    task: int
+
+
 Task = SetupTask | TrainTask | EvaluateTask
 
 TO_COORDINATOR = vocabulary(
     JoinWorker, JoinServer, WorkerBeat, ServerBeat, AskTask, TaskDone, SetupDone, EvaluationDone, CopyKept, ServerHolds,
     ServerLacked, LeaveRun, Died, Stop, Drain,
 )  # fmt: skip
-TO_WORKER = vocabulary(Welcome, JoinAgain, SetupTask, TrainTask, EvaluateTask, TaskHeard, Members, RunEnded)
+TO_WORKER = vocabulary(
+    Welcome, JoinAgain, SetupTask, TrainTask, EvaluateTask, WithdrawTask, TaskHeard, Members, RunEnded
+)
 TO_SERVER = vocabulary(JoinAgain, BecomeStandby, Members, KeepCopy, DropCopy, Promote, CatchUp, RunEnded)

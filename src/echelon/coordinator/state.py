@@ -57,6 +57,7 @@ from echelon.coordinator.messages import (
     TaskDone,
     TaskHeard,
     Welcome,
+    WithdrawTask,
     WorkerBeat,
 )
 from echelon.coordinator.runs import from_runs, to_runs
@@ -175,7 +176,9 @@ class Coordinator:
         entries = list(self._last_entries.values())
         if self._leases is not None:
             below, done = self._leases.counted()
-            entries.append(CountedBefore(below, to_runs(done), self._leases.shares))
+            cuts = self._leases.cuts()
+            entries.append(CountedBefore(below, to_runs(done), cuts.pop(below, 0)))
+            entries += [StepCut(step, shares) for step, shares in cuts.items()]
         return entries
 
     def handle(self, message: Message, peer: bytes, now_s: float) -> list[Effect]:
@@ -522,7 +525,8 @@ class Coordinator:
 
     def _make_leases(self, setup: SetupDone) -> LeaseLedger:
         work = StepCount(self._config.plan.last_step(setup.steps_per_epoch), setup.steps_per_epoch)
-        leases = self._leases = make_leases(work, self._config.policy, setup.parts)
+        leases = make_leases(work, self._config.policy, setup.parts, self._config.plan.save_steps)
+        self._leases = leases
         leases.restore(setup.done_below, from_runs(setup.done_beyond))
         self._evaluations.begin_at(self._steps(), setup.steps_per_epoch)
         return leases
@@ -554,6 +558,7 @@ class Coordinator:
     def _give_all(self, now_s: float) -> None:
         """Give every worker that asks a task, where there is one; who was asked to leave goes instead."""
         self._let_go()
+        self._withdraw()  # so that who is ahead is free for a share that is nobody's
         for name in list(self._asking):
             member = self.members.get(name)
             task = None if member is None else self._task_for(member, now_s)
@@ -562,6 +567,14 @@ class Coordinator:
             elif task is not None:
                 del self._asking[name]
                 self._send(member, task)
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Take back what workers have begun that cannot end without a share of the present step that nobody has."""
+        for name, task in self._leases.withdraw() if self._leases is not None else []:
+            member = self.members.get(name)
+            if member is not None:
+                self._send(member, WithdrawTask(task))
 
     def _task_for(self, member: RunMember, now_s: float) -> Task | None:
         if member.name in self._leaving:
@@ -582,10 +595,11 @@ class Coordinator:
             return evaluation
         if (self.stopping and not self._leases.finishes) or not self._servers_ready():
             return None
-        before = self._leases.shares
+        if self.stopping:
+            self._leases.hold_back(True)  # the present step ends, and no further one is begun behind it
         task = self._leases.take(member.name, now_s)
-        if self._leases.shares and not before:
-            self._save(StepCut(self._leases.done_steps, self._leases.shares))
+        for step, shares in self._leases.new_cuts():
+            self._save(StepCut(step, shares))
         return task
 
     def _servers_ready(self) -> bool:
@@ -676,7 +690,7 @@ class Coordinator:
     def _advance(self, leases: LeaseLedger) -> None:
         """Begin what waits, once every server can keep a copy."""
         if self._evaluations.waiting and leases.at_boundary and all(pair.ready for pair in self._pairs):
-            self._evaluations.begin(range(len(self._pairs)))
+            self._evaluations.begin(range(len(self._pairs)), self._steps())
             for index in range(len(self._pairs)):
                 self._ask_for_copy(index)
 
@@ -758,6 +772,7 @@ class Coordinator:
             waited_s={name: beat.waited_s for name, beat in beats.items()},
             sent_bytes={name: beat.sent_bytes for name, beat in beats.items()},
             received_bytes={name: beat.received_bytes for name, beat in beats.items()},
+            overlapped_s={name: beat.overlapped_s for name, beat in beats.items() if beat.overlapped_s},
         )  # fmt: skip
         self._tell(window)
         if coded := self._window.entropy_coded():

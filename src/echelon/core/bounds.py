@@ -26,6 +26,7 @@ class Bounds:
         above: it must be larger than this.
         below: it must be smaller than this.
         step: it must be a multiple of this.
+        word: what it may be in place of a number, such as `auto`.
         hint: what is added to the refusal, such as `0.7 is the paper's`.
     """
 
@@ -35,11 +36,14 @@ class Bounds:
     below: float | None = None
     step: int | None = None
     hint: str = ""
+    word: str = ""
 
     def problem(self, value: Any) -> str:
         """Return what a value must be instead; empty where it may be that."""
-        if value is None:
+        if value is None or (self.word and value == self.word):
             return ""
+        if isinstance(value, str):
+            return f"must be {self}"
         too_low = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
         too_high = (self.most is not None and value > self.most) or (self.below is not None and value >= self.below)
         if not (too_low or too_high or (self.step and value % self.step)):
@@ -55,7 +59,8 @@ class Bounds:
             ("above", self.above), ("at least", self.least), ("below", self.below), ("at most", self.most),
             ("a multiple of", self.step),
         )  # fmt: skip
-        return " and ".join(f"{word} {limit:.10g}" for word, limit in said if limit is not None)
+        numbers = " and ".join(f"{word} {limit:.10g}" for word, limit in said if limit is not None)
+        return f"{numbers}, or {self.word}" if self.word else numbers
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from echelon.core.spec import Spec
 from echelon.forecast.link_rates import LinkProbe, LinkRates
 from echelon.models.tables import sparse_tables
 from echelon.records.kinds import Alternative, Alternatives
+from echelon.sync.averaging.period import SHARE
 from echelon.sync.averaging.plan import AveragingPlan
 from echelon.sync.averaging.settings import AveragingSettings
 from echelon.sync.registry import STRATEGIES
@@ -53,6 +54,7 @@ AVERAGED = (
     *(Spec("local", (), (("period", period),)) for period in (4, 8)),
     Spec("local", (), (("period", 8), ("overlap", 2))),
     *(Spec("diloco", (), (("period", period),)) for period in (8, 20)),
+    Spec("local", (), (("period", "auto"),)),
 )  # fmt: skip
 """Strategies that send the model once in so many steps, outside of backward."""
 
@@ -147,8 +149,11 @@ def _rows(costs: Mapping[str, Cost], settled: Mapping[str, Compression], own: st
             compression = strategy.settled(settled[encoded], steps)
             cost = replace(_over_run(costs[encoded], compression, costs), tail=1.0)
             fewest = settled[encoded].codec.fewest_messages
-            row = _row(encoded, cost, str(sync), strategy.plan())
-            rows.append(replace(row, share=agreements / steps, fewest_messages=fewest))
+            row = replace(_row(encoded, cost, str(sync), strategy.plan()), fewest_messages=fewest)
+            if most := strategy.longest_period(steps):
+                rows.append(replace(row, period=most, follows=SHARE))
+            else:
+                rows.append(replace(row, share=agreements / steps))
     return rows
 
 

@@ -25,15 +25,25 @@ from echelon.launch.culprit import (
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Place, Restart
 from echelon.launch.process import is_debugged, is_stopped
-from echelon.launch.rhythm import HANGS_LEAST_S, LOOK_S, SHARE_OF_DEADLINE, Rhythm, find_late, may_take_long
+from echelon.launch.rhythm import (
+    HANGS_LEAST_S,
+    LOOK_S,
+    SHARE_OF_DEADLINE,
+    Rhythm,
+    find_late,
+    main_thread,
+    may_take_long,
+)
 from echelon.launch.slow import Slow, SlowWatch
-from echelon.observe.notes import STACK_SIGNAL, Note
+from echelon.observe.notes import ASK_SIGNAL, STACK_SIGNAL, Note
 from echelon.observe.phases import Phase
 from echelon.observe.stacks import Stack, stack_of
 from echelon.observe.tcp import tcp_state
 
 AGAIN_S = 2.0  # between closer looks at who is late
 STACKS_S = 0.5  # how long stacks are waited for
+ANSWER_S = 0.2  # in which who runs Python answers, if it gets a processor
+RUNS_S = 0.02  # of the processor: a thread that runs Python answers in less
 LEAVE_S = 1.5  # a process whose peer is gone notices in this time
 STILL_S = 1.0  # who changed its activity more recently does not hang, when a wait has ended already
 SILENCE_LOOK_S = 0.25
@@ -298,8 +308,12 @@ class HangWatch:
         asked = [p for p, note in noted if note.answers and p.name not in stopped and _runs(p.pid)]
         for process in asked:
             self._board.clear_stacks(process.name)
-        self._place.signal([p.name for p in asked], STACK_SIGNAL)
-        dumps = {p.name: self._settled(p.name, 0) for p in asked}
+        before = {p.name: main_thread(p.pid)[1] for p in asked}
+        self._place.signal([p.name for p in asked], ASK_SIGNAL)
+        silent = self._silent([p.name for p in asked])
+        outside = [p for p in asked if p.name in silent and _is_outside_python(p.pid, before[p.name])]
+        self._place.signal([p.name for p in outside], STACK_SIGNAL)
+        dumps = {p.name: self._settled(p.name, 0) for p in asked if p.name not in silent or p in outside}
         now = time.monotonic()
         return [
             Observed(
@@ -309,6 +323,15 @@ class HangWatch:
             )
             for p, note in noted
         ]  # fmt: skip
+
+    def _silent(self, names: Sequence[str], begin: int = 0) -> set[str]:
+        """Wait for a moment until processes have answered, beyond a number of characters; returns who has not."""
+        ends = time.monotonic() + ANSWER_S
+        while True:
+            silent = {name for name in names if len(self._board.stacks(name)) <= begin}
+            if not silent or time.monotonic() > ends:
+                return silent
+            time.sleep(0.02)
 
     def _settled(self, name: str, begin: int) -> str:
         """Wait until a process has written its stacks, beyond a number of characters; returns them."""
@@ -324,15 +347,17 @@ class HangWatch:
     def _stuck_loader(self, process: Living, thread: int) -> StuckLoader | None:
         """Return the loader process of a rank that does not wait for work, if one is there.
 
-        It is a fork of the rank, so it answers the same signal into the same memory.
+        It is a fork of the rank, so it answers the same signals into the same memory.
         """
         for pid in _children(process.pid):
             if is_stopped(pid):
                 return StuckLoader(pid, None)
             if not _answers(pid):
                 continue
-            begin = len(self._board.stacks(process.name))
-            os.kill(pid, STACK_SIGNAL)
+            begin, used_s = len(self._board.stacks(process.name)), main_thread(pid)[1]
+            os.kill(pid, ASK_SIGNAL)
+            if self._silent([process.name], begin) and _is_outside_python(pid, used_s):
+                os.kill(pid, STACK_SIGNAL)
             stack = stack_of(self._settled(process.name, begin), thread)
             if stack is not None and not _is_idle(stack):
                 return StuckLoader(pid, stack)
@@ -351,13 +376,26 @@ def _children(pid: int) -> list[int]:
         return []
 
 
+def _is_outside_python(pid: int, used_s: float) -> bool:
+    """Whether the main thread of a process that was asked for its stack, and is silent, is in other code than Python.
+
+    It sleeps, or runs: in Python it would have answered. Who has not got a processor since may be in either.
+
+    Args:
+        used_s: the processor time that it had used before.
+    """
+    state, now_s = main_thread(pid)
+    return state == "S" or (state != "" and now_s - used_s >= RUNS_S)
+
+
 def _answers(pid: int) -> bool:
-    """Whether a process handles the signal that asks for stacks, which would else end it."""
+    """Whether a process handles the signals that ask for stacks, which would else end it."""
     try:
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:
         return False
-    return caught is not None and bool(int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1)
+    handled = int(caught[1], 16) if caught is not None else 0
+    return all(handled >> (signum - 1) & 1 for signum in (ASK_SIGNAL, STACK_SIGNAL))
 
 
 def _runs(pid: int) -> bool:

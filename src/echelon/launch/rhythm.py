@@ -144,6 +144,15 @@ def processor_s(pid: int) -> float | None:
     return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK") if values else None
 
 
+def main_thread(pid: int) -> tuple[str, float]:
+    """Return the state of a process's main thread, a letter of the kernel's, and the processor time that it has used.
+
+    The state is empty where nothing is known.
+    """
+    values = _stat(Path(f"/proc/{pid}/task/{pid}"))
+    return (values[0], (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")) if values else ("", 0.0)
+
+
 def acts(pid: int) -> float:
     """Return 0 if all threads of a process sleep, 1 if one runs or is ready to, infinity if one waits for a disk.
 

@@ -1,7 +1,9 @@
 """What a process is at, in memory that its launcher reads without its help: also when it hangs and holds the GIL.
 
-A process notes its phase and step by a few stores of eight bytes each, which need no lock and no thread. On a signal it
-writes the Python stack of its main thread (`faulthandler`, whose handler needs no GIL either).
+A process notes its phase and step by a few stores of eight bytes each, which need no lock and no thread. On a signal
+its main thread writes its Python stack: on `ASK_SIGNAL` between two instructions, on `STACK_SIGNAL` at once
+(`faulthandler`, whose handler needs no GIL either). The latter is for a thread that is in code that is not Python's:
+in one that calls and returns, its frames may lie in memory that has just been given back, and the process would die.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from types import FrameType
 
 from echelon.observe.phases import CALLBACKS, PHASE_NAMES, Phase, PhaseClock, WrappedClock
 
@@ -24,6 +29,7 @@ START = "start"
 SERVING = "serving"  # what a process does all the time that answers others, and waits for them
 ACTIVITIES = (START, *PHASE_NAMES, "evaluation", "checkpoint", "recording", SERVING, CALLBACKS)
 STACK_SIGNAL = (signal.SIGRTMIN + 11) if sys.platform == "linux" else signal.SIGUSR1  # programs rarely use it
+ASK_SIGNAL = (signal.SIGRTMIN + 10) if sys.platform == "linux" else signal.SIGUSR2
 
 _ACTIVITY, _STEP, _SINCE, _CHANGES, _PID, _THREAD, _ANSWERS, _FAILED, _FINISHED = range(9)
 _NUMBERS = {name: float(i) for i, name in enumerate(ACTIVITIES)}
@@ -40,7 +46,7 @@ class Note:
         since_s: when the activity began, by `time.monotonic`.
         changes: of activity so far.
         thread: the identity of its main thread.
-        answers: whether it writes its stacks on `STACK_SIGNAL`.
+        answers: whether it writes its stack on `ASK_SIGNAL` and `STACK_SIGNAL`.
         failed: it ended with the error of a communication.
         finished: steps, since it began.
     """
@@ -76,9 +82,11 @@ class RankNotes:
     """The notes of this process; without a launcher that reads them they stay in its own memory."""
 
     def __init__(self, memory: memoryview | None = None, stacks: int | None = None) -> None:
-        """Begin in `memory`; `stacks` is a file descriptor for the stacks that `STACK_SIGNAL` asks for."""
+        """Begin in `memory`; `stacks` is a file descriptor for the stacks that signals ask for."""
         self._numbers = (memory if memory is not None else memoryview(bytearray(SLOT_BYTES))).cast("d")
         if stacks is not None:
+            signal.signal(ASK_SIGNAL, partial(_write_stack, stacks))
+            signal.siginterrupt(ASK_SIGNAL, False)  # the system's calls in code that is not Python's go on
             # Of this thread alone: walking the frames of one that runs may read memory that is no frame any more.
             faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
         for place in range(SLOT_BYTES // self._numbers.itemsize):
@@ -116,6 +124,17 @@ class RankNotes:
     def fail(self) -> None:
         """Note that this process ends because a communication failed."""
         self._numbers[_FAILED] = 1
+
+
+def _write_stack(file: int, _: int, frame: FrameType | None) -> None:
+    """Write a stack as `faulthandler` does."""
+    lines = ["Stack (most recent call first):"]
+    while frame is not None:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+        frame = frame.f_back
+    with suppress(OSError):  # nobody can read it: that is no fault of what this process is at
+        os.write(file, "\n".join([*lines, ""]).encode(errors="replace"))
 
 
 def open_notes() -> RankNotes:

@@ -16,6 +16,7 @@ from statistics import NormalDist, median, stdev
 from echelon.core.errors import UserError
 from echelon.core.link import Link
 from echelon.observe.phases import Phase
+from echelon.planning.pipeline_costs import PhaseCost, PipelineCosts, fit_pipelines
 from echelon.records.kinds import Alternative, Checkpoint, Evaluation
 from echelon.reporting.report.predictions import network_seconds, networks_part, newest_alternatives
 from echelon.reporting.report.records import RunRecord
@@ -27,18 +28,6 @@ RESIDUAL = 0.15
 COMPUTE = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.OTHER)
 _FIXED = (Phase.UPDATE, Phase.OTHER)
 _LINKS_OWN = 1.25  # headers, acknowledgements, pauses: a sum over a shaped link takes 1.05 to 1.2 of its bytes' time
-
-
-@dataclass(frozen=True)
-class PhaseCost:
-    """Seconds of a phase of a step, on one rank."""
-
-    fixed_s: float
-    per_sample_s: float
-
-    def seconds(self, samples: float) -> float:
-        """Return the seconds for a rank's samples."""
-        return self.fixed_s + self.per_sample_s * samples
 
 
 @dataclass(frozen=True)
@@ -88,6 +77,7 @@ class Calibration:
         on_cpu: whether it was on processors, whose messages gloo carries.
         notes: what a reader has to know, in sentences.
         memory: of the runs.
+        pipelines: what their parts cost; None: none was measured.
     """
 
     source: str
@@ -112,6 +102,7 @@ class Calibration:
     on_cpu: bool = False
     notes: tuple[str, ...] = ()
     memory: tuple[MeasuredMemory, ...] = ()
+    pipelines: PipelineCosts | None = None
 
     def compute(self, samples: float, speed: float) -> dict[str, float]:
         """Return the seconds of each phase for a rank's samples, on a worker of some speed."""
@@ -127,10 +118,13 @@ def expected_max(ranks: int) -> float:
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
 
 
-def calibrate(records: Sequence[RunRecord], residual: float = RESIDUAL) -> Calibration:
+def calibrate(
+    records: Sequence[RunRecord], residual: float = RESIDUAL, pipelined: Sequence[RunRecord] = ()
+) -> Calibration:
     """Fit what predictions need to the records of one or two runs, with the same workers.
 
     Args:
+        pipelined: runs of the same model as one pipeline, with timelines.
         residual: relative half width of intervals of what is calibrated, as earlier predictions were off.
 
     Raises:
@@ -174,6 +168,7 @@ def calibrate(records: Sequence[RunRecord], residual: float = RESIDUAL) -> Calib
         link=_link(record),
         on_cpu=start.device.startswith("cpu"),
         memory=tuple(found for record in records if (found := measured_memory(record)) is not None),
+        pipelines=fit_pipelines(pipelined),
     )
 
 

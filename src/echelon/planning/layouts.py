@@ -16,6 +16,7 @@ from echelon.config import RunConfig
 from echelon.config.machines import Machines
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
+from echelon.core.layout import DEFAULT_SCHEDULE
 from echelon.data.base import DataInfo
 from echelon.forecast.memory import Rehearsed, forecast, rehearse_layout
 from echelon.models import build_model, build_untried, hints_for
@@ -23,16 +24,20 @@ from echelon.models.base import ModelInput
 from echelon.optim.traits import least_state
 from echelon.parallel.blocks import find_blocks
 from echelon.parallel.deferred_init import without_memory
+from echelon.parallel.pipeline.chain import Unit
+from echelon.parallel.pipeline.cuts import measure_units
+from echelon.parallel.pipeline.plan import StagePlan
 from echelon.planning.calibration import Calibration, MeasuredMemory
 from echelon.planning.steps import (
     FEWER_DOUBLINGS,
+    Division,
     Estimate,
-    Pace,
     Pipelined,
     Replicated,
     Sharded,
     Way,
     interval,
+    pipeline_layout,
     shares_of,
 )
 from echelon.records.kinds import Alternative
@@ -43,7 +48,8 @@ from echelon.trainer.inputs import any_inputs, model_input
 if TYPE_CHECKING:
     from echelon.trainer.resolved import ResolvedRun
 
-_DEEPEST = 8  # stages of a pipeline that are tried
+_DEEPEST = 8  # ranks of a pipeline that are tried
+_PLANNED_SCHEDULES = (DEFAULT_SCHEDULE, "interleaved")  # gpipe takes as long as 1f1b, and more memory
 MEMORY_RESIDUAL = 0.1
 """Relative error of the memory of whole replicas' processes, with what runs were measured to have beside a forecast:
 on a quiet machine 3% (benchmarks/RESULTS.md), but the same process is 7% smaller where others want memory."""
@@ -73,18 +79,18 @@ class PlannedWay:
     memory_off: float = 0.0
     by_group: tuple[int, ...] = ()
 
-    def memory(self, pace: Pace = Pace.ALIKE) -> Estimate | None:
+    def memory(self, division: Division = Division.ALIKE) -> Estimate | None:
         """Return the bytes of the fullest rank; the upper bound is infinite where only the least is known."""
         if self.memory_bytes is None:
             return None
         if self.unknown:
             return Estimate(self.memory_bytes, self.memory_bytes, math.inf)
-        most = max(self.by_group) if pace is Pace.SHARES and self.by_group else self.memory_bytes
+        most = max(self.by_group) if division is Division.BY_SPEED and self.by_group else self.memory_bytes
         return interval(most, self.memory_off)
 
-    def by_part(self, machines: Machines, pace: Pace) -> tuple[int, ...]:
+    def by_part(self, machines: Machines, division: Division) -> tuple[int, ...]:
         """Return the bytes of a rank of each group of machines; empty: nothing is known."""
-        if pace is Pace.SHARES and self.by_group:
+        if division is Division.BY_SPEED and self.by_group:
             return self.by_group
         return () if self.memory_bytes is None else (self.memory_bytes,) * len(machines.parts)
 
@@ -207,14 +213,19 @@ class DescribedModel:
         data = replace(self.config.data, batch_size=batch)
         return resolve(replace(self.config, strategy=strategy, data=data))
 
-    def passed_bytes(self, modules: list[str], samples: int = 2) -> float:
-        """Return the bytes of a sample that go into the fullest of some modules, in forward."""
-        sizes: list[int] = []
+    def passed_bytes(self, steps: list[str], samples: int = 2) -> tuple[float, ...]:
+        """Return the bytes of a sample that go into each of some steps, in forward; of one that is no module, as many
+        as into the fullest.
+        """
+        sizes: dict[str, int] = {}
+
+        def note(name: str, inputs: object) -> None:
+            sizes[name] = sum(t.nbytes for t in nest.leaves(inputs))
+
+        modules = dict(self.model.named_modules())
         hooks = [
-            self.model.get_submodule(name).register_forward_pre_hook(
-                lambda _, inputs: sizes.append(sum(t.nbytes for t in nest.leaves(inputs)))
-            )
-            for name in modules
+            modules[name].register_forward_pre_hook(lambda _, inputs, name=name: note(name, inputs))
+            for name in set(steps) & set(modules)
         ]
         example = any_inputs(self.info, samples, next(self.model.parameters()).dtype)
         device = next(self.model.parameters()).device
@@ -224,7 +235,7 @@ class DescribedModel:
         finally:
             for hook in hooks:
                 hook.remove()
-        return max(sizes, default=0) / samples
+        return tuple(sizes.get(name, max(sizes.values(), default=0)) / samples for name in steps)
 
 
 def candidates(
@@ -236,7 +247,7 @@ def candidates(
         found += list(_sharded(machines, described))
     found = [with_memory(each, known, machines, described, batch) for each in found]
     if described is not None and known.precise:  # stages are timed on this machine, which has to hold the model for it
-        found += list(_pipelined(machines, described, batch))
+        found += list(_pipelined(known, machines, described, batch))
     return found
 
 
@@ -266,9 +277,8 @@ def with_memory(
 
 
 def _memory_of_pipeline(way: Pipelined, described: DescribedModel, batch: int) -> int:
-    stages = len(way.shares)
-    settings = {"strategy.parallel": f"pp={stages},microbatches={way.microbatches}"}
-    return described.memory(settings, stages, batch // way.replicas)
+    layout = pipeline_layout(way.depth, way.microbatches, way.schedule)
+    return described.memory({"strategy.parallel": layout}, way.depth, batch // way.replicas)
 
 
 def _replicated(cost: Alternative, machines: Machines) -> PlannedWay:
@@ -288,26 +298,79 @@ def _sharded(machines: Machines, described: DescribedModel) -> Iterator[PlannedW
         yield PlannedWay(way, {"strategy.parallel": way.label}, exact=True)
 
 
-def _pipelined(machines: Machines, described: DescribedModel, batch: int) -> Iterator[PlannedWay]:
-    for stages in (2, 4, _DEEPEST):
-        if machines.workers % stages or stages > machines.workers:
+def _pipelined(known: Calibration, machines: Machines, described: DescribedModel, batch: int) -> Iterator[PlannedWay]:
+    for ranks in (2, 4, _DEEPEST):
+        if machines.workers % ranks:
             continue
-        replicas = machines.workers // stages
-        samples = batch // replicas
-        count = next((m for m in (4 * stages, 2 * stages, stages) if samples % m == 0), 0)
-        if not count:
-            continue
-        with suppress(UserError):  # the model is no chain, or too short: no candidate
-            settings = {"strategy.parallel": f"pp={stages},microbatches={count}"}
-            found = described.rehearsed(settings, stages, samples)
-            memory = described.memory(settings, stages, samples)
-            seconds = [stage.seconds or 1.0 for stage in found.stages]
-            numel = [stage.numel for stage in found.stages]
-            cuts = [stage.steps[0].name for stage in found.stages[1:]]
-            modules = [name for name in cuts if name in dict(described.model.named_modules())]
-            way = Pipelined(
-                tuple(s / sum(seconds) for s in seconds), replicas, count,
-                described.passed_bytes(modules), max(numel) / max(1, sum(numel)),
-            )  # fmt: skip
-            memory_off = described.memory_off(way, samples)
-            yield PlannedWay(way, {"strategy.parallel": way.label}, True, memory_bytes=memory, memory_off=memory_off)
+        replicas = machines.workers // ranks
+        count = next((m for m in (4 * ranks, 2 * ranks, ranks) if not batch % (replicas * m)), 0)
+        for schedule in _PLANNED_SCHEDULES if count else ():
+            with suppress(UserError):  # the model is no chain, or too short: no candidate
+                way = pipeline_way(described, Pipelining(ranks, replicas, count, schedule), batch)
+                planned = PlannedWay(way, {"strategy.parallel": way.label}, exact=True)
+                yield with_memory(planned, known, machines, described, batch)
+
+
+def tried_pipelines(machines: Sequence[Machines], described: DescribedModel, batch: int) -> tuple[str, ...]:
+    """Return the layouts of short runs that tell what pipelines cost: two ranks, few micro-batches and many; none where
+    no pipeline is planned, or the model cannot be cut in two.
+    """
+    counts = [count for count in (2, 4, 8) if not batch % count]
+    if not counts or all(each.workers % 2 for each in machines):
+        return ()
+    found = [Pipelining(2, 1, count) for count in dict.fromkeys((counts[0], counts[-1]))]
+    try:
+        for each in found:
+            pipeline_way(described, each, batch)
+    except UserError:  # as where candidates are sought
+        return ()
+    return tuple(each.layout for each in found)
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """A pipeline of so many ranks, replicas of it, and its micro-batches."""
+
+    ranks: int
+    replicas: int
+    microbatches: int
+    schedule: str = DEFAULT_SCHEDULE
+
+    @property
+    def layout(self) -> str:
+        """That of one replica."""
+        return pipeline_layout(self.ranks, self.microbatches, self.schedule)
+
+
+def pipeline_way(described: DescribedModel, asked: Pipelining, batch: int) -> Pipelined:
+    """Return a pipeline of a model, cut and timed as a run cuts it.
+
+    Raises:
+        UserError: the model cannot be laid out so.
+    """
+    found = described.rehearsed({"strategy.parallel": asked.layout}, asked.ranks, batch // asked.replicas)
+    seconds = _alone_s(described, found.stages, batch // asked.replicas // asked.microbatches)
+    numel = [0] * asked.ranks
+    for stage in found.stages:
+        numel[stage.rank] += stage.numel
+    cuts = [stage.steps[0].name for stage in found.stages[1:]]
+    return Pipelined(
+        tuple(s / sum(seconds) for s in seconds), asked.replicas, asked.microbatches,
+        described.passed_bytes(cuts), max(numel) / max(1, sum(numel)), asked.schedule, asked.ranks,
+    )  # fmt: skip
+
+
+def _alone_s(described: DescribedModel, stages: Sequence[StagePlan], samples: int) -> list[float]:
+    """Return the seconds of each stage for a micro-batch; those whose cuts asked for no measurement are timed now.
+
+    Raises:
+        UserError: a stage cannot run by itself.
+    """
+    known = [stage.seconds for stage in stages if stage.seconds]
+    if len(known) == len(stages):
+        return known
+    example = any_inputs(described.info, max(1, samples), next(described.model.parameters()).dtype)
+    try:
+        return measure_units(described.model, [Unit(s.steps[0].name, s.steps) for s in stages], example)
+    except Exception as error:
+        raise UserError(f"a stage of the pipeline cannot run by itself: {error}") from error

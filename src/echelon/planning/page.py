@@ -85,7 +85,7 @@ def as_json(plan: PlanReport) -> JsonObject:
 
 def _json_of(prediction: RunEstimate) -> JsonObject:
     step, run, cost = prediction.step.seconds, prediction.run_s, prediction.money
-    memory = prediction.candidate.memory(prediction.pace)
+    memory = prediction.candidate.memory(prediction.division)
     return {
         "way": prediction.label,
         "settings": dict(prediction.candidate.settings),
@@ -94,11 +94,12 @@ def _json_of(prediction: RunEstimate) -> JsonObject:
         "step_s": step.value, "step_low_s": step.low, "step_high_s": step.high,
         "run_s": run.value, "run_low_s": run.low, "run_high_s": run.high,
         "cost": None if cost is None else cost.value,
-        "parts": prediction.pace.value or None,
+        "parts": prediction.division.value or None,
         **_bounds("memory", "bytes", memory),
         "memory_unknown": prediction.candidate.unknown,
         "sent_bytes": prediction.step.sent_bytes,
         "to_target": None if prediction.to_target is None else _target_json(prediction.to_target),
+        "bubble": prediction.step.bubble,
     }  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def _scaling(plan: PlanReport, answer: PlannedMachines, number: int) -> Chart:
 
 def _timeline(prediction: RunEstimate, number: int) -> Chart:
     """Draw the simulated step: what each resource does when."""
-    spans = [span for span in prediction.step.spans if span.end_s > span.begin_s]
+    spans = prediction.step.shown
     resources = list(dict.fromkeys(span.task.resource for span in spans))
     names = dict.fromkeys(span.task.name for span in spans)
     traces = [_bars(name, [span for span in spans if span.task.name == name]) for name in names]

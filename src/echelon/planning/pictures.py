@@ -14,6 +14,7 @@ from string import ascii_lowercase
 from echelon.core.units import format_seconds
 from echelon.forecast.simulator import TaskSpan
 from echelon.planning.layouts import of_workers
+from echelon.planning.pipelines import BETWEEN
 from echelon.planning.plan import PlannedMachines, PlanReport, RunEstimate, predict
 from echelon.planning.words import money
 from echelon.run.residuals import Residual
@@ -22,6 +23,7 @@ MOST_CURVES = 5
 _WIDTH, _HEIGHT, _MARGIN = 66, 12, 11
 _LABEL = 66  # of a legend's entry
 _MOST_POINTS = 12  # that a legend names
+_PAUSE = "-"  # of a rank between two computations
 
 
 @dataclass(frozen=True)
@@ -124,12 +126,12 @@ def history_lines(residuals: Sequence[Residual]) -> list[str]:
 
 def timeline_lines(way: RunEstimate) -> list[str]:
     """Draw when processors and links work in the simulated step: a letter for what has most of a column's time."""
-    spans = [span for span in way.step.spans if span.end_s > span.begin_s]
+    spans = way.step.shown
     if not spans:
         return []
     end_s = max(span.end_s for span in spans)
     names = list(dict.fromkeys(str(span.task.name) for span in spans))
-    letters = {name: name[:1].upper() for name in names}
+    letters = {name: _PAUSE if name == BETWEEN else name[:1].upper() for name in names}
     resources = list(dict.fromkeys(span.task.resource for span in spans))
     width = max(map(len, resources))
     columns = _WIDTH + _MARGIN - width - 1
@@ -138,8 +140,7 @@ def timeline_lines(way: RunEstimate) -> list[str]:
         row = _row([span for span in spans if span.task.resource == resource], end_s, columns, letters)
         lines.append(f"{resource:>{width}} {row}".rstrip())
     legend = "  ".join(f"{letter} {name}" for name, letter in letters.items())
-    indent = f"{'':>{width}} "
-    return [*lines, f"{indent}{legend}  . nothing", f"{indent}{format_seconds(end_s)}; waiting for others comes on top"]
+    return [*lines, f"  {legend}  . nothing", f"  {format_seconds(end_s)}; waiting for others comes on top"]
 
 
 def _row(spans: Sequence[TaskSpan], end_s: float, columns: int, letters: dict[str, str]) -> str:

@@ -18,11 +18,11 @@ from echelon.core.errors import UserError
 from echelon.core.link import Link
 from echelon.planning.calibration import Calibration
 from echelon.planning.layouts import DescribedModel, PlannedWay, candidates, with_memory
-from echelon.planning.steps import Estimate, Pace, Replicated, StepForecast, at_pace, interval, paces
+from echelon.planning.steps import Division, Estimate, Replicated, StepForecast, at_division, divisions, interval
 from echelon.records.kinds import Alternative
 from echelon.reporting.report.predictions import is_long_enough
 from echelon.run.residuals import Residual
-from echelon.run.resolve import agreements, checkpoint_interval
+from echelon.run.resolve import agreements, checkpoint_interval, longest_period
 from echelon.run.way_samples import StudySamples
 
 SHOWN = 3
@@ -103,7 +103,7 @@ class RunEstimate:
         run_s: seconds from the command to the end; `money`: of all workers for as long, None where no price is said.
         fits: whether a rank's memory holds it; True where memory was not said or is not known.
         is_long_enough: the run, for what such a way costs in accuracy was measured in runs as long.
-        pace: what workers of unlike speeds do with the `batch` samples of a step.
+        division: how workers divide the `batch` samples of a step.
         to_target: what the run takes to a study's target; None: there is no study.
     """
 
@@ -114,7 +114,7 @@ class RunEstimate:
     money: Estimate | None
     fits: bool
     is_long_enough: bool = True
-    pace: Pace = Pace.ALIKE
+    division: Division = Division.ALIKE
     batch: int = 0
     to_target: TargetEstimate | None = None
 
@@ -217,6 +217,8 @@ def make_plan(
 def over_steps(way: Alternative, steps: int) -> Alternative:
     """Return a way as often as a run of so many steps sends it: periods are shorter at its start."""
     sync = way.settings.get("strategy.sync")
+    if sync and way.follows:
+        return replace(way, period=longest_period(sync, steps))
     return replace(way, share=min(steps, agreements(sync, steps)) / steps) if sync and way.period > 1 else way
 
 
@@ -276,30 +278,30 @@ def _sorted(predictions: Iterable[RunEstimate]) -> tuple[RunEstimate, ...]:
 
 
 def predict(known: Calibration, length: Length, machines: Machines, candidate: PlannedWay) -> RunEstimate:
-    """Predict a run of one way; on workers of unlike speeds, at the pace that is faster of those that fit."""
+    """Predict a run of one way; on workers of unlike speeds, with the division of a batch that fits and is fastest."""
     found = [
-        _predict_at(known, length, machines, candidate, pace)
-        for pace in paces(known, machines, length.batch, candidate.way)
+        _predict_divided(known, length, machines, candidate, division)
+        for division in divisions(known, machines, length.batch, candidate.way)
     ]
     return min(found, key=lambda each: (not each.fits, each.run_s.value))
 
 
-def _predict_at(
-    known: Calibration, length: Length, machines: Machines, candidate: PlannedWay, pace: Pace
+def _predict_divided(
+    known: Calibration, length: Length, machines: Machines, candidate: PlannedWay, division: Division
 ) -> RunEstimate:
-    paced = at_pace(machines, pace)
-    step = candidate.way.step(known, paced, length.batch)
-    scale = known.workers / machines.workers / paced.speed
+    divided = at_division(machines, division)
+    step = candidate.way.step(known, divided, length.batch)
+    scale = known.workers / machines.workers / divided.busy_speed
     pauses_s = known.start_s + length.evaluations * known.evaluation_s * scale
     steps_s, paused = step.seconds.times(length.steps), interval(pauses_s, known.residual)
     run_s = Estimate(steps_s.value + paused.value, steps_s.low + paused.low, steps_s.high + paused.high)
     every_s = length.checkpoint_every_s(step.seconds.value)
     run_s = run_s.times(1 + known.checkpoint_s / every_s).times(_failures(known, every_s, machines))
-    needed = candidate.by_part(machines, pace)
+    needed = candidate.by_part(machines, division)
     fits = all(n <= _USED_SHARE * g.memory_bytes for n, g in zip(needed, machines.parts, strict=False))
     way = candidate.way
     enough = not isinstance(way, Replicated) or is_long_enough(length.steps, way.cost)
-    return RunEstimate(candidate, machines, step, run_s, _cost(run_s, machines), fits, enough, pace, length.batch)
+    return RunEstimate(candidate, machines, step, run_s, _cost(run_s, machines), fits, enough, division, length.batch)
 
 
 def _cost(seconds: Estimate, machines: Machines) -> Estimate | None:

@@ -21,8 +21,9 @@ from echelon.config.machines import FLAG, Machines
 from echelon.core.errors import UserError
 from echelon.core.units import format_seconds
 from echelon.observe.phases import Phase
-from echelon.planning.calibration import RESIDUAL, Calibration, PhaseCost, calibrate
-from echelon.planning.layouts import MEMORY_RESIDUAL, DescribedModel
+from echelon.planning.calibration import RESIDUAL, Calibration, calibrate
+from echelon.planning.layouts import MEMORY_RESIDUAL, DescribedModel, tried_pipelines
+from echelon.planning.pipeline_costs import PhaseCost
 from echelon.planning.plan import Length, PlanReport, make_plan, with_targets
 from echelon.planning.steps import Replicated
 from echelon.records.file import newest
@@ -182,7 +183,7 @@ def _planned(request: PlanRequest) -> PlanReport:
             f"{FLAG} {rated[0].name}: tflops stands for a measurement, which the other machines are planned from: give "
             "all of them tflops, or this one speed=..."
         )
-    known = _calibrated(request)
+    known = _calibrated(request, described, batch)
     if described is not None:
         described.learn(known.memory)
         told = memory_half_width(_residuals(request))
@@ -203,14 +204,16 @@ def _unbuilt_words(objects: Sequence[str]) -> str:
     )
 
 
-def _calibrated(request: PlanRequest) -> Calibration:
+def _calibrated(request: PlanRequest, described: DescribedModel | None, batch: int) -> Calibration:
     if request.run is not None:
         told = half_width(_residuals(request))
         record = load_run(request.run)
         return _checked(calibrate([record], RESIDUAL if told is None else told), record)
     from echelon.planning.trial import calibrate_by_runs
 
-    return calibrate_by_runs(request.config)
+    accumulates = request.config.training.accumulate > 1  # several pipelined batches a step, which no plan has
+    piped = () if described is None or accumulates else tried_pipelines(request.machines, described, batch)
+    return calibrate_by_runs(request.config, piped)
 
 
 def _checked(known: Calibration, record: RunRecord) -> Calibration:

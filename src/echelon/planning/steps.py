@@ -18,10 +18,14 @@ from enum import StrEnum
 from typing import Protocol
 
 from echelon.config.machines import Machines
+from echelon.core.layout import DEFAULT_SCHEDULE
 from echelon.core.link import Link
 from echelon.forecast.simulator import SimulatedTask, TaskSpan, makespan, simulate
 from echelon.observe.phases import Phase
+from echelon.parallel.pipeline.settings import SCHEDULES, stage_ranks
 from echelon.planning.calibration import Calibration, expected_max
+from echelon.planning.pipeline_costs import PhaseCost, PipelineCosts
+from echelon.planning.pipelines import DELAY, StageTimes, idle_shares, pipeline_tasks, places_of
 from echelon.records.kinds import TCP_HEADER_BYTES, Alternative
 
 _MOST_BUCKETS = 24
@@ -30,6 +34,8 @@ FEWER_DOUBLINGS = 0.06
 """By how much an interval widens, relatively, for each doubling beyond what was measured."""
 OTHER_LAYOUT = 0.3
 """Likewise for a layout that was not measured."""
+MORE_STAGES = 0.1
+"""Likewise for each doubling of a pipeline's stages beyond those that were measured."""
 OTHER_LINK = 0.15
 """Likewise for a link that was not measured."""
 RATED = 0.4
@@ -68,6 +74,8 @@ class StepForecast:
         compute_s, communicate_s, waiting_s: parts of it: own work, exposed communication, waiting for slower ranks.
         sent_bytes: of a rank, in a step.
         spans: of the simulated step (of the one that communicates).
+        bubble: of a pipeline, the mean over ranks of the share in which none of its computations goes on, from the
+            first to the last; None of what is none.
     """
 
     seconds: Estimate
@@ -76,27 +84,33 @@ class StepForecast:
     waiting_s: float
     sent_bytes: float
     spans: tuple[TaskSpan, ...]
+    bubble: float | None = None
+
+    @property
+    def shown(self) -> list[TaskSpan]:
+        """What a picture shows: spans that take time and occupy something, which messages on their way do not."""
+        return [span for span in self.spans if span.end_s > span.begin_s and span.task.name != DELAY]
 
 
-class Pace(StrEnum):
-    """What workers of unlike speeds do in a step; the values are the words of tables."""
+class Division(StrEnum):
+    """How workers divide a batch: of unlike speeds, by these or into equal parts; values are the words of tables."""
 
     ALIKE = ""
-    SHARES = "by speed"
-    SLOWEST = "equal"
+    BY_SPEED = "by speed"
+    EQUAL = "equal"
 
 
-def paces(known: Calibration, machines: Machines, batch: int, way: Way) -> tuple[Pace, ...]:
+def divisions(known: Calibration, machines: Machines, batch: int, way: Way) -> tuple[Division, ...]:
     """Return how a way can go on some machines: with parts of a batch by speed where replicas can have such."""
     if machines.are_alike:
-        return (Pace.ALIKE,)
+        return (Division.ALIKE,)
     shares = way.parts_by_speed(machines) and shares_of(known, machines, batch)
-    return (Pace.SHARES, Pace.SLOWEST) if shares else (Pace.SLOWEST,)
+    return (Division.BY_SPEED, Division.EQUAL) if shares else (Division.EQUAL,)
 
 
-def at_pace(machines: Machines, pace: Pace) -> Machines:
+def at_division(machines: Machines, division: Division) -> Machines:
     """Return machines whose speed is the one that a step goes at."""
-    return replace(machines, speed=machines.mean_speed if pace is Pace.SHARES else _slowest(machines))
+    return replace(machines, speed=machines.mean_speed) if division is Division.BY_SPEED else machines
 
 
 def shares_of(known: Calibration, machines: Machines, batch: int) -> tuple[float, ...]:
@@ -106,7 +120,7 @@ def shares_of(known: Calibration, machines: Machines, batch: int) -> tuple[float
     if not per_sample_s:
         return ()
     done_s = (fixed_s + per_sample_s * batch / machines.workers) / machines.mean_speed
-    samples = tuple((done_s * group.speed - fixed_s) / per_sample_s for group in machines.parts)
+    samples = tuple((done_s * group.busy_speed - fixed_s) / per_sample_s for group in machines.parts)
     return samples if min(samples) >= 1 else ()
 
 
@@ -151,23 +165,26 @@ class Replicated:
     def step(self, known: Calibration, machines: Machines, batch: int) -> StepForecast:
         """Predict a step: gradients travel behind backward, or the model does once in a period."""
         n, cost = machines.workers, self.cost
-        work = known.compute(batch / n, machines.speed)
+        work = known.compute(batch / n, machines.busy_speed)
         sent = cost.wire_bytes * ring_share(n) / ring_share(known.workers)
         buckets = _buckets(cost, sent, known)
         passing = self._passing(machines, len(buckets))
         moving = [_moving_s(known, machines, bucket, passing, self._stretch) for bucket in buckets]
-        coding_s = cost.coding_s / machines.speed * _passes(n) / _passes(known.workers)
-        compute_s = sum(work.values()) + coding_s * cost.often
+        coding_s = cost.coding_s / machines.busy_speed * _passes(n) / _passes(known.workers)
+        rest_s = sum(work.values())
+        late_s = max(0.0, sum(moving) - cost.overlap * rest_s)
+        often = cost.often_beside(rest_s, coding_s + late_s)
+        compute_s = rest_s + coding_s * often
         if cost.period > 1:
-            rest_s = sum(work.values())
-            exposed_s = max(0.0, sum(moving) - cost.overlap * rest_s) * cost.often
+            exposed_s = late_s * often
             spans = simulate(_averaging_tasks(work, coding_s, sum(moving)))
         else:
             spans = simulate(_reducing_tasks(work, known.spread, coding_s, moving))
             exposed_s = max(0.0, makespan(spans) - compute_s)
-        waiting_s = known.jitter_s / machines.speed * expected_max(n) / math.sqrt(cost.period)
+        alone = 1 / often if cost.follows else cost.period  # steps
+        waiting_s = known.jitter_s / machines.busy_speed * expected_max(n) / math.sqrt(alone)
         seconds = interval(compute_s + exposed_s + waiting_s, uncertainty(known, machines, batch))
-        return StepForecast(seconds, compute_s, exposed_s, waiting_s, sent * cost.often, tuple(spans))
+        return StepForecast(seconds, compute_s, exposed_s, waiting_s, sent * often, tuple(spans))
 
     def _passing(self, machines: Machines, buckets: int) -> Passing:
         """Return what follows on what for a bucket: a sum passes 2 (n - 1) times around a ring; others pass directly.
@@ -229,12 +246,7 @@ def seconds_per_byte(known: Calibration, machines: Machines, stretch: float = SU
     over_link_s = 8 * max(_FRAMED, stretch) / link.rate_bits_per_s if link else 0.0
     if not known.precise:
         return over_link_s or known.byte_s
-    return max(known.byte_s / _slowest(machines), over_link_s)
-
-
-def _slowest(machines: Machines) -> float:
-    """Return the speed at which messages are handled: a chain of them goes through every worker."""
-    return min([machines.speed, *(group.speed for group in machines.groups)])
+    return max(known.byte_s / machines.slowest, over_link_s)
 
 
 def _delay_s(link: Link | None) -> float:
@@ -257,7 +269,7 @@ class Passing:
 def _moving_s(
     known: Calibration, machines: Machines, n_bytes: float, passing: Passing, stretch: float = SUM_STRETCH
 ) -> float:
-    handled_s = sum(passing.handled) * known.hop_s / _slowest(machines)
+    handled_s = sum(passing.handled) * known.hop_s / machines.slowest
     outside, inside = passing.delayed
     delayed_s = outside * _delay_s(machines.link) + inside * _delay_s(machines.inside)
     return n_bytes * seconds_per_byte(known, machines, stretch) + handled_s + delayed_s
@@ -342,24 +354,22 @@ class Sharded:
         On GPUs a block travels while the one before computes. gloo works in turn with the processor, and cuts gradients
         up by reducing all of them on every rank, which sends twice as much.
         """
-        work = known.compute(batch / machines.workers, machines.speed)
+        work = known.compute(batch / machines.workers, machines.busy_speed)
         work[Phase.UPDATE] /= self.size
         inside = self.size <= machines.per_machine
         piece = known.parameters * 4 * (self.size - 1) / self.size / self.blocks
         hops = _one_after_another(*((0, self.size - 1) if inside else (self.size - 1, 0)))
         group = machines if not inside else _one_machine(machines)
-        each_s = GATHERED_S / machines.speed if known.on_cpu else 0.0
+        each_s = GATHERED_S / machines.busy_speed if known.on_cpu else 0.0
         cut = 2 * piece if known.on_cpu else piece
         gather_s = each_s + _moving_s(known, group, piece, hops, GATHER_STRETCH if known.on_cpu else SUM_STRETCH)
         scatter_s = each_s + _moving_s(known, group, cut, hops)
         own = known.parameters * 4 / self.size
         between = own * ring_share(self.replicas) if self.replicas > 1 else 0.0
-        reduce_s = (
-            _moving_s(known, machines, between, _one_after_another(2 * (self.replicas - 1), 0)) if between else 0.0
-        )
+        reduce_s = _between_replicas_s(known, machines, between, self.replicas)
         spans = simulate(_sharded_tasks(work, self.blocks, (gather_s, scatter_s, reduce_s), not known.on_cpu))
         compute_s = sum(work.values())
-        waiting_s = known.jitter_s / machines.speed * expected_max(machines.workers)
+        waiting_s = known.jitter_s / machines.busy_speed * expected_max(machines.workers)
         exposed_s = max(0.0, makespan(spans) - compute_s)
         relative = uncertainty(known, machines, batch, OTHER_LAYOUT)
         sent = (2 * piece + cut) * self.blocks + between
@@ -367,8 +377,19 @@ class Sharded:
         return StepForecast(total, compute_s, exposed_s, waiting_s, sent, tuple(spans))
 
 
+def _between_replicas_s(known: Calibration, machines: Machines, n_bytes: float, replicas: int) -> float:
+    """Return the seconds of a sum over replicas, which nothing hides."""
+    if not n_bytes:
+        return 0.0
+    outside = replicas > 1 and machines.count > 1
+    rounds = 2 * (replicas - 1)
+    return _moving_s(known, machines, n_bytes, _one_after_another(*((rounds, 0) if outside else (0, rounds))))
+
+
 def _one_machine(machines: Machines) -> Machines:
-    return replace(machines, workers=machines.per_machine)
+    """Return one of the machines; of groups, with the slowest workers."""
+    speed = machines.slowest if machines.groups else machines.speed
+    return replace(machines, workers=machines.per_machine, speed=speed, groups=())
 
 
 def _sharded_tasks(
@@ -401,25 +422,34 @@ def _sharded_tasks(
 
 @dataclass(frozen=True)
 class Pipelined:
-    """Layers are cut into stages, each replica is a pipeline of them (1F1B, Narayanan et al. 2019).
+    """Layers are cut into stages, each replica is a pipeline of them.
 
     Attributes:
-        shares: of the compute, by stage.
-        passed_bytes: that a sample's activations have between two stages; the most of the cuts.
-        largest: the largest stage's share of the parameters, whose gradients replicas reduce.
+        shares: of the compute, by stage, as they were timed alone.
+        passed_bytes: that a sample's activations have between two stages, by cut.
+        largest: the largest rank's share of the parameters, whose gradients replicas reduce.
+        schedule: its name (Narayanan et al. 2019 and others: `parallel/pipeline/settings.py`).
+        ranks: of a replica, several stages each where the schedule asks for them; 0: as many as stages.
     """
 
     shares: tuple[float, ...]
     replicas: int
     microbatches: int
-    passed_bytes: float
+    passed_bytes: tuple[float, ...]
     largest: float
+    schedule: str = DEFAULT_SCHEDULE
+    ranks: int = 0
 
     @property
     def label(self) -> str:
         """The layout."""
-        sizes = f"pp={len(self.shares)}" if self.replicas == 1 else f"dp={self.replicas},pp={len(self.shares)}"
-        return f"{sizes},microbatches={self.microbatches}"
+        layout = pipeline_layout(self.depth, self.microbatches, self.schedule)
+        return layout if self.replicas == 1 else f"dp={self.replicas},{layout}"
+
+    @property
+    def depth(self) -> int:
+        """Ranks of a replica."""
+        return self.ranks or len(self.shares)
 
     @property
     def for_any_workers(self) -> bool:
@@ -432,60 +462,76 @@ class Pipelined:
 
     def step(self, known: Calibration, machines: Machines, batch: int) -> StepForecast:
         """Predict a step: micro-batches pass through the stages, then replicas reduce each stage's gradients."""
-        samples = batch / self.replicas
-        work = known.compute(samples, machines.speed)
-        passed = self.passed_bytes * samples / self.microbatches
-        send_s = _moving_s(known, machines, passed, _one_after_another(1, 0))
-        tasks = pipeline_tasks(self, work, send_s)
+        costs = known.pipelines or self._of_replicas(known)
+        samples = batch / self.replicas / self.microbatches
         gradient = known.parameters * 4 * self.largest
         between = gradient * ring_share(self.replicas) if self.replicas > 1 else 0.0
-        reduce_s = (
-            _moving_s(known, machines, between, _one_after_another(2 * (self.replicas - 1), 0)) if between else 0.0
-        )
-        spans = simulate(tasks)
-        update_s = (work[Phase.UPDATE] + work[Phase.OTHER]) * self.largest
-        total_s = makespan(spans) + reduce_s + update_s
-        compute_s = sum(work.values()) / len(self.shares)
-        waiting_s = known.jitter_s / machines.speed * expected_max(machines.workers)
-        relative = uncertainty(known, machines, batch, OTHER_LAYOUT)
-        sent = 2 * passed * self.microbatches + between
-        total = interval(total_s + waiting_s, relative)
-        return StepForecast(total, compute_s, total_s - compute_s, waiting_s, sent, tuple(spans))
+        times = costs.times(costs.shares.get(len(self.shares), (self.shares, self.shares)), samples, self.microbatches)
+        reduce_s = _between_replicas_s(known, machines, between, self.replicas)
+        times = replace(self._over_links(times, known, machines, samples), reduce_s=reduce_s)
+        times = times.at_speed(machines.speed, costs.ranks / self.depth)
+        spans = self._simulated(times, machines)
+        compute_s = sum((*times.forward, *times.backward)) * self.microbatches / self.depth
+        total_s = makespan(spans) + costs.around_s / machines.busy_speed
+        waiting_s = known.jitter_s / machines.busy_speed * expected_max(machines.workers) if self.replicas > 1 else 0.0
+        total = interval(total_s + waiting_s, uncertainty(known, machines, batch, self._beyond(costs, samples)))
+        sent = max(self._passed_by_rank()) * samples * self.microbatches + between
+        idle = idle_shares(spans).values()
+        bubble = sum(idle) / len(idle)
+        return StepForecast(total, compute_s, max(0.0, total_s - compute_s), waiting_s, sent, tuple(spans), bubble)
+
+    def _simulated(self, times: StageTimes, machines: Machines) -> list[TaskSpan]:
+        """Return a step of one replica, or of those that share the processors of a machine."""
+        shared = 0 < machines.processors < min(machines.workers, machines.per_machine)
+        beside = max(1, min(self.replicas, machines.per_machine // self.depth)) if shared else 1
+        tasks = pipeline_tasks(self.schedule, self.microbatches, self.depth, times, beside)
+        return simulate(tasks, places_of(machines.processors if shared else 0, beside * self.depth))
+
+    def _beyond(self, costs: PipelineCosts, samples: float) -> float:
+        """Return by how much the interval widens, for what was measured of pipelines and their micro-batches."""
+        if not costs.source:
+            return OTHER_LAYOUT
+        least, most = costs.samples
+        far = math.log2(least / samples) if samples < least else math.log2(max(1.0, samples / most))
+        deeper = math.log2(max(1.0, len(self.shares) / max(costs.shares)))
+        return math.hypot(MORE_STAGES * deeper, 2 * FEWER_DOUBLINGS * far)
+
+    def _over_links(self, times: StageTimes, known: Calibration, machines: Machines, samples: float) -> StageTimes:
+        """Return them with messages as measured, or on the links between the ranks of a replica, whichever is more."""
+        within = machines.per_machine % self.depth == 0  # ranks of a replica follow each other
+        there = _one_machine(machines) if within else machines
+        hop_s = times.message_s if known.pipelines else known.hop_s / machines.busy_speed
+        if known.pipelines and there.narrowest in (None, known.link):
+            return times
+        byte_s = seconds_per_byte(known, there, MESSAGE_STRETCH)
+        moving = [n_bytes * samples * byte_s for n_bytes in self.passed_bytes]
+        link_s = tuple(max(each) for each in zip(times.link_s, moving, strict=True))
+        return replace(times, link_s=link_s, message_s=hop_s + _delay_s(there.narrowest))
+
+    def _passed_by_rank(self) -> list[float]:
+        """Return the bytes that each rank sends of a sample: activations forward, their gradients back."""
+        sent = [0.0] * self.depth
+        where = stage_ranks(SCHEDULES[self.schedule], len(self.shares), self.depth)
+        for before, after, n_bytes in zip(where, where[1:], self.passed_bytes, strict=False):
+            if before != after:
+                sent[before] += n_bytes
+                sent[after] += n_bytes
+        return sent
+
+    def _of_replicas(self, known: Calibration) -> PipelineCosts:
+        """Return what whole replicas tell of a pipeline: what Python takes between computations is not among that."""
+        update = known.phases[Phase.UPDATE].fixed_s + known.phases[Phase.OTHER].fixed_s
+        return PipelineCosts(
+            "", known.phases[Phase.FORWARD], known.phases[Phase.BACKWARD], 0.0, PhaseCost(0.0, 0.0),
+            known.phases[Phase.DATA], update * self.largest * self.depth, 0.0, self.depth, {},
+        )  # fmt: skip
 
 
-def pipeline_tasks(way: Pipelined, work: dict[str, float], send_s: float) -> list[SimulatedTask]:
-    """Return the tasks of a pipeline's step in 1F1B order: stage s starts with S - s forwards, then takes turns."""
-    stages, count = len(way.shares), way.microbatches
-    tasks: list[SimulatedTask] = [SimulatedTask(Phase.DATA, "processor 0", work[Phase.DATA])]
-    orders = [_one_forward_one_backward(stages - stage, count) for stage in range(stages)]
-    places: dict[tuple[str, int, int], int] = {}
-    done, previous = [0] * stages, [0] * stages
-    while any(done[s] < len(orders[s]) for s in range(stages)):
-        for stage in range(stages):
-            while done[stage] < len(orders[stage]):
-                phase, number = orders[stage][done[stage]]
-                neighbour = stage - 1 if phase is Phase.FORWARD else stage + 1
-                after = [previous[stage]]
-                if 0 <= neighbour < stages:
-                    arrived = places.get((phase, neighbour, number))
-                    if arrived is None:
-                        break
-                    link = f"link {min(stage, neighbour)} {phase}"
-                    tasks.append(SimulatedTask(Phase.COMMUNICATE, link, send_s, (arrived,)))
-                    after.append(len(tasks) - 1)
-                seconds = work[phase] * way.shares[stage] / count
-                tasks.append(SimulatedTask(phase, f"processor {stage}", seconds, tuple(after)))
-                places[phase, stage, number] = previous[stage] = len(tasks) - 1
-                done[stage] += 1
-    return tasks
+def pipeline_layout(ranks: int, microbatches: int, schedule: str) -> str:
+    """Return the spec of one pipeline.
 
-
-def _one_forward_one_backward(ahead: int, count: int) -> list[tuple[Phase, int]]:
-    """Return the order of a stage's work on `count` micro-batches, with so many forwards before the first backward."""
-    ahead = min(ahead, count)
-    order = [(Phase.FORWARD, i) for i in range(ahead)]
-    for number in range(count):
-        order.append((Phase.BACKWARD, number))
-        if ahead + number < count:
-            order.append((Phase.FORWARD, ahead + number))
-    return order
+    >>> pipeline_layout(2, 8, "gpipe")
+    'pp=2,microbatches=8,schedule=gpipe'
+    """
+    ending = "" if schedule == DEFAULT_SCHEDULE else f",schedule={schedule}"
+    return f"pp={ranks},microbatches={microbatches}{ending}"

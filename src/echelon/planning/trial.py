@@ -26,13 +26,16 @@ _DEADLINE_S = 900.0
 _STOPS_WITHIN_S = 60.0
 
 
-def calibrate_by_runs(config: RunConfig) -> Calibration:
-    """Train twice for a while, with half of the batch the second time; returns what the records say.
+def calibrate_by_runs(config: RunConfig, pipelines: Sequence[str] = ()) -> Calibration:
+    """Train twice for a while, with half of the batch the second time, and as pipelines; returns what the records say.
 
     What a run prints goes to standard error where it fails; their folders are removed.
 
+    Args:
+        pipelines: layouts of two ranks. One that fails is told in the notes, and pipelines follow from the others.
+
     Raises:
-        UserError: a run was refused, failed, or took no step; or it would have one worker.
+        UserError: a run of whole replicas was refused, failed, or took no step; or it would have one worker.
     """
     if workers_of(config) < 2:
         raise UserError("plan measures what 2 workers send each other, and there would be 1: give --workers 2")
@@ -43,7 +46,22 @@ def calibrate_by_runs(config: RunConfig) -> Calibration:
     parts = config.training.accumulate * (start.world_size if start is not None else 0)
     if 0 < parts <= half:  # fewer samples than workers, or their micro-batches, cannot be divided
         records.append(try_out(_with_batch(base, half), f"batches of {half}"))
-    return calibrate(records)
+    piped, notes = run_pipelines(base, pipelines)
+    known = calibrate(records, pipelined=piped)
+    return replace(known, notes=(*known.notes, *notes))
+
+
+def run_pipelines(config: RunConfig, layouts: Sequence[str]) -> tuple[list[RunRecord], list[str]]:
+    """Train two ranks as pipelines, with the threads of a run's workers; returns records, and what failed."""
+    plan = plan_of(launch_request(config), Path(config.run))
+    two = replace(config, launch=replace(config.launch, workers=2, threads=plan.threads))
+    records, notes = [], []
+    for layout in layouts:
+        try:
+            records.append(try_out(replace(two, strategy=replace(two.strategy, parallel=layout)), layout))
+        except UserError as error:
+            notes.append(f"{layout} was tried, and is not counted: {error}.")
+    return records, notes
 
 
 def workers_of(config: RunConfig) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from echelon.core.columns import NONE, Column, bytes_column, seconds_column
 from echelon.core.units import format_bytes, format_seconds
 from echelon.planning.plan import Change, PlannedMachines, PlanReport, RunEstimate
-from echelon.planning.steps import Estimate, Pace, shares_of
+from echelon.planning.steps import Division, Estimate, shares_of
 from echelon.reporting.report.predictions import FEWEST_AGREEMENTS
 from echelon.run.way_samples import StudySamples
 
@@ -17,7 +17,7 @@ _CENTS = 0.1  # below it two decimals would say little
 
 
 def columns_of(ways: Sequence[RunEstimate]) -> list[Column]:
-    """Return what a table shows of ways; parts of batches where workers are unlike, costs where a price was said."""
+    """Return what a table shows of ways; parts where workers are unlike, bubbles of pipelines, costs where priced."""
     step_s, run_s = [way.step.seconds for way in ways], [way.run_s for way in ways]
     columns = [
         Column("way", [_marked(way) for way in ways]),
@@ -29,8 +29,11 @@ def columns_of(ways: Sequence[RunEstimate]) -> list[Column]:
         Column("within", [_off_by(memory) if (memory := _memory_of(way)) else "" for way in ways]),
         bytes_column("sent a step", [way.step.sent_bytes for way in ways]),
     ]
-    if any(way.pace for way in ways):
-        columns.insert(1, Column("parts", [str(way.pace) for way in ways]))
+    if any(way.division for way in ways):
+        columns.insert(1, Column("parts", [str(way.division) for way in ways]))
+    bubbles = [way.step.bubble for way in ways]
+    if any(bubble is not None for bubble in bubbles):
+        columns.append(Column("bubble", ["" if bubble is None else f"{bubble:.0%}" for bubble in bubbles]))
     costs = [money(way.money) for way in ways]
     return [*columns, Column("cost", costs, counts=True)] if any(costs) else columns
 
@@ -73,7 +76,7 @@ def _marked(way: RunEstimate) -> str:
 
 
 def _memory_of(way: RunEstimate) -> Estimate | None:
-    return way.candidate.memory(way.pace)
+    return way.candidate.memory(way.division)
 
 
 def _memory_column(ways: Sequence[RunEstimate]) -> Column:
@@ -154,7 +157,7 @@ def answer_words(answer: PlannedMachines) -> list[str]:
         words[0] += " What accuracy it costs is not predicted: `echelon compare` measures it."
         if exact is not None:
             words.append(f"Of those that train like one process: {exact.label}, {span_of(exact.run_s)}.")
-    words += [*_target_words(answer), *_pace_words(answer)]
+    words += [*_target_words(answer), *_division_words(answer)]
     if len(best) > 1:
         words.append("Then: " + "; ".join(f"{p.label}, {span_of(p.run_s)}" for p in best[1:]) + ".")
     if answer.too_short:
@@ -181,19 +184,19 @@ def _target_words(answer: PlannedMachines) -> list[str]:
     return words
 
 
-def _pace_words(answer: PlannedMachines) -> list[str]:
+def _division_words(answer: PlannedMachines) -> list[str]:
     """Say how workers of unlike speeds share a batch in the best way."""
     best = answer.best[0]
-    if best.pace is Pace.SLOWEST:
+    if best.division is Division.EQUAL:
         return ["Workers are of unlike speeds: with equal parts of a batch its steps wait for the slowest."]
-    if best.pace is Pace.ALIKE:
+    if best.division is Division.ALIKE:
         return []
     shares = shares_of(answer.known, answer.machines, best.batch)
     parts = "; ".join(
         f"{samples:.1f} samples a worker of {group.name}"
         for samples, group in zip(shares, answer.machines.groups, strict=True)
     )
-    slower = [p.label for p in answer.best if p.pace is Pace.SLOWEST]
+    slower = [p.label for p in answer.best if p.division is Division.EQUAL]
     rest = f" Equal parts, at the pace of the slowest: {'; '.join(slower)}." if slower else ""
     return [f"Parts of a batch go by speed (--balance auto): {parts}.{rest}"]
 

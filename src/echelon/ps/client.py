@@ -36,7 +36,16 @@ from echelon.ps.messages import (
     StateOf,
 )
 from echelon.ps.table import KeyRange, KeyTable
-from echelon.ps.worker_state import AwaitedRows, ClientConfig, ClientStats, PushInfo, RowsOf, RunOver, TagLost
+from echelon.ps.worker_state import (
+    AwaitedRows,
+    ClientConfig,
+    ClientStats,
+    PushInfo,
+    RowsOf,
+    RunOver,
+    TagLost,
+    TaskWithdrawn,
+)
 
 __all__ = ["Client", "ClientConfig", "ClientStats", "PushInfo", "RowsOf", "RunOver", "TagLost"]
 
@@ -86,13 +95,16 @@ class Client:
         """Wait for a task; None at the end of the run (see `status`)."""
         connection, began = self.connection, time.perf_counter()
         connection.do(connection.ask)
-        connection.wait_until(lambda: bool(connection.tasks or connection.status), "a task", again=connection.ask_again)
+        taken: list[Task] = []
+        is_over = False
+        while not taken and not is_over:
+            connection.wait_until(
+                lambda: bool(connection.tasks or connection.status), "a task", again=connection.ask_again
+            )
+            is_over = bool(connection.status)
+            connection.do(lambda: taken.extend(connection.take_task()))  # another thread may withdraw it meanwhile
         self.stats.waited_s["task"] += time.perf_counter() - began
-        if connection.tasks:
-            task = connection.tasks.popleft()
-            connection.do(connection.ask)  # the next one travels while this one is worked on
-            return task
-        return None
+        return taken[0] if taken else None
 
     @property
     def status(self) -> str:
@@ -134,6 +146,7 @@ class Client:
 
         Raises:
             RunOver: the run ended without this worker's task.
+            TaskWithdrawn: the scheduler took it back.
             TagLost: a server that held the copy died.
         """
         connection, began = self.connection, time.perf_counter()
@@ -142,18 +155,30 @@ class Client:
 
         def is_over() -> bool:
             """Whether nothing will come any more."""
-            return self._copy_is_lost if of.tag else bool(connection.status)
+            return self._copy_is_lost if of.tag else bool(connection.status or connection.withdrawn)
 
-        came = lambda: all(a.values is not None for a in asked) or is_over()  # noqa: E731
-        connection.wait_until(came, "rows of tables", again=None if of.tag else connection.pull_again)
-        values = [awaited.values for awaited in asked if awaited.values is not None]
-        if len(values) < len(asked):
-            connection.do(lambda: connection.forget_rows(asked))
-            if of.tag:
-                raise TagLost(f"rows of the copy {of.tag}")
-            raise RunOver(connection.status)
+        def have_come() -> bool:
+            """Whether all rows are here."""
+            return all(awaited.values is not None for awaited in asked)
+
+        while not have_come():
+            came = lambda: have_come() or is_over()  # noqa: E731
+            connection.wait_until(came, "rows of tables", again=None if of.tag else connection.pull_again)
+            if not have_come() and (lost := self._reason_to_stop(of)):
+                connection.do(lambda: connection.forget_rows(asked))
+                raise lost
         self.stats.waited_s["parameters"] += 0.0 if of.tag else time.perf_counter() - began
-        return values
+        return [awaited.values for awaited in asked if awaited.values is not None]
+
+    def _reason_to_stop(self, of: RowsOf) -> Exception | None:
+        """Return why what is waited for will not come; None: it may after all."""
+        if of.tag:
+            return TagLost(f"rows of the copy {of.tag}") if self._copy_is_lost else None
+        if self.connection.status:
+            return RunOver(self.connection.status)
+        left: list[bool] = []
+        self.connection.do(lambda: left.append(self.connection.abandon()))
+        return TaskWithdrawn("a task before it is not done") if left[0] else None
 
     def open_task(self, task: int, pushes: int) -> None:
         """Announce how many pushes a task will have."""
@@ -177,15 +202,18 @@ class Client:
 
         Raises:
             RunOver: the run ended without this worker's task (backup workers, a stop).
+            TaskWithdrawn: the scheduler took it back.
         """
         connection = self.connection
         if not connection.has(key, version):
             began = time.perf_counter()
             connection.do(lambda: connection.want(key, version))
-            came = lambda: connection.has(key, version) or bool(connection.status)  # noqa: E731
-            connection.wait_until(came, f"key {key.index}", again=connection.pull_again)
-            if not connection.has(key, version):
-                raise RunOver(connection.status)
+            is_over = lambda: bool(connection.status or connection.withdrawn)  # noqa: E731
+            came = lambda: connection.has(key, version) or is_over()  # noqa: E731
+            while not connection.has(key, version):
+                connection.wait_until(came, f"key {key.index}", again=connection.pull_again)
+                if not connection.has(key, version) and (over := self._reason_to_stop(RowsOf())):
+                    raise over
             self.stats.waited_s["parameters"] += time.perf_counter() - began
         return connection.cached(key).value
 

@@ -40,6 +40,7 @@ from echelon.coordinator.messages import (
     TaskReport,
     TrainTask,
     Welcome,
+    WithdrawTask,
     WorkerBeat,
 )
 from echelon.messages.endpoint import Channel, Sender, SocketTraffic
@@ -60,6 +61,7 @@ from echelon.ps.messages import (
     PutDone,
     RowValues,
     StateOf,
+    ValueTaken,
 )
 from echelon.ps.pushes import Outgoing, ServerTraffic
 from echelon.ps.rows import index_frame, read_values
@@ -85,8 +87,9 @@ Report = TaskDone | SetupDone | EvaluationDone
 class Connection:
     """What both threads see, and what the thread with the sockets does; `do` hands it a command.
 
-    The training thread reads `stats`, `status`, `tasks`, `welcome`, `fetched` and `changes`; all else goes through
-    methods. `changes` counts servers that came, or came back.
+    The training thread reads `stats`, `status`, `tasks`, `welcome`, `fetched`, `changes` and `withdrawn`; all else goes
+    through methods. `changes` counts servers that came, or came back; `withdrawn`: the scheduler took the task back
+    that was taken last.
     """
 
     def __init__(self, config: ClientConfig) -> None:
@@ -98,6 +101,7 @@ class Connection:
         self.welcome: Welcome | None = None
         self.fetched: dict[int, Message] = {}
         self.changes = 0
+        self.withdrawn = False
         self._heard_s = 0.0
         self._beat_s = 0.0
         self._context = new_context()
@@ -109,6 +113,7 @@ class Connection:
         self._row_pulls = 0
         self._table: KeyTable | None = None
         self._open: dict[int, OpenTask] = {}
+        self._taken = -1
         self._unconfirmed: dict[int, Report] = {}
         self._holding: set[int] = set()
         self._asking = False
@@ -257,7 +262,8 @@ class Connection:
         """Say that this worker lives, when that is due; with `turn` held."""
         if time.monotonic() >= self._beat_s:
             traffic = self.sender.traffic
-            beat = WorkerBeat(dict(self.stats.waited_s), traffic.sent_bytes, traffic.received_bytes)
+            stats = self.stats
+            beat = WorkerBeat(dict(stats.waited_s), traffic.sent_bytes, traffic.received_bytes, stats.overlapped_s)
             self._scheduler.send(beat)
             self._beat_s = time.monotonic() + BEAT_S
 
@@ -295,9 +301,27 @@ class Connection:
         if self._asking:
             self._scheduler.send(AskTask())
 
+    def take_task(self) -> list[Task]:
+        """Return the next task, if one is there, and ask for one more: it travels while this one is worked on."""
+        if not self.tasks:
+            return []
+        task = self.tasks.popleft()
+        self._taken, self.withdrawn = task.task, False
+        self.ask()
+        return [task]
+
     def open_task(self, task: int, pushes: int) -> None:
         """Announce how many pushes a task will have."""
         self._open[task] = OpenTask(pushes)
+
+    def abandon(self) -> bool:
+        """Leave the task undone that was taken last, where it is still withdrawn; returns whether it is."""
+        if self.withdrawn:
+            self.withdrawn = False
+            self._holding.discard(self._taken)
+            self._open.pop(self._taken, None)
+            return True
+        return False
 
     def finish(self, task: int, report: TaskReport | None = None) -> None:
         """Report a task once all its pushes are acknowledged."""
@@ -348,10 +372,10 @@ class Connection:
         frames = [b""] if nothing else self._up.encode(gradient, key, self._states[key.index])
         push = PushGradient(
             key.index, info.task, info.step, info.share, info.shares, info.units, info.batch,
-            max(0, cached.version), 0, info.lr, True, list(absent),
+            max(0, cached.version), 0, info.lr, True, list(absent), info.place,
         )  # fmt: skip
-        cached.pull = push.pull_behind(self.config.aggregates)
-        link.queue(key.index, Outgoing(push, frames))
+        cached.pull = replace(push.pull_behind(self.config.aggregates), place=0)  # if it is asked for again
+        link.queue(info.place or key.index, Outgoing(push, frames))
         link.flush()
 
     def queue_rows_push(self, key: KeyRange, rows: Tensor | None, values: Tensor, info: PushInfo) -> None:
@@ -367,7 +391,7 @@ class Connection:
             key.index, info.task, info.step, info.share, info.shares, info.units, info.batch,
             0, 0, info.lr, False, [0] if rows is None else [],
         )  # fmt: skip
-        self._links[key.server].queue(key.index, Outgoing(push, frames))
+        self._links[key.server].queue(info.place or key.index, Outgoing(push, frames))
         self._links[key.server].flush()
 
     def ask_rows(self, key: KeyRange, rows: Tensor, of: RowsOf) -> AwaitedRows:
@@ -453,12 +477,26 @@ class Connection:
                     self._holding.add(task.task)
                     self.tasks.append(task)
                 else:  # it is under way here, and another one may be waited for
+                    if task.task == self._taken:
+                        self.withdrawn = False
                     self.ask()
+            case WithdrawTask(task=number):
+                self._withdraw(number)
             case TaskHeard(task=number):
                 self._unconfirmed.pop(number, None)
                 self._holding.discard(number)
             case RunEnded(status=status):
                 self.status = status
+
+    def _withdraw(self, number: int) -> None:
+        """Take back a task that was not taken; the training thread leaves one that was, if it waits for a value."""
+        begun = len(self.tasks)
+        self.tasks = deque(task for task in self.tasks if task.task != number)
+        if len(self.tasks) < begun:
+            self._holding.discard(number)
+            self.ask()
+        elif number == self._taken and number in self._holding:
+            self.withdrawn = True
 
     def _rejoin(self) -> None:
         """The scheduler is new: tell it again what it may not know."""
@@ -475,7 +513,9 @@ class Connection:
             if not entry.address or (link is not None and link.life == entry.life):
                 continue
             if link is None:
-                self._links[index] = ServerTraffic(self._connect(entry.address), entry.life, keeps=self.config.keeps)
+                self._links[index] = ServerTraffic(
+                    self._connect(entry.address), entry.life, self.config.keeps, self.config.by_priority
+                )
             elif entry.ready or entry.empty:  # an empty one is to be set up
                 self._wakeups.remove(link.channel.socket)
                 link.restart(self._connect(entry.address), entry.life)
@@ -515,6 +555,9 @@ class Connection:
                     self._take_apart(link, value.key, message)
                 else:
                     self._take_value(value, message)
+                    if self.config.by_priority:
+                        self.stats.arrived_s = time.perf_counter()
+                        link.channel.send(ValueTaken(value.key))
             case RowValues() as rows:
                 self._acknowledged_with(link, rows.acks)
                 self._take_rows(link, rows, message)

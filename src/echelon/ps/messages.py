@@ -38,6 +38,7 @@ class PushGradient(Content):
         pull: the key's next value is wanted too.
         absent: parts of the key that got no gradient, by number; the frames have zeros there, and where these are all
             parts, nothing.
+        place: of the key in the next forward pass: what has a lower one is needed sooner.
 
     Of a key of a table the frames are the numbers of the rows that have a gradient, ascending, and their values (see
     `coding.RowCoding`).
@@ -55,13 +56,14 @@ class PushGradient(Content):
     lr: float
     pull: bool
     absent: list[int] = field(default_factory=list)
+    place: int = 0
 
     def pull_behind(self, aggregates: bool) -> Pull:
         """Return the pull that a push with `pull` stands for: one message less for each key.
 
         Where gradients are aggregated it is exactly the version that the push is part of, else whatever is newest.
         """
-        return Pull(self.key, self.step + 1 if aggregates else 0, aggregates, False, 0)
+        return Pull(self.key, self.step + 1 if aggregates else 0, aggregates, False, 0, self.place)
 
 
 @content(6)
@@ -72,6 +74,7 @@ class Pull(Content):
         version: where gradients are aggregated, the least that will do; `exact`: no later one either.
         full: the value itself, not the difference to what was sent last.
         tag: of the copy `tag`; 0: as it is now.
+        place: of the key in the next forward pass; 0: it is waited for.
     """
 
     key: int
@@ -79,6 +82,7 @@ class Pull(Content):
     exact: bool
     full: bool
     tag: int
+    place: int = 0
 
 
 @content(9)
@@ -163,6 +167,13 @@ class ReadRows(Content):
     name: str
     first: int
     count: int
+
+
+@content(37)
+class ValueTaken(Content):
+    """A key's value came, which the server counts as on its way (see `flight`)."""
+
+    key: int
 
 
 # To a worker
@@ -269,7 +280,7 @@ class ReplicatedBuffers(Content):
 
 TO_PS_SERVER = vocabulary(
     SetTable, PutState, PutRows, PushGradient, Pull, PullRows, ReadState, ReadRows, Repushed, OperationDone, Attach,
-    SendBuffers,
+    SendBuffers, ValueTaken,
 )  # fmt: skip
 TO_PS_WORKER = vocabulary(PutDone, PushAck, KeyValue, RowValues, Durable, StateOf, CopyGone)
 TO_STANDBY = vocabulary(SetTable, PutState, ReplicatedPush, ReplicatedPull, ReplicatedBuffers)

@@ -37,6 +37,7 @@ from echelon.messages.plain import Malformed
 from echelon.ps.blob import as_frame, message_of, pack_state, read_frame, unpack_state
 from echelon.ps.coding import References, RowCoding, downward, upward
 from echelon.ps.durability import Durability, ReplicationLog, held_by_all
+from echelon.ps.flight import OwedValues
 from echelon.ps.keystore import KeyStore, Push, PushOutcome
 from echelon.ps.made_rows import EXIST, values_of, without_rows
 from echelon.ps.messages import (
@@ -63,6 +64,7 @@ from echelon.ps.messages import (
     SendBuffers,
     SetTable,
     StateOf,
+    ValueTaken,
 )
 from echelon.ps.rows import read_rows, row_gradient, value_frame
 from echelon.ps.serving import (
@@ -101,6 +103,7 @@ class ServerState:
         self._copies: dict[int, dict[int, StateTree]] = {}
         self._parked: dict[int, list[tuple[bytes, str, Pull]]] = {}
         self._parked_rows: dict[int, list[tuple[bytes, str, PullRows, Tensor]]] = {}
+        self._owed: dict[bytes, OwedValues] = {}
         self._acks: list[tuple[bytes, PushAck]] = []
         self._numbers: dict[bytes, int] = {}
         self._workers: set[str] = set()
@@ -112,7 +115,7 @@ class ServerState:
             PushGradient: self._push, Pull: self._pull, SetTable: self._set_table, PutState: self._put_state,
             PullRows: self._pull_rows, PutRows: self._put_rows, ReadRows: self._read_rows,
             ReadState: self._read_state, SendBuffers: self._send_buffers, Repushed: self._repushed,
-            Attach: self._attach, OperationDone: self._operation_done,
+            Attach: self._attach, OperationDone: self._operation_done, ValueTaken: self._value_taken,
         }  # fmt: skip
 
     # In and out
@@ -138,7 +141,7 @@ class ServerState:
         """Take a message of the scheduler."""
         match message.content:
             case Members() as members:
-                self._take_members(members)
+                self._take_members(members, now_s)
             case KeepCopy(tag=tag, full=full):
                 if self._durability.delays_copies:  # until all that can come again has come
                     self._durability.delayed_copies[tag] = full
@@ -452,6 +455,8 @@ class ServerState:
             store = self._store_of(pull.key)
             if store.rows is not None:
                 raise ValueError(f"key {pull.key} is pulled by its rows")
+            if peer in self._owed:
+                self._owed[peer].forget(pull.key)
             self._give(peer, message.sender, store, pull, now_s)
 
     def _pull_rows(self, peer: bytes, message: Message, now_s: float) -> None:
@@ -512,7 +517,29 @@ class ServerState:
         """Answer a pull with a key's value, now or once its version is there."""
         if pull.version > store.version and self._settings.aggregates:
             self._parked.setdefault(pull.key, []).append((peer, worker, pull))
-            return
+        elif pull.place and worker:  # what is waited for already has no place
+            self._owed.setdefault(peer, OwedValues(worker)).owe(pull)
+            self._send_owed(peer, now_s)
+        else:
+            self._send_value(peer, worker, store, pull, now_s)
+
+    def _value_taken(self, peer: bytes, message: Message, now_s: float) -> None:
+        """Send a worker more of what it is owed: something has arrived there."""
+        content = message.content
+        assert isinstance(content, ValueTaken)
+        if peer in self._owed:
+            self._owed[peer].window.arrived(content.key, now_s)
+            self._send_owed(peer, now_s)
+
+    def _send_owed(self, peer: bytes, now_s: float) -> None:
+        """Send what a worker needs first, as far as there is room on its way."""
+        owed = self._owed[peer]
+        while (pull := owed.next()) is not None:
+            n_bytes = self._send_value(peer, owed.worker, self._store_of(pull.key), pull, now_s)
+            owed.window.leaves(pull.key, n_bytes, now_s)
+
+    def _send_value(self, peer: bytes, worker: str, store: KeyStore, pull: Pull, now_s: float) -> int:
+        """Send a key's value as it is now, as a pull wants it; returns its bytes."""
         exact = pull.exact and pull.version == store.version - 1 and store.before is not None
         value = store.before if exact and store.before is not None else store.value
         memory = store.memory if value is store.value else None
@@ -523,6 +550,7 @@ class ServerState:
             self._note_pull(worker, store, now_s)
         content = KeyValue(store.key.index, store.version - exact, delta, 0, self._life, self._take_acks(peer))
         self._reply(peer, content, frames)
+        return sum(map(len, frames))
 
     def _note_pull(self, worker: str, store: KeyStore, now_s: float) -> None:
         """Remember what a worker has now; the standby does where later updates depend on it."""
@@ -550,6 +578,12 @@ class ServerState:
             self._parked_rows[key] = [
                 (peer, "" if worker == gone else worker, pull, rows) for peer, worker, pull, rows in of_rows
             ]
+
+    def _give_up_owed(self, gone: str, now_s: float) -> None:
+        """Send a worker that is gone what it is owed, as whole values, like what is parked."""
+        for peer in [peer for peer, owed in self._owed.items() if owed.worker == gone]:
+            for pull in self._owed.pop(peer).waiting():
+                self._send_value(peer, "", self._store_of(pull.key), replace(pull, full=True), now_s)
 
     def _read_state(self, peer: bytes, message: Message, now_s: float) -> None:
         content = message.content
@@ -627,7 +661,7 @@ class ServerState:
 
     # Members
 
-    def _take_members(self, members: Members) -> None:
+    def _take_members(self, members: Members, now_s: float) -> None:
         workers = set(members.workers)
         statistics = self._mean_buffers()
         for gone in self._workers - workers:
@@ -637,6 +671,7 @@ class ServerState:
                 self._references.forget(gone)
             self._buffers.pop(gone, None)
             self._unname_parked(gone)
+            self._give_up_owed(gone, now_s)
         if len(statistics) and not self._buffers:  # until somebody sends newer ones
             self._buffers[""] = statistics
         self._workers, self._watermark = workers, members.watermark

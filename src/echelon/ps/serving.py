@@ -104,4 +104,7 @@ Effect = Reply | FileState | TellScheduler | TellPrimary | Follow | SaveSnapshot
 def coordination_policy(settings: ServerSettings) -> CoordinationPolicy:
     """Return how a parameter server with these settings is coordinated."""
     bound = settings.staleness if settings.mode == "ssp" and not settings.aggregates else None
-    return CoordinationPolicy(settings.servers, settings.replicas, settings.aggregates, settings.backup, bound)
+    return CoordinationPolicy(
+        settings.servers, settings.replicas, settings.aggregates, settings.backup, bound,
+        ahead=settings.aggregates and settings.by_priority,
+    )  # fmt: skip

@@ -7,6 +7,7 @@ complete; the forward pass of a layer waits only for its own parameters.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -56,6 +57,7 @@ class _Round:
         missing: how many parameters of each key have no gradient yet; a key leaves at 0, or in `step`.
         came: parameters whose gradient came.
         rows: those of tables that are here, by number of the parameter.
+        forward_began: when, and how long had been waited for values by then; None: not yet, or it has ended.
     """
 
     info: PushInfo
@@ -63,6 +65,7 @@ class _Round:
     loaded: set[int] = field(default_factory=set)
     came: set[int] = field(default_factory=set)
     rows: dict[int, Tensor] = field(default_factory=dict)
+    forward_began: tuple[float, float] | None = None
 
 
 class PsStrategy:
@@ -162,12 +165,13 @@ class ParameterServer(PsStrategy):
         of_servers = {self._names[i]: keys for i, keys in self._tables.items() if keys[0].begins is not None}
         self.server_tables = ServerTables(client, of_servers, table.torch_dtype, self._clock)
         fetch_rows(model, of_servers, self.server_tables)
+        self._places = {key.index: key.index + 1 for key in table.keys} if self._settings.by_priority else {}
         self._last = False
         self._round: _Round | None = None
         self._in_pieces: set[int] = set()  # parameters whose gradients come in pieces, from where backward starts anew
         self._pieces_known = False
         self._batch_lr = 0.0  # learning rate of a whole batch, in the present task
-        self._fired: set[int] | None = None
+        self._fired: dict[int, None] | None = None  # modules that were called, in order
         self._lazy: set[int] = set()
         self._attach()
 
@@ -365,28 +369,50 @@ class ParameterServer(PsStrategy):
                 owners[number] = own
                 module.register_forward_pre_hook(lambda m, a, n=number: self._before(n, owners[n]))
         self.module.register_forward_pre_hook(lambda m, a: self._before_all(owners))
-        self.module.register_forward_hook(lambda m, a, out: self._after_all())
+        self.module.register_forward_hook(lambda m, a, out: self._after_all(owners))
 
     def _before_all(self, owners: dict[int, list[int]]) -> None:
         if self._round is None:
             return
+        if self._settings.by_priority and not self._round.loaded:
+            self._round.forward_began = time.perf_counter(), self._client.stats.waited_s["parameters"]
         waits = {index for number in self._lazy for index in owners[number]}
         for index in range(len(self._parameters)):
             if index not in waits:
                 self._load_once(index)
         if not self._lazy:
-            self._fired = set()
+            self._fired = {}
 
     def _before(self, number: int, indices: list[int]) -> None:
         if self._fired is not None:
-            self._fired.add(number)
+            self._fired.setdefault(number)
         if self._round is not None:
             for index in indices:
                 self._load_once(index)
 
-    def _after_all(self) -> None:
-        if self._fired is not None:
-            self._lazy, self._fired = self._fired, None
+    def _after_all(self, owners: Mapping[int, list[int]]) -> None:
+        self._count_overlap()
+        if self._fired is None:
+            return
+        called, self._fired = [*self._fired], None
+        self._lazy = set(called)
+        if self._settings.by_priority:
+            turns: dict[int, int] = {}  # of parameters; others are waited for before the first layer
+            for turn, number in enumerate(called):
+                for index in owners[number]:
+                    turns.setdefault(index, turn)
+            first = {key: min(turns.get(index, -1) for index in of) for key, of in self._of_key.items()}
+            self._places = {key: place for place, key in enumerate(sorted(first, key=lambda k: (first[k], k)), 1)}
+
+    def _count_overlap(self) -> None:
+        """Count for how long the task's first forward pass computed while values still came: nothing is pushed yet, so
+        what came was for this pass.
+        """
+        if self._round is None or self._round.forward_began is None:
+            return
+        (began_s, waited_s), self._round.forward_began = self._round.forward_began, None
+        stats = self._client.stats
+        stats.overlapped_s += max(0.0, stats.arrived_s - began_s - (stats.waited_s["parameters"] - waited_s))
 
     def _load_once(self, index: int) -> None:
         assert self._round is not None
@@ -438,16 +464,15 @@ class ParameterServer(PsStrategy):
 
     def _push_rows(self, index: int) -> None:
         """Push the gradients of the rows of a table that were touched."""
-        assert self._round is not None
         gradient = self._rows_gradient(index)
         if gradient is None:
             for key in self._tables[index]:
-                self._client.push_rows(key, None, torch.empty(0), self._round.info)
+                self._client.push_rows(key, None, torch.empty(0), self._info_of(key))
             return
         rows, values = gradient
         first = 0
         for key, _, within in of_keys(self._tables[index], rows):
-            self._client.push_rows(key, within, values[first : first + len(within)], self._round.info)
+            self._client.push_rows(key, within, values[first : first + len(within)], self._info_of(key))
             first += len(within)
 
     def _rows_gradient(self, index: int) -> tuple[Tensor, Tensor] | None:
@@ -496,11 +521,17 @@ class ParameterServer(PsStrategy):
     def _push(self, key: KeyRange) -> None:
         assert self._round is not None
         gradient, absent = self._flat_gradient(key), self._absent(key)
-        info = self._round.info
+        info = self._info_of(key)
         is_update = len(absent) < len(key.parts) and (info.units > 0 or not info.batch)
         if self._momentum is not None and is_update:
             gradient = self._momentum.apply(key, gradient, lambda: self._value_of(key), absent)
         self._client.push(key, gradient, info, absent)
+
+    def _info_of(self, key: KeyRange) -> PushInfo:
+        """Return what a key's server must know of its gradient."""
+        assert self._round is not None
+        info = self._round.info
+        return replace(info, place=self._places[key.index]) if self._places else info
 
     def _absent(self, key: KeyRange) -> list[int]:
         """Return the parts of a key, by number, that got no gradient: the servers leave them as they are.

@@ -23,6 +23,10 @@ class RunOver(StepAbandoned):
     """The run ended while this worker waited for a value: its task is not needed any more."""
 
 
+class TaskWithdrawn(StepAbandoned):
+    """The scheduler took a task back while this worker waited for a value: it waits for one that nobody does."""
+
+
 class TagLost(RuntimeError):
     """A server that held a copy died before the copy was read."""
 
@@ -40,11 +44,16 @@ class ClientConfig:
     timeout_s: float
     keeps: bool = True
     aggregates: bool = False
+    by_priority: bool = False
 
 
 @dataclass(frozen=True)
 class PushInfo:
-    """The task that a gradient belongs to, and what its server must know of it."""
+    """The task that a gradient belongs to, and what its server must know of it.
+
+    Attributes:
+        place: of its key in the next forward pass, from 1 on; 0: keys leave in the order of the model.
+    """
 
     task: int
     step: int
@@ -53,6 +62,7 @@ class PushInfo:
     units: int
     batch: int
     lr: float
+    place: int = 0
 
 
 @dataclass
@@ -101,8 +111,15 @@ class OpenTask:
 
 @dataclass
 class ClientStats:
-    """Seconds that the training thread waited, by cause, and pushes by what became of them."""
+    """Seconds that the training thread waited, by cause, and pushes by what became of them.
+
+    Attributes:
+        arrived_s: when the last value came, on the clock of `time.perf_counter`; known with order=priority alone.
+        overlapped_s: of forward passes, in which values still came; likewise.
+    """
 
     waited_s: dict[str, float] = field(default_factory=lambda: {"parameters": 0.0, "task": 0.0})
+    arrived_s: float = 0.0
+    overlapped_s: float = 0.0
     late: int = 0
     duplicates: int = 0

@@ -401,10 +401,29 @@ class CodecSwitched(Event):
     name: str = field(default="codec_switched", kw_only=True)
 
 
+@dataclass(frozen=True)
+class PeriodChanged(Event):
+    """Replicas agree at another period, which was chosen as the run goes; recorded at the end of the window of steps.
+
+    Attributes:
+        step: after which it was decided, at an agreement; the next one is `new` steps later, or sooner in
+            the warm-up.
+        old, new: steps between agreements.
+        reason: in words.
+    """
+
+    step: int = 0
+    old: int = 0
+    new: int = 0
+    reason: str = ""
+    name: str = field(default="period_changed", kw_only=True)
+
+
 EVENTS: tuple[type[Event], ...] = (
     DataGrew, WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, CannotGoOn, CallbackError,
     RunDiverged, BadImageSkipped, LossNotFinite, MoreMicroBatches, WayTried, WayPredicted, Resumed, StartedOver,
     CheckpointRejected, MachineLeft, WorkerGone, WorkerLeft, ChangeRefused, ServerGone, ServerLost, ServerSettled,
     SharesAgain, SharesDealt, SchedulerRestored, DiskFails, DiskWorks, CodecSwitched,
+    PeriodChanged,
 )  # fmt: skip
 """Events with details, told apart by the default of `name`."""

@@ -91,7 +91,8 @@ class Start(Record):
         resident_bytes: of each rank's process before it had a model; empty where ranks are on GPUs.
         recovery_bytes: sent to bring ranks where the others are, after some have come or gone; they count in
             `other_wire_bytes` as well.
-        order: in which gradients are summed, `ready` or `priority`; empty where there is no choice.
+        order: in which gradients are summed, or travel to servers and values back, `ready` or `priority`; empty where
+            there is no choice.
     """
 
     kind: ClassVar[str] = "start"
@@ -557,6 +558,8 @@ class Alternative:
         sums: its messages are summed on their way; others pass from each rank to each.
         buckets: in which it is sent, each in its own rounds; 0: not told.
         fewest_messages: of a tensor in a run, for what its codec leaves out not to come too late.
+        follows: its period is chosen as the run goes, `period` at most, so that messages take this share of the time;
+            0: it is fixed.
     """
 
     settings: Mapping[str, str]
@@ -571,11 +574,26 @@ class Alternative:
     sums: bool = False
     buckets: int = 0
     fewest_messages: int = 0
+    follows: float = 0.0
 
     @property
     def often(self) -> float:
-        """The share of steps in which it is sent."""
+        """The share of steps in which it is sent; of a period that is chosen, the least."""
         return self.share or 1 / self.period
+
+    def often_beside(self, step_s: float, message_s: float) -> float:
+        """Return the share of steps in which it is sent, with the period that is chosen.
+
+        Args:
+            step_s: seconds of a step in which it is not.
+            message_s: that it adds to one in which it is.
+        """
+        if not self.follows:
+            return self.often
+        most = 1 / (self.overlap + 1)
+        if message_s <= 0:
+            return most
+        return min(most, max(self.often, self.follows / (1 - self.follows) * step_s / message_s))
 
 
 @dataclass(frozen=True)
@@ -666,6 +684,8 @@ class WorkerWindow(Record):
         late: shares of steps that came too late.
         waited_s: seconds that each waited, by cause.
         sent_bytes, received_bytes: of each worker's present process.
+        overlapped_s: seconds of each one's forward passes in which values still came; counted with order=priority, and
+            absent where there were none.
     """
 
     kind: ClassVar[str] = "staleness"
@@ -675,6 +695,7 @@ class WorkerWindow(Record):
     waited_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
     received_bytes: Mapping[str, float] = field(default_factory=dict)
+    overlapped_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

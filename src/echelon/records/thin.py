@@ -20,6 +20,7 @@ from echelon.records.events import (
     HangSeen,
     LossNotFinite,
     MachineLeft,
+    PeriodChanged,
     RankFailed,
     Refusal,
     Restarted,
@@ -58,6 +59,7 @@ _WHOLE = (
     MachineLeft,
     HangSeen,
     SharesDealt,
+    PeriodChanged,
 )
 _Counters = WorkerWindow | ServerWindow | EntropyCoding
 
@@ -210,7 +212,11 @@ def _counts_on(before: _Counters, after: _Counters) -> bool:
 
 
 def _flat(window: WorkerWindow) -> Iterator[tuple[tuple[str, ...], float]]:
-    for name, counts in (("clock", window.clocks), ("sent", window.sent_bytes), ("received", window.received_bytes)):
+    counters = (
+        ("clock", window.clocks), ("sent", window.sent_bytes), ("received", window.received_bytes),
+        ("overlapped", window.overlapped_s),
+    )  # fmt: skip
+    for name, counts in counters:
         for worker, value in counts.items():
             yield (name, worker), value
     for worker, causes in window.waited_s.items():

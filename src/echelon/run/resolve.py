@@ -234,6 +234,15 @@ def agreements(sync: str, steps: int) -> int:
     return read_sync(sync).messages(steps)
 
 
+def longest_period(sync: str, steps: int) -> int:
+    """Return the longest period that a strategy may choose in a run of so many steps; 0: it chooses none.
+
+    Raises:
+        UserError: the spec cannot be read.
+    """
+    return read_sync(sync).longest_period(steps)
+
+
 def source_of(config: RunConfig, folder: Path | None) -> SourceChoice:
     """Return the data of a described run, not yet opened; imports torch.
 

@@ -19,12 +19,17 @@ _MOST_RATES = 3
 
 @dataclass(frozen=True)
 class StepCost:
-    """A candidate's mean step: seconds that no link changes, and bytes that one rank sends."""
+    """A candidate's mean step: seconds that no link changes, and bytes that one rank sends.
+
+    Attributes:
+        follows: over another link it would send more or less often.
+    """
 
     fixed_s: float
     rank_bytes: float
     step_s: float
     exposed_s: float
+    follows: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ def step_cost(runs: Sequence[RunRow], candidate: str) -> StepCost | None:
     rank_bytes = fmean((r.wire_bytes_per_step or 0.0) / (r.workers or 1) for r in done)
     link = done[0].link
     transfer_s = 8 * rank_bytes / rate_of(link) if link else 0.0
-    return StepCost(step_s - min(exposed_s, transfer_s), rank_bytes, step_s, exposed_s)
+    follows = any(r.periods for r in done)
+    return StepCost(step_s - min(exposed_s, transfer_s), rank_bytes, step_s, exposed_s, follows)
 
 
 def break_even_bits_per_s(base: StepCost, other: StepCost) -> float | None:
@@ -145,7 +151,11 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _rates(base: str, costs: dict[str, StepCost], chosen: str | None = None) -> tuple[str, ...]:
-    """Say at which link rates a step of another candidate would be shorter: an estimate, and named one."""
+    """Say at which link rates a step of another candidate would be shorter: an estimate, and named one.
+
+    What follows the link sends more or less often at other rates: nothing is said of it.
+    """
+    costs = {name: cost for name, cost in costs.items() if not cost.follows}
     if base not in costs:
         return ()
     rates = {name: break_even_bits_per_s(costs[base], cost) for name, cost in costs.items() if name != base}

@@ -17,7 +17,7 @@ from echelon.records.before_tasks import primary_of
 from echelon.records.kinds import Evaluation, ServerWindow, Steps, WorkerJoined
 from echelon.reporting.report.charts_server import staleness_counts
 from echelon.reporting.report.records import RunRecord, load_run
-from echelon.reporting.report.summary import Summary, summarise
+from echelon.reporting.report.summary import Summary, chosen_periods, summarise
 from echelon.reporting.report.timing import Timing, measure
 from echelon.reporting.report.whole_run import WholeRun
 from echelon.study.base import PlannedRun
@@ -41,6 +41,7 @@ def rows_of(run: PlannedRun, folder: Path, status: str, message: str) -> tuple[R
         run.name, run.candidate, run.terms, run.seed, status, " ".join(text for text in (message, torn) if text),
         train_s=whole.steps_s if whole else 0.0, run_s=whole.seconds if whole else None, wire_bytes=wire_bytes,
         density=_density(record.windows), link=run.settings.get("launch.link"), lr=_rate(run, record),
+        periods=_periods(record),
     )  # fmt: skip
     if whole is not None:
         pauses = {f"pause_{name}": whole.pauses.get(name, 0.0) for name in PAUSE_REASONS}
@@ -49,6 +50,13 @@ def rows_of(run: PlannedRun, folder: Path, status: str, message: str) -> tuple[R
     row = _with_outcome(row, summary, points, metric)
     row = replace(row, eval_samples=(evaluations[-1].samples or None) if evaluations else None)
     return _with_placement(_with_staleness(_with_costs(row, summary, timing), record), record), points
+
+
+def _periods(record: RunRecord) -> str | None:
+    """Return the periods that were chosen as the run went; None: none were."""
+    changes = chosen_periods(record)
+    held = [(0, changes[0].old), *((change.step, change.new) for change in changes)] if changes else []
+    return " ".join(f"{step}:{period}" for step, period in held) or None
 
 
 def _rate(run: PlannedRun, record: RunRecord) -> float | None:

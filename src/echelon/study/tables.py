@@ -43,6 +43,7 @@ class RunRow:
             `PrimaryMetric`.
         best: the best value of the primary metric.
         predicted_step_s, predicted_run_s: what the baseline's record of the same seed predicted for `step_s`, `run_s`.
+        periods: chosen as the run went, each behind the step from which on it held, such as `0:4 12:18`.
         metrics: those of the last evaluation.
     """
 
@@ -97,6 +98,7 @@ class RunRow:
     staleness_mean: float | None = None
     density: float | None = None
     restarts: int | None = None
+    periods: str | None = None
     predicted_step_s: float | None = None
     predicted_run_s: float | None = None
     target: float | None = None

@@ -20,6 +20,7 @@ from echelon.compression import Compression
 from echelon.compression.rungs import Switch
 from echelon.core.state_tree import StateTree, StateView
 from echelon.observe.phases import PhaseClock
+from echelon.sync.averaging.period import PeriodChange
 
 AGREED_FROM = ("buffers", "ema", "model", "sync")
 """Entries of a rank's own state from which it can be told what the replicas agree on."""
@@ -60,7 +61,7 @@ class SyncContext:
             are averaged over the replicas instead of summed.
         ddp: what somebody else has wrapped the model in.
         has_unused: whether some parameters get no gradient from a step, which then keep none.
-        noted: hears what an adaptive codec changes.
+        noted: hears what is changed as the run goes: by an adaptive codec, or of a period.
         steps: of the run, by which what begins and ends it is settled; 0: not known, as in somebody else's loop.
         survives: the replicas go on when some of them die.
         cut_rows: sparse tables are cut by rows over the replicas: between whom these travel; None: all have all rows.
@@ -80,7 +81,7 @@ class SyncContext:
     ddp: DistributedDataParallel | None = None
     has_unused: bool = False
     steps: int = 0
-    noted: Callable[[Switch], None] = lambda switch: None
+    noted: Callable[[Switch | PeriodChange], None] = lambda change: None
     survives: bool = False
     cut_rows: CutRows | None = None
 
@@ -237,6 +238,18 @@ class Regroupable(Sync, Protocol):
 
     def take_shared_memory(self, state: StateView) -> None:
         """Take over, between two groups, what `shared_memory` returned on a rank that is further."""
+
+
+@runtime_checkable
+class Replayable(Protocol):
+    """A strategy that may decide by what it measures."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether it does; all ranks say the same."""
+
+    def replay(self, decided: Mapping[int, int]) -> None:
+        """Decide as before after these steps of the run, which are trained again; measure from the last one on."""
 
 
 @runtime_checkable

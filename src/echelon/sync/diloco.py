@@ -25,7 +25,9 @@ less traffic comes at once. With `overlap` = tau, replicas compute tau more step
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, ClassVar
 
 import torch
@@ -36,6 +38,7 @@ from echelon.core.bounds import Bounds, OneOf, check_bounds
 from echelon.core.errors import UserError
 from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.engine import Averaging
+from echelon.sync.averaging.period import AUTO, first_period
 from echelon.sync.averaging.plan import AveragingPlan
 from echelon.sync.averaging.settings import AveragingSettings
 from echelon.sync.base import Sync, SyncContext
@@ -52,7 +55,8 @@ class DilocoSettings(AveragingSettings):
     """Settings of `diloco`.
 
     Attributes:
-        period: steps between two agreements on a parameter.
+        period: steps between two agreements on a parameter; auto: chosen as the run goes, so that communication takes
+            about a tenth of the time where a run of its length allows that.
         outer_lr: learning rate of the outer optimizer; left out: from 1 without momentum down to 0.7 (the paper's) with
             0.9.
         outer_momentum: Nesterov momentum of the outer optimizer; left out: 1 - 10 / periods of the run, between 0 and
@@ -67,7 +71,7 @@ class DilocoSettings(AveragingSettings):
     """
 
     name: ClassVar[str] = "diloco"
-    period: Annotated[int, Bounds(least=1)]
+    period: Annotated[int | str, Bounds(least=1, word="auto")]
     outer_lr: Annotated[float | None, Bounds(above=0, hint="0.7 is the paper's")] = None
     outer_momentum: Annotated[float | None, Bounds(least=0, below=1, hint="0.9 is the paper's")] = None
     fragments: Annotated[int, Bounds(least=1)] = 1
@@ -84,22 +88,26 @@ class DilocoSettings(AveragingSettings):
         """Return when what is averaged."""
         alpha = self.alpha if self.alpha is not None else (OVERLAPPED_ALPHA if self.overlap else 0.0)
         return AveragingPlan(
-            self.period,
+            first_period(self.period, self.overlap),
             fragments=self.fragments,
             overlap=self.overlap,
             alpha=alpha,
             optimizer_state=self.optimizer_state,
             warmup=self.warmup,
             finishes=True,
+            auto=self.period == AUTO,
         )
 
-    def outer(self, steps: int) -> tuple[float, float]:
-        """Return learning rate and momentum of the outer optimizer in a run of so many steps (0: not known)."""
+    def outer(self, steps: int, period: int = 0) -> tuple[float, float]:
+        """Return learning rate and momentum of the outer optimizer in a run of so many steps (0: not known).
+
+        Args:
+            period: in which replicas agree at present; 0: the plan's.
+        """
+        period = period or self.plan().period
         momentum, lr = self.outer_momentum, self.outer_lr
         if momentum is None:
-            momentum = (
-                min(PAPER_MOMENTUM, max(0.0, 1 - MEMORY_SHARE * self.period / steps)) if steps else PAPER_MOMENTUM
-            )
+            momentum = min(PAPER_MOMENTUM, max(0.0, 1 - MEMORY_SHARE * period / steps)) if steps else PAPER_MOMENTUM
         if lr is None:
             lr = 1 - (1 - PAPER_LR) * min(1.0, momentum / PAPER_MOMENTUM)
         return lr, momentum
@@ -113,9 +121,10 @@ class DilocoSettings(AveragingSettings):
         notes = super().length_notes(steps)
         if steps and (self.outer_lr is None or self.outer_momentum is None):
             lr, momentum = self.outer(steps)
-            notes.append(
-                f"outer_lr {lr:.3g} and outer_momentum {momentum:.3g}, for a run of {steps // self.period} periods"
-            )
+            periods = f"for a run of {steps // self.plan().period} periods"
+            if self.period == AUTO:
+                periods = "at first; they follow the period, for an outer momentum that remembers a tenth of the run"
+            notes.append(f"outer_lr {lr:.3g} and outer_momentum {momentum:.3g}, {periods}")
         return notes
 
     def check(self, compression: Compression) -> None:
@@ -133,8 +142,8 @@ class DilocoSettings(AveragingSettings):
 
     def build(self, context: SyncContext) -> Sync:
         """Build the strategy."""
-        outer = self.outer(context.steps)
-        return Averaging(context, self.plan(), lambda replicas: OuterNesterov(*outer))
+        outer = partial(self.outer, context.steps)
+        return Averaging(context, self.plan(), lambda replicas: OuterNesterov(*outer(), outer))
 
 
 STRATEGY = DilocoSettings
@@ -145,9 +154,15 @@ class OuterNesterov:
 
     centred = False
 
-    def __init__(self, lr: float, momentum: float) -> None:
-        self._lr, self._momentum = lr, momentum
+    def __init__(self, lr: float, momentum: float, outer: Callable[[int], tuple[float, float]] | None = None) -> None:
+        """Take the first settings; `outer` returns those of a period that has changed."""
+        self._lr, self._momentum, self._outer = lr, momentum, outer
         self._velocity: dict[str, Tensor] = {}
+
+    def settle(self, period: int) -> None:
+        """Take the settings that suit a period."""
+        if self._outer is not None:
+            self._lr, self._momentum = self._outer(period)
 
     def agree(self, name: str, current: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
         """Take an outer step from the anchor, by the mean delta of its shape; replicas go on from there."""

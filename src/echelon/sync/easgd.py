@@ -103,6 +103,9 @@ class Elastic:
     def __init__(self, alpha: Callable[[], float], replicas: int) -> None:
         self._alpha, self._replicas = alpha, replicas
 
+    def settle(self, period: int) -> None:
+        """Do nothing: the force is that of each agreement."""
+
     def agree(self, name: str, current: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
         """Move both, of one shape, each by where the other was."""
         alpha = self._alpha()

@@ -34,6 +34,7 @@ from typing import Annotated, ClassVar
 from echelon.core.bounds import Bounds, OneOf, check_bounds
 from echelon.optim.traits import normalises
 from echelon.sync.averaging.engine import Averaging
+from echelon.sync.averaging.period import AUTO, first_period
 from echelon.sync.averaging.plan import FEWEST_PERIODS, SHORT_STEPS, AveragingPlan, MeanRule
 from echelon.sync.averaging.settings import AveragingSettings
 from echelon.sync.base import Sync, SyncContext
@@ -44,7 +45,8 @@ class LocalSettings(AveragingSettings):
     """Settings of `local`.
 
     Attributes:
-        period: steps between averages.
+        period: steps between averages; auto: chosen as the run goes, so that communication takes about a tenth of the
+            time where a run of its length allows that.
         start: how many synchronous steps come before the first local one.
         optimizer_state: what an average does to the optimizer's moments: keep each replica's own, average or reset
             them.
@@ -57,7 +59,7 @@ class LocalSettings(AveragingSettings):
     """
 
     name: ClassVar[str] = "local"
-    period: Annotated[int, Bounds(least=1)]
+    period: Annotated[int | str, Bounds(least=1, word="auto")]
     start: Annotated[int, Bounds(least=0)] = 0
     optimizer_state: Annotated[str, OneOf(("keep", "average", "reset"))] = "keep"
     overlap: Annotated[int, Bounds(least=0)] = 0
@@ -71,7 +73,7 @@ class LocalSettings(AveragingSettings):
     def plan(self) -> AveragingPlan:
         """Return when what is averaged."""
         return AveragingPlan(
-            self.period,
+            first_period(self.period, self.overlap),
             start=self.start,
             overlap=self.overlap,
             optimizer_state=self.optimizer_state,
@@ -79,12 +81,17 @@ class LocalSettings(AveragingSettings):
             warmup=self.warmup,
             outer_lr=self.outer_lr,
             finishes=True,
+            auto=self.period == AUTO,
         )
 
     def length_notes(self, steps: int) -> list[str]:
         """Say what follows from a run's number of steps, and what a long period costs in a short one."""
         notes = super().length_notes(steps)
-        if self.period > 4 and FEWEST_PERIODS * self.period <= steps - self.start < SHORT_STEPS:  # fewer are told of
+        if (
+            self.period != AUTO
+            and self.plan().period > 4
+            and FEWEST_PERIODS * self.plan().period <= steps - self.start < SHORT_STEPS
+        ):  # fewer are told of
             notes.append(
                 f"in runs of fewer than {SHORT_STEPS} steps, periods above 4 cost 0.4 to 0.7 points of accuracy where "
                 "it was measured, and local(4) 0.3: use that if the link allows it"

@@ -60,6 +60,10 @@ class ServerSettings(SyncSettings):
         snapshot_every: updates of a server between its snapshots; with a standby there are none.
         replicas: standbys for each server, 0 or 1; a standby holds every acknowledged update.
         chunk_kb: largest piece of the parameters in one message, in KiB.
+        order: of a step's pushes and pulls; ready: as gradients and values are made, much on its way at a time;
+            priority: what the next forward pass needs first, and little on its way, so that it overtakes. With
+            mode=sync, ready begins a step when the one before is complete; with priority its forward pass begins at
+            once, and each layer waits for its own parameters.
         ema: decay of a moving average of the parameters on the servers; set by --ema; 0: off.
     """
 
@@ -78,12 +82,16 @@ class ServerSettings(SyncSettings):
     snapshot_every: Annotated[int, Bounds(least=1, most=1_000_000_000)] = 200
     replicas: Annotated[int, Bounds(least=0, most=1)] = 0
     chunk_kb: Annotated[int, Bounds(least=4, most=65_536)] = 1024
+    order: Annotated[str, OneOf(("ready", "priority"))] = "ready"
     ema: float = 0.0
 
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.backup and self.mode != "sync":
             raise ValueError(f"backup={self.backup} belongs to mode=sync; mode={self.mode} waits for no gradient")
+        if self.backup and self.by_priority:
+            raise ValueError(f"order=priority goes on into the next step, which backup={self.backup} may begin without "
+                             "a worker's gradient: leave one of them out")  # fmt: skip
         if self.parts and self.aggregates:
             raise ValueError(f"parts={self.parts} belongs to mode=async and ssp: in mode=sync each worker has one")
         stale = self.compensation != "none" or bool(self.by_staleness) or self.momentum_correction or self.decay_s > 0
@@ -100,6 +108,11 @@ class ServerSettings(SyncSettings):
     def aggregates(self) -> bool:
         """Whether the gradients of one version are summed into one update."""
         return self.mode == "sync" or (self.mode == "ssp" and self.staleness == 0)
+
+    @property
+    def by_priority(self) -> bool:
+        """Whether what the next forward pass needs first travels first."""
+        return self.order == "priority"
 
     def workers_keep_momentum(self, workers: int) -> bool:
         """Whether each of so many workers keeps a momentum of its own gradients, where the optimizer is SGD.

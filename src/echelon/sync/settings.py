@@ -31,6 +31,11 @@ class SyncSettings(ABC):
     sums_in_backward: ClassVar[bool] = False
 
     @property
+    def replica_is_one_rank(self) -> bool:
+        """Whether it can only act between replicas that are one rank each."""
+        return False
+
+    @property
     def regroups(self) -> bool:
         """Whether the replicas can go on when some of them are gone (see `Regroupable`)."""
         return False
@@ -43,6 +48,10 @@ class SyncSettings(ABC):
     def messages(self, steps: int) -> int:
         """Return how often a run of so many steps sends each parameter; 0: steps are not known."""
         return steps
+
+    def longest_period(self, steps: int) -> int:
+        """Return the longest period that it may choose in a run of so many steps; 0: it chooses none."""
+        return 0
 
     def settled(self, compression: Compression, steps: int) -> Compression:
         """Return the compression as a run of so many steps (0: not known) has it."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -58,11 +60,11 @@ from echelon.optim.own import OptimizerFactory, described
 from echelon.parallel.sync_batchnorm import regroup_sync_batchnorm
 from echelon.ps.split_worker import SplitWorker
 from echelon.ps.worker_rank import WorkerRank
-from echelon.records.events import Event, WeightsLoaded
+from echelon.records.events import Event, PeriodChanged, StartedOver, WeightsLoaded
 from echelon.records.file import Recorder, newest
 from echelon.records.going import Launch, read_launch
 from echelon.records.kinds import Start, Steps
-from echelon.sync.base import Sync
+from echelon.sync.base import Replayable, Sync
 from echelon.tasks import nest
 from echelon.tasks.base import Task
 from echelon.tasks.classification import likely_task
@@ -73,6 +75,7 @@ from echelon.trainer.compatibility import (
     batchnorm_notes,
     interplay_notes,
     length_notes,
+    pushing_order,
     sent_whole_notes,
     still_notes,
     summing_order,
@@ -102,7 +105,7 @@ from echelon.trainer.unused import unread_notes
 from echelon.trainer.update import UpdateGate
 from echelon.trainer.window import Traffic
 from echelon.trainer.work import Work
-from echelon.trainer.world import World, first_that_differs, roll_call, short_connects
+from echelon.trainer.world import World, first_that_differs, roll_call, short_connects, text_from_rank_0
 
 
 @dataclass(frozen=True)
@@ -554,6 +557,7 @@ def assemble(
         keep_sample_index(ground.source, path)
     if restored is None:
         seed_everything(rank_seed(config.training.seed, world.data_rank))
+    _replay(run_parts.sync, restored, world, path)
     cursor = restored or Cursor(draws_by_part=membership is not None and not _divides(world))
     cursor.draws_by_part |= balances
     display = _display(config, ground.train_loader.batches_per_epoch, world, cursor, ground.task)
@@ -655,6 +659,17 @@ def _balancer(ground: _Groundwork, cursor: Cursor, path: Path) -> Balancer | Non
     return balancer
 
 
+def _replay(sync: Sync, restored: Cursor | None, world: World, path: Path) -> None:
+    """Let a strategy decide again what the record has of the steps after a checkpoint's; all ranks call it."""
+    if restored is None or not isinstance(sync, Replayable) or not sync.decides:
+        return
+    lines = newest(path, PeriodChanged, StartedOver) if world.leads else iter(())
+    since = takewhile(lambda line: not isinstance(line, StartedOver), lines)
+    decided = {str(line.step): line.new for line in reversed(list(since)) if isinstance(line, PeriodChanged)}
+    told: Mapping[str, int] = json.loads(text_from_rank_0(json.dumps(decided), world))
+    sync.replay({int(at): period for at, period in told.items() if int(at) > restored.step})
+
+
 def assemble_worker(
     resolved: ResolvedRun, path: Path, world: World, process: WorkerRank, user_objects: UserObjects
 ) -> tuple[TrainingRun, Leases | Commands]:
@@ -750,6 +765,7 @@ def _start_of_workers(ground: _Groundwork, run_parts: RunParts, link: ServerLink
         parameters=link.table.numel,
         layout=layout or None,
         served=True,
+        order=pushing_order(ground.resolved, link.process.size),
     )
 
 

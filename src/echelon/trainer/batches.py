@@ -15,8 +15,9 @@ from echelon.core.time_limit import TimeLimit
 from echelon.data.base import Batch
 from echelon.observe.garbage import GarbageClock
 from echelon.observe.phases import CALLBACKS, RECORDING, Phase
-from echelon.records.events import CodecSwitched
+from echelon.records.events import CodecSwitched, PeriodChanged
 from echelon.records.kinds import EARLY_STOP, MAX_TIME, EntropyCoding
+from echelon.sync.averaging.period import PeriodChange
 from echelon.sync.base import Agreement
 from echelon.trainer.balance import Deal
 from echelon.trainer.commit import Commit, KeptDraws, Noted
@@ -304,6 +305,10 @@ class EpochOrder:
         self.recorded, self.spent_s = cursor.step, 0.0
         run.progress.window(closed.steps, closed.resources)
         for switch in run.parts.switches:
+            if isinstance(switch, PeriodChange):
+                text = f"the period is {switch.new} instead of {switch.old} from step {switch.step} on: {switch.reason}"
+                run.progress.record.write(PeriodChanged(text, switch.step, switch.old, switch.new, switch.reason))
+                continue
             text = f"{switch.vector}: {switch.new} instead of {switch.old} by step {cursor.step}: {switch.reason}"
             run.progress.record.write(
                 CodecSwitched(text, cursor.step, switch.vector, switch.old, switch.new, switch.reason)

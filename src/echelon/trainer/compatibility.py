@@ -19,8 +19,10 @@ from echelon.models.external import WITHOUT_AUXILIARY_HEADS
 from echelon.models.keras_model import KerasModule
 from echelon.optim.some_parameters import BY_PARAMETER
 from echelon.optim.traits import Reach, is_sgd, moves_by_rate
+from echelon.sync.ps import server_settings
 from echelon.torch_compat import BatchNormBase, DropoutNd
 from echelon.trainer.layouts import check_layout
+from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.tables import check_sparse_setting
 from echelon.trainer.unused import unused_notes
@@ -111,6 +113,16 @@ def summing_order(run: ResolvedRun, ranks: int) -> str:
     except UserError:
         return ""
     return run.path.order
+
+
+def pushing_order(run: ResolvedRun, size: int) -> str:
+    """Return in which order gradients travel to servers and values back; empty where it could not be by priority.
+
+    Args:
+        size: ranks of a worker.
+    """
+    settings = server_settings(run.sync)
+    return "" if settings.backup or _against_order(run, size) else settings.order
 
 
 def _fewest_replicas(run: ResolvedRun, ranks: int) -> int:
@@ -210,6 +222,11 @@ def _against_elastic(run: ResolvedRun, ranks: int) -> str:
 def _check_replicas(run: ResolvedRun, ranks: int) -> None:
     """Refuse what acts between replicas where several ranks make one."""
     layout, given = run.layout_for(ranks), run.described.strategy
+    if run.sync.replica_is_one_rank and layout.splits:
+        raise UserError(
+            f"--sync {given.sync} with --parallel {given.parallel}: each part of a model has links of its own, "
+            "and would choose different periods: give a number, such as period=8"
+        )
     if layout.dp > 1 or ranks == 1 or run.sync.uses_servers:
         return
     two = replace(layout, sizes={Axis.DP: 2, **{a: size for a, size in layout.sizes.items() if a is not Axis.DP}})
@@ -242,14 +259,42 @@ def _check_servers(run: ResolvedRun, ranks: int) -> None:
         )
     if config.model.sync_batchnorm:
         raise UserError(f"{sync} has no group for --sync-batchnorm: leave it out, or use --sync allreduce")
-    if not run.path.by_backend or run.path.by_priority:
+    if run.path.by_backend and run.path.by_priority:
+        raise UserError(
+            f"{sync} has no collectives: leave out --collective; pushes and pulls are ordered by ps(order=priority)"
+        )
+    if not run.path.by_backend:
         raise UserError(f"{sync} has no collectives: leave out --collective")
+    _check_order(run, sync, size)
     run.sync.check_run(
         workers=ranks * run.nodes.least // run.nodes.most // size,
         clips=config.optimizer.clip_norm > 0,
         has_momentum=_has_momentum(run, config.optimizer),
     )
     _check_optimizer_on_servers(run, sync)
+
+
+def _check_order(run: ResolvedRun, sync: str, size: int) -> None:
+    """Refuse to send first what forward needs first where forward waits for everything (UserError)."""
+    against = _against_order(run, size) if server_settings(run.sync).by_priority else None
+    if against is not None:
+        raise UserError(f"{sync} with {against}, before the first layer: leave one of them out")
+
+
+def _against_order(run: ResolvedRun, size: int) -> str | None:
+    """Return the setting that makes forward wait for everything, and why; None: none does.
+
+    Args:
+        size: ranks of a worker.
+    """
+    config = run.config
+    against = (
+        (size > 1, f"--parallel {run.described.strategy.parallel}", "its first rank gives all ranks their parameters"),
+        (config.model.compile, "--compile", "compiled code reads all layers"),
+        (PRECISIONS[config.training.precision].parameters is not None, f"--precision {config.training.precision}",
+         "all parameters are converted"),
+    )  # fmt: skip
+    return next((f"{flag}: {reason} at once" for stands, flag, reason in against if stands), None)
 
 
 def _worker_size(run: ResolvedRun, ranks: int) -> int:

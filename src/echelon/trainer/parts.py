@@ -31,6 +31,7 @@ from echelon.parallel.split import SplitModel, SplitOptions, recompute_model, sp
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.tables import cut_tables
 from echelon.parallel.zero import DividedUpdate
+from echelon.sync.averaging.period import PeriodChange
 from echelon.sync.base import CutRows, Sync, SyncContext
 from echelon.sync.same_start import equalise
 from echelon.tasks import nest
@@ -64,7 +65,7 @@ class _Built:
     update: Update
     steps: int
     cut_rows: CutRows | None = None
-    switches: list[Switch] = field(default_factory=list)
+    switches: list[Switch | PeriodChange] = field(default_factory=list)
 
 
 def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -> RunParts:

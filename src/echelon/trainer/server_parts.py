@@ -118,7 +118,7 @@ def _connect(
         ClientConfig(
             worker_name(process.number), derive_keys(read_secret(roles)), wait_for_address(roles, timeout_s),
             run.compression, config.training.seed, process.number, timeout_s,
-            keeps=settings.replicas == 0, aggregates=settings.aggregates,
+            keeps=settings.replicas == 0, aggregates=settings.aggregates, by_priority=settings.by_priority,
         )
     )  # fmt: skip
     by_element = run.optimizer.is_split_on_servers and not client.sends_shapes

@@ -28,6 +28,7 @@ from echelon.optim.build import EMA
 from echelon.optim.named_state import load_named_state, named_state, trained_names
 from echelon.parallel.base import ORDER
 from echelon.parallel.split import SplitModel
+from echelon.sync.averaging.period import PeriodChange
 from echelon.sync.base import Rescuable, Sync
 from echelon.tasks.base import Task
 from echelon.trainer.resolved import ResolvedRun
@@ -64,7 +65,7 @@ class RunParts:
         start_bytes: that this rank sent so that all replicas begin alike.
         frozen: names of parameters and statistics of the whole model that stay as they are.
         since: the epoch, counted from 0, since which this is so.
-        switches: of an adaptive codec, that the record has not been told of.
+        switches: of an adaptive codec or a period, that the record has not been told of.
         update: the ranks' own; None: servers make it.
     """
 
@@ -77,7 +78,7 @@ class RunParts:
     start_bytes: int = 0
     frozen: Set[str] = frozenset()
     since: int = 0
-    switches: list[Switch] = field(default_factory=list)
+    switches: list[Switch | PeriodChange] = field(default_factory=list)
     update: Update | None = None
 
     @property

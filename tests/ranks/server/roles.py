@@ -32,7 +32,7 @@ from echelon.messages.endpoint import Channel, Sender
 from echelon.messages.identity import RunKeys, derive_keys
 from echelon.messages.sockets import Limits
 from echelon.observe.phases import HostClock
-from echelon.ps.client import Client, ClientConfig, PushInfo, RowsOf, RunOver
+from echelon.ps.client import Client, ClientConfig, PushInfo, RowsOf
 from echelon.ps.server import Server, ServerConfig
 from echelon.ps.serving import coordination_policy
 from echelon.ps.spans import model_table
@@ -40,6 +40,7 @@ from echelon.ps.strategy import ParameterServer, WorkerOptions
 from echelon.ps.table import Cut, KeyTable, RowStart
 from echelon.records.file import Recorder
 from echelon.records.kinds import Steps
+from echelon.sync.base import StepAbandoned
 from echelon.sync.ps import ServerSettings
 
 Optimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -105,7 +106,8 @@ class Cluster:
         """Connect a worker."""
         return Client(
             ClientConfig(f"worker{number}", self.keys, self.address, read(self.compression), 0,
-                         number, 20.0, keeps=self.settings.replicas == 0, aggregates=self.settings.aggregates)
+                         number, 20.0, keeps=self.settings.replicas == 0, aggregates=self.settings.aggregates,
+                         by_priority=self.settings.by_priority)
         )  # fmt: skip
 
     def work(self, number: int, model: nn.Module, gradient: Callable[[nn.Module, TrainTask], float],
@@ -139,7 +141,7 @@ class Cluster:
                 seen.append((task, self._copied(client, table, task.tag)))
                 client.report(EvaluationDone(task.task))
             else:
-                with contextlib.suppress(RunOver):
+                with contextlib.suppress(StepAbandoned):
                     self._train(client, strategy, task, gradient, lr)
 
     def _copied(self, client: Client, table: KeyTable, tag: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,9 @@ STRIKES = [
     ("server1", Setting(mode="sync", epochs=12, replicas=1)),
     ("scheduler", Setting(mode="sync", epochs=12)),
 ]
+
+BY_PRIORITY = Setting(mode="sync", epochs=12, order="priority")
+"""Whose workers are a step ahead of what is complete when a role dies."""
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,17 @@ def test_a_server_dies_in_synchronous_mode(own: Trainer, tmp_path: Path) -> None
 @pytest.mark.parametrize("strike", STRIKES[1:], ids=lambda s: f"{s[0]}-{s[1].mode}-{s[1].replicas}")
 def test_any_role_dies(own: Trainer, tmp_path: Path, strike: tuple[str, Setting], seed: int) -> None:
     check(own, strike, tmp_path, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["server0", "worker0", "worker1", "scheduler"])
+def test_any_role_dies_while_workers_are_ahead(own: Trainer, tmp_path: Path, victim: str) -> None:
+    check(own, (victim, BY_PRIORITY), tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_a_server_with_a_standby_dies_while_workers_are_ahead(own: Trainer, tmp_path: Path) -> None:
+    check(own, ("server1", replace(BY_PRIORITY, replicas=1)), tmp_path, 3)
 
 
 @pytest.mark.slow

@@ -211,3 +211,91 @@ def test_shares_that_a_server_lost_are_done_again() -> None:
     assert again is not None and again.task == tasks["a"].task
     leases.finish(again.task, "b", 0, False)
     assert leases.done_steps == 1
+
+
+def test_the_next_step_is_given_out_ahead_unless_a_pause_may_come_before_it() -> None:
+    leases = SharedLeases(StepCount(8, 4), ahead=True, save_steps=3)
+    for worker in ("a", "b"):
+        leases.join(worker, (), 0)
+    ahead = []
+    for step in range(8):
+        tasks = [task for worker in "abab" if (task := leases.take(worker, 0)) is not None]
+        ahead.append(sum(task.step == step + 1 for task in tasks))
+        assert all((task.share, task.shares) == (task.task % MAX_SHARES, 2) for task in tasks)
+        assert leases.take("a", 0) is None, "nobody is two steps ahead"
+        for share, worker in enumerate("ab"):
+            assert leases.finish(step * MAX_SHARES + share, worker, 0, False)
+        assert leases.done_steps == step + 1
+    assert ahead == [2, 2, 0, 0, 2, 0, 2, 0]  # a checkpoint before 3 and 6, an epoch before 4 and 8
+
+
+def test_what_was_begun_ahead_is_withdrawn_when_a_share_before_it_is_nobodys() -> None:
+    leases = SharedLeases(WORK, ahead=True)
+    for worker in ("a", "b"):
+        leases.join(worker, (), 0)
+    assert leases.take("a", 0) is not None and leases.take("a", 0) is not None  # b will come for its share
+    assert leases.withdraw() == []
+    assert [leases.take("b", 0).step for _ in range(2)] == [0, 1]  # type: ignore[union-attr]
+    assert leases.leave("b") == [1, MAX_SHARES + 1]
+    assert leases.withdraw() == [("a", MAX_SHARES)]
+    assert leases.finish(0, "a", 0, False)
+    for task in (1, MAX_SHARES, MAX_SHARES + 1):  # step 1 stays cut in two: of its gradients some may be there
+        taken = leases.take("a", 0)
+        assert taken is not None and taken.task == task and leases.finish(task, "a", 0, False)
+    assert leases.done_steps == 2
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_each_share_is_done_and_no_step_is_cut_twice_whoever_dies_ahead(seed: int) -> None:
+    """A worker cannot end a step ahead: it waits for values that the present one makes complete, and does nothing else
+    meanwhile. It asks for its next task when it begins one. One at a time is stuck, in every second run.
+    """
+    draw, steps = random.Random(seed), 24
+    leases, cut = SharedLeases(StepCount(steps, 12), ahead=True, save_steps=5), dict[int, int]()
+    queues: dict[str, list[int]] = {}
+    done: set[int] = set()
+    for turn in range(4000):
+        worker, event = f"w{draw.randrange(3)}", draw.random()
+        if worker not in queues:
+            leases.join(worker, (), turn)
+            queues[worker] = []
+        elif event < 0.03:
+            leases.leave(worker)
+            del queues[worker]
+        elif event < 0.04:  # the scheduler dies, and members tell it what they hold
+            below, counted = leases.counted()
+            cuts, leases = leases.cuts(), SharedLeases(StepCount(steps, 12), ahead=True, save_steps=5)
+            leases.replay(below, counted, cuts)
+            for name, tasks in queues.items():
+                leases.join(name, tasks, turn)
+        elif event < 0.6 and len(queues[worker]) < 2 and (task := leases.take(worker, turn)) is not None:
+            assert cut.setdefault(task.step, task.shares) == task.shares
+            queues[worker].append(task.task)
+        elif seed % 2 and worker == f"w{turn // 150 % 3}":
+            continue
+        elif queues[worker] and queues[worker][0] // MAX_SHARES <= leases.done_steps:
+            task_number = queues[worker].pop(0)
+            leases.finish(task_number, worker, turn, False)
+            done.add(task_number)
+        for name, withdrawn in leases.withdraw():
+            queues[name].remove(withdrawn)
+    assert leases.complete
+    assert done == {step * MAX_SHARES + share for step, shares in cut.items() for share in range(shares)}
+
+
+def test_who_is_given_an_overdue_share_leaves_what_it_has_begun_ahead_even_if_the_slow_worker_then_dies() -> None:
+    """It would wait there for values of a step that lacks this very share."""
+    leases = SharedLeases(WORK, ahead=True)
+    for worker in ("a", "b"):
+        leases.join(worker, (), 0)
+    assert [leases.take(worker, 0).task for worker in "aba"] == [0, 1, MAX_SHARES]  # type: ignore[union-attr]
+    assert leases.finish(0, "a", 1, False) and leases.withdraw() == []
+    again = leases.take("a", 1000)
+    assert again is not None and again.task == 1
+    assert leases.withdraw() == [("a", MAX_SHARES)] and leases.withdraw() == []
+    leases.leave("b")
+    assert leases.withdraw() == [] and leases.finish(1, "a", 1001, False)
+    assert leases.done_steps == 1
+    for task in (MAX_SHARES, MAX_SHARES + 1):
+        taken = leases.take("a", 1002)
+        assert taken is not None and taken.task == task and leases.finish(task, "a", 1002, False)

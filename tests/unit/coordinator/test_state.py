@@ -70,6 +70,7 @@ from echelon.records.events import (
 STEPS = 12
 PLAN = TrainingPlan(2, 0, 1, None, None)
 SHARED = CoordinationPolicy(servers=1, shared=True)
+AHEAD = replace(SHARED, ahead=True)
 FREE = CoordinationPolicy(servers=1)
 REPORT = TaskReport(1.0, 1.0, 8, 0.1, [], 0)
 NOTHING = MovedBytes()
@@ -163,7 +164,9 @@ def train(run: Run, *workers: str, share_s: float = 0.0) -> None:
     raise AssertionError("the run did not end")
 
 
-@pytest.mark.parametrize("policy", [FREE, SHARED, replace(FREE, bound=1)], ids=["free", "shared", "bound"])
+@pytest.mark.parametrize(
+    "policy", [FREE, SHARED, AHEAD, replace(FREE, bound=1)], ids=["free", "shared", "ahead", "bound"]
+)
 def test_a_run_goes_to_its_end_and_counts_every_step_once(policy: CoordinationPolicy) -> None:
     run = Run(policy)
     run.begin("a", "b")
@@ -351,7 +354,7 @@ def test_an_overdue_lease_is_offered_to_another_worker() -> None:
     assert [t.task for t in run.sent("b", TrainTask)] == [task.task]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("policy", [FREE, SHARED], ids=["free", "shared"])
+@pytest.mark.parametrize("policy", [FREE, SHARED, AHEAD], ids=["free", "shared", "ahead"])
 @pytest.mark.parametrize("entries", [1, 3, 9, 14])
 def test_a_journal_is_taken_up_wherever_it_ends(policy: CoordinationPolicy, entries: int) -> None:
     first = Run(policy)
@@ -367,7 +370,7 @@ def test_a_journal_is_taken_up_wherever_it_ends(policy: CoordinationPolicy, entr
     assert sorted(steps) == list(range(STEPS))
 
 
-@pytest.mark.parametrize("policy", [FREE, SHARED], ids=["free", "shared"])
+@pytest.mark.parametrize("policy", [FREE, SHARED, AHEAD], ids=["free", "shared", "ahead"])
 @pytest.mark.parametrize("entries", [1, 3, 9, 14, 100])
 def test_a_journal_in_few_entries_says_the_same(policy: CoordinationPolicy, entries: int) -> None:
     first = Run(policy)
@@ -532,6 +535,62 @@ def test_a_stop_saves_before_it_ends() -> None:
     assert run.state.status == "stopped"
 
 
+def test_a_stop_waits_for_the_step_that_was_begun_ahead_and_begins_none_behind_it() -> None:
+    run = Run(AHEAD)
+    run.begin("a", "b")
+    present = {worker: run.ask(worker).task for worker in ("a", "b")}
+    ahead = {worker: run.ask(worker).task for worker in ("a", "b")}
+    for worker in ("a", "b"):
+        run.say(worker, AskTask())
+    run.say("launcher", Stop("stop"))
+    for tasks in (present, ahead):
+        run.tick()
+        assert not run.sent("server0", KeepCopy), "a step is under way"
+        for worker, task in tasks.items():
+            run.done(worker, task)
+    run.tick()
+    (copy,) = run.sent("server0", KeepCopy)
+    assert isinstance(copy, KeepCopy) and not any(run.sent(worker, TrainTask) for worker in ("a", "b"))
+    run.say("server0", CopyKept(copy.tag, 0))
+    (task,) = run.sent("a", EvaluateTask)
+    assert isinstance(task, EvaluateTask) and (task.reason, task.step) == ("stop", 2)
+
+
+def test_a_checkpoint_that_time_asks_for_is_of_the_step_that_was_begun_ahead() -> None:
+    run = Run(AHEAD, TrainingPlan(2, 0, 0, None, 1.0))
+    run.begin("a", "b")
+    present = {worker: run.ask(worker).task for worker in ("a", "b")}
+    ahead = {worker: run.ask(worker).task for worker in ("a", "b")}
+    run.now_s += 1.0
+    for tasks in (present, ahead):
+        assert not run.sent("server0", KeepCopy)
+        for worker, task in tasks.items():
+            run.done(worker, task)
+    run.tick()
+    (copy,) = run.sent("server0", KeepCopy)
+    assert isinstance(copy, KeepCopy)
+    for worker in ("a", "b"):
+        run.say(worker, AskTask())
+        assert not run.sent(worker, TrainTask), "the copy is not kept yet"
+    run.say("server0", CopyKept(copy.tag, 0))
+    (task,) = run.sent("a", EvaluateTask)
+    assert isinstance(task, EvaluateTask) and task.step == 2
+    assert run.sent("b", TrainTask)
+
+
+def test_the_time_of_a_step_that_was_begun_ahead_counts_from_the_end_of_the_one_before() -> None:
+    run = Run(AHEAD)
+    run.begin("a", "b")
+    for _ in range(2):
+        for worker in ("a", "b"):
+            run.ask(worker)
+    for step in range(2):
+        run.now_s += 1.0
+        for share, worker in enumerate(("a", "b")):
+            run.done(worker, 4096 * step + share)
+    assert run.state._leases is not None and run.state._leases.task_s == 1.0
+
+
 def test_a_stop_before_anything_was_trained_waits_for_no_server() -> None:
     run = Run(replace(FREE, standbys=1))
     run.begin("a")
@@ -639,7 +698,7 @@ def test_a_run_completes_in_its_time_with_an_evaluation() -> None:
     assert (run.state.status, run.state.reason) == ("completed", "max_time")
 
 
-@pytest.mark.parametrize("policy", [FREE, SHARED], ids=["free", "shared"])
+@pytest.mark.parametrize("policy", [FREE, SHARED, AHEAD], ids=["free", "shared", "ahead"])
 def test_a_coordinator_that_comes_back_leaves_time_for_the_evaluation(policy: CoordinationPolicy) -> None:
     """As long as 2 x 40 of the steps that two workers divide, which take 1 s each, before one was timed."""
     plan = TrainingPlan(2, 0, 0, None, None, time_left_s=120.0)
@@ -921,7 +980,7 @@ def test_a_worker_that_evaluates_has_no_lease_and_gets_one_when_it_has_answered(
     assert isinstance(lease, TrainTask) and lease.task == 4
 
 
-@pytest.mark.parametrize("policy", [FREE, SHARED])
+@pytest.mark.parametrize("policy", [FREE, SHARED, AHEAD])
 def test_a_worker_that_is_asked_to_leave_finishes_its_lease_and_goes(policy: CoordinationPolicy) -> None:
     run = Run(policy)
     run.begin("worker0", "worker1")

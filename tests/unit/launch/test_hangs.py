@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from unittest.mock import Mock
@@ -10,8 +13,9 @@ import pytest
 
 from echelon.launch import hangs, rhythm
 from echelon.launch.culprit import Elsewhere, Hang, Living, Observed
-from echelon.launch.places.base import Restart
-from echelon.observe.notes import Note
+from echelon.launch.noticeboard import NoticeBoard
+from echelon.launch.places.base import Group, Job, Process, Restart
+from echelon.observe.notes import STACK_SIGNAL, Note
 from echelon.observe.phases import Phase
 from echelon.observe.stacks import Stack, StackFrame
 
@@ -150,3 +154,56 @@ def test_nobody_is_ended_while_other_machines_have_not_told_what_theirs_are_at(m
 def test_who_compiles_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     compiles = Stack((StackFrame("/v/site-packages/torch/_inductor/x.py", 1, "f"),))
     assert ended_of(monkeypatch, Phase.COMMUNICATE, hangs.NoOthers(), lambda clock: compiles) == float("inf")
+
+
+CHILD = """
+import ctypes, os
+from echelon.observe.notes import open_notes
+open_notes().enter("forward")
+def runs_python():
+    while True:
+        pass
+def runs_c():
+    sum(range(1 << 60))
+def holds_c():
+    ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+def waits():
+    ctypes.CDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+print("there", flush=True)
+{}()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_whatever_a_process_is_in_gives_its_stack_and_lives() -> None:
+    names = ["runs_python", "runs_c", "holds_c", "waits"]
+    board, place = NoticeBoard(names), Mock()
+    processes = board.noted(Job((Group(tuple(Process(name, "x:y") for name in names)),))).groups[0].processes
+    children = {
+        p.name: subprocess.Popen(
+            [sys.executable, "-c", CHILD.format(p.name)],
+            env={**os.environ, **p.environment},
+            stdout=subprocess.PIPE,
+        )
+        for p in processes
+    }
+    place.is_silent.return_value = False
+    place.signal.side_effect = lambda asked, signum: [children[name].send_signal(signum) for name in asked]
+    try:
+        for child in children.values():
+            assert child.stdout is not None and child.stdout.readline() == b"there\n"
+        watch = hangs.HangWatch(board, place, hangs.NoOthers(), DEADLINE_S, Mock(), Restart.TOGETHER)
+        living = [Living(name, "here", child.pid) for name, child in children.items()]
+        seen: set[str] = set()
+        for _ in range(20):  # who gets no processor is asked again
+            observed = watch._observe(living)
+            seen |= {o.process.name for o in observed if o.stack and o.process.name in str(o.stack)}
+        assert seen == set(names) and all(child.poll() is None for child in children.values())
+        at_once = [call.args[0] for call in place.signal.call_args_list if call.args[1] == STACK_SIGNAL]
+        assert not any("runs_python" in asked for asked in at_once)
+    finally:
+        for child in children.values():
+            child.kill()
+            child.wait()
+        board.close()

@@ -15,7 +15,7 @@ import pytest
 import echelon
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Group, Job, Process
-from echelon.observe.notes import SLOT_BYTES, STACK_SIGNAL, Note, RankNotes
+from echelon.observe.notes import ASK_SIGNAL, SLOT_BYTES, STACK_SIGNAL, Note, RankNotes
 from echelon.observe.phases import Phase
 from echelon.observe.stacks import Stack, StackFrame, stack_of
 from echelon.observe.tcp import tcp_state
@@ -56,6 +56,45 @@ def test_a_process_that_holds_the_interpreter_for_good_is_read_and_gives_its_sta
         board.clear_stacks("rank1")
         assert board.stacks("rank1") == ""
         assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
+        board.close()
+
+
+BUSY = """
+from echelon.observe.notes import open_notes
+notes = open_notes()
+notes.enter("forward")
+def generate(depth):
+    if depth:
+        yield from generate(depth - 1)
+    yield [depth]
+print("there", flush=True)
+while True:
+    for depth in range(0, 200, 7):
+        list(generate(depth))
+"""
+
+
+@pytest.mark.slow
+def test_who_runs_python_gives_its_stack_as_often_as_it_is_asked_and_lives() -> None:
+    """`faulthandler` ends such a process in one of some hundred times: it walks frames that are given back."""
+    board = NoticeBoard(["rank0"])
+    (process,) = board.noted(Job((Group((Process("rank0", "x:y"),)),))).groups[0].processes
+    child = subprocess.Popen(
+        [sys.executable, "-c", BUSY], env={**os.environ, **process.environment}, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None and child.stdout.readline() == b"there\n"
+        for _ in range(2000):
+            board.clear_stacks("rank0")
+            child.send_signal(ASK_SIGNAL)
+            deadline = time.monotonic() + 20
+            while not board.stacks("rank0"):
+                assert child.poll() is None and time.monotonic() < deadline
+        stack = stack_of(board.stacks("rank0"), 0)
+        assert stack is not None and stack.frames[-1].function == "<module>"
     finally:
         child.kill()
         child.wait()

@@ -17,23 +17,24 @@ from echelon.config.validate import CheckpointInterval
 from echelon.core.errors import UserError
 from echelon.forecast.simulator import SimulatedTask, makespan, simulate
 from echelon.observe.phases import Phase
-from echelon.planning.calibration import Calibration, MeasuredMemory, PhaseCost
+from echelon.planning.calibration import Calibration, MeasuredMemory
 from echelon.planning.layouts import DescribedModel, PlannedWay, of_workers
 from echelon.planning.page import as_json
 from echelon.planning.pictures import front, front_lines, history_lines, scaling_lines, timeline_lines
+from echelon.planning.pipeline_costs import PhaseCost, PipelineCosts
+from echelon.planning.pipelines import StageTimes, pipeline_tasks
 from echelon.planning.plan import Length, make_plan, over_steps, predict, with_targets
 from echelon.planning.steps import (
     GATHER_STRETCH,
     GATHERED_S,
     MESSAGE_STRETCH,
     SUM_STRETCH,
-    Pace,
+    Division,
     Pipelined,
     Replicated,
     Sharded,
-    at_pace,
-    paces,
-    pipeline_tasks,
+    at_division,
+    divisions,
     shares_of,
 )
 from echelon.planning.words import answer_words, choice_words, columns_of, opening, target_columns
@@ -55,7 +56,7 @@ WAYS = (
     Replicated(NONE),
     Replicated(Alternative({"strategy.sync": "local(period=8)"}, 8, 4e6, 1.0, 0.0, 1.0)),
     Sharded(8, 1, 4),
-    Pipelined((0.25, 0.25, 0.25, 0.25), 2, 8, 1000.0, 0.25),
+    Pipelined((0.25, 0.25, 0.25, 0.25), 2, 8, (1000.0,) * 3, 0.25),
 )
 
 
@@ -86,10 +87,9 @@ def test_a_circle_and_a_place_that_is_none_are_refused() -> None:
 @settings(max_examples=60)
 def test_a_balanced_pipeline_takes_what_the_formula_says(stages: int, count: int) -> None:
     """1F1B with equal stages: (m + S - 1) micro-batches of forward and backward, as GPipe's."""
-    way = Pipelined((1 / stages,) * stages, 1, count, 0.0, 1.0)
-    work = {Phase.DATA: 0.0, Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.UPDATE: 0.0, Phase.OTHER: 0.0}
-    spans = simulate(pipeline_tasks(way, work, 0.0))
-    assert makespan(spans) == pytest.approx(3.0 / stages / count * (count + stages - 1))
+    times = StageTimes((1 / stages,) * stages, (2 / stages,) * stages)
+    spans = simulate(pipeline_tasks("1f1b", count, stages, times))
+    assert makespan(spans) == pytest.approx(3.0 / stages * (count + stages - 1))
 
 
 def test_the_calibrated_run_is_predicted_as_it_was_measured() -> None:
@@ -354,15 +354,18 @@ def test_parts_by_speed_are_done_together_and_faster_than_equal_ones(tmp_path: P
     assert sum(n * group.workers for n, group in zip(shares, machines.groups, strict=True)) == pytest.approx(batch)
     done_s = [sum(KNOWN.compute(n, group.speed).values()) for n, group in zip(shares, machines.groups, strict=True)]
     assert done_s[0] == pytest.approx(done_s[1])
-    steps = {pace: Replicated(NONE).step(KNOWN, at_pace(machines, pace), batch) for pace in (Pace.SHARES, Pace.SLOWEST)}
-    assert steps[Pace.SHARES].compute_s == pytest.approx(done_s[0])
-    assert steps[Pace.SHARES].seconds.value < steps[Pace.SLOWEST].seconds.value
+    steps = {
+        division: Replicated(NONE).step(KNOWN, at_division(machines, division), batch)
+        for division in (Division.BY_SPEED, Division.EQUAL)
+    }
+    assert steps[Division.BY_SPEED].compute_s == pytest.approx(done_s[0])
+    assert steps[Division.BY_SPEED].seconds.value < steps[Division.EQUAL].seconds.value
     assert not shares_of(KNOWN, machines, 12), "a slow worker would have less than a sample"
 
 
 def test_ways_that_cannot_have_parts_by_speed_go_at_the_pace_of_the_slowest(tmp_path: Path) -> None:
     machines = groups_of(tmp_path)
-    slowest, both = (Pace.SLOWEST,), (Pace.SHARES, Pace.SLOWEST)
+    slowest, both = (Division.EQUAL,), (Division.BY_SPEED, Division.EQUAL)
     for way, expected in (
         (Replicated(NONE), both),
         (Sharded(12, 1, 4), slowest),  # one replica, whose ranks do each step together
@@ -370,9 +373,9 @@ def test_ways_that_cannot_have_parts_by_speed_go_at_the_pace_of_the_slowest(tmp_
         (Sharded(6, 2, 4), slowest),  # a replica of fast and slow ones
         (WAYS[3], slowest),
     ):
-        assert paces(KNOWN, machines, 1200, way) == expected, way
+        assert divisions(KNOWN, machines, 1200, way) == expected, way
     (answer,) = make_plan(KNOWN, Length(1200, 2, 6400, 2, MINUTE), [machines], None).answers
-    assert answer.best[0].pace is Pace.SHARES
+    assert answer.best[0].division is Division.BY_SPEED
     assert any("Parts of a batch go by speed (--balance auto): " in line for line in answer_words(answer))
 
 
@@ -380,12 +383,12 @@ def test_memory_of_each_group_counts(tmp_path: Path) -> None:
     machines, length = groups_of(tmp_path), Length(1200, 2, 6400, 2, MINUTE)
     fits = PlannedWay(Replicated(NONE), {}, True, memory_bytes=10**9, by_group=(20 * 10**9, 10**9), memory_off=0.1)
     by_speed = predict(KNOWN, length, machines, fits)
-    assert by_speed.fits and by_speed.pace is Pace.SHARES
-    memory = fits.memory(Pace.SHARES)
+    assert by_speed.fits and by_speed.division is Division.BY_SPEED
+    memory = fits.memory(Division.BY_SPEED)
     assert memory is not None and (memory.value, memory.high) == (20e9, 22e9)
     too_large = replace(fits, by_group=(23 * 10**9, 10**9))
     equal = predict(KNOWN, length, machines, too_large)
-    assert equal.fits and equal.pace is Pace.SLOWEST, "equal parts fit"
+    assert equal.fits and equal.division is Division.EQUAL, "equal parts fit"
 
 
 def test_a_price_of_nothing_is_free_and_none_is_not_said() -> None:
@@ -487,3 +490,58 @@ def test_the_front_holds_what_nothing_beats(tmp_path: Path) -> None:
     )
     every = [(p.run_s.value, p.money.value) for a in plan.answers for p in a.predictions if p.money is not None]
     assert all(any(s <= t and c <= d for s, c in points) for t, d in every)
+
+
+def test_a_period_that_follows_the_link_is_longer_over_a_slow_one() -> None:
+    way = Alternative({"strategy.sync": "local(period=auto)"}, 100, 1e6, 2, 0.0, 1.0, follows=0.1)
+    assert way.often_beside(0.1, 0.1) == pytest.approx(1 / 9), "a tenth of the time"
+    assert way.often_beside(0.1, 100.0) == way.often == 1 / 100, "the longest that leaves a run enough averages"
+    assert way.often_beside(0.1, 0.001) == way.often_beside(0.1, 0.0) == 1
+    assert over_steps(way, 20_000).period == 500 > over_steps(way, 600).period > over_steps(way, 60).period
+
+
+def test_a_pipeline_takes_longer_over_a_slower_link_and_on_fewer_processors() -> None:
+    """Its bubble grows with the link's time; two processors cannot do the work of four ranks in less than its half."""
+    way = Pipelined((0.25,) * 4, 1, 8, (1e5,) * 3, 0.25)
+    steps = [way.step(KNOWN, read_at(f"workers=4, link={link}")[0], 64) for link in ("100gbit", "100mbit", "10mbit")]
+    assert steps[0].seconds.value < steps[1].seconds.value < steps[2].seconds.value
+    bubbles = [step.bubble or 0.0 for step in steps]
+    assert 3 / 11 <= bubbles[0] < bubbles[1] < bubbles[2], "(S - 1) / (m + S - 1) without messages"
+    assert steps[0].sent_bytes == 2 * 1e5 * 64
+    nothing_sent, at_once = replace(way, passed_bytes=(0.0,) * 3), replace(KNOWN, hop_s=0.0)
+    alone, shared = (
+        nothing_sent.step(at_once, read_at(f"workers=4, per_machine=4, processors={count}")[0], 64).seconds.value
+        for count in (4, 2)
+    )
+    work = 64 * (1e-4 + 2e-4) / 2
+    assert alone < work < shared < 2 * alone
+
+
+def test_what_pipelines_were_measured_to_take_replaces_what_replicas_tell() -> None:
+    """Between computations and around the step; the interval is narrower, and wider again for more stages."""
+    costs = PipelineCosts(
+        "a run", KNOWN.phases[Phase.FORWARD], KNOWN.phases[Phase.BACKWARD], 1e-3, PhaseCost(1e-3, 0.0),
+        PhaseCost(0.0, 0.0), 2e-3, 5e-3, 2, {2: ((0.5, 0.5), (0.5, 0.5))}, None, (4.0, 16.0),
+    )  # fmt: skip
+    two, four = Pipelined((0.5,) * 2, 1, 8, (1e3,), 0.5), Pipelined((0.25,) * 4, 1, 8, (1e3,) * 3, 0.25)
+    known, machines = replace(KNOWN, pipelines=costs), Machines("here", 2)
+    told, measured, deeper = (
+        way.step(of, each, 64).seconds
+        for way, of, each in (
+            (two, KNOWN, machines),
+            (two, known, machines),
+            (four, known, replace(machines, workers=4)),
+        )
+    )
+    assert measured.value > told.value + 5e-3
+    widths = [each.high / each.value for each in (measured, deeper, told)]
+    assert widths[0] < widths[1] < widths[2]
+
+
+def test_bubbles_are_told_of_pipelines_alone() -> None:
+    machines, length = Machines("here", 4), Length(64, 1, 640, 1, CheckpointInterval(None, None))
+    ways = (Replicated(NONE), Pipelined((0.25,) * 4, 1, 8, (1e3,) * 3, 0.25))
+    found = [predict(KNOWN, length, machines, PlannedWay(way, {}, exact=True)) for way in ways]
+    column = next(column for column in columns_of(found) if column.head == "bubble")
+    assert column.cells[0] == "" and column.cells[1].endswith("%")
+    assert all(column.head != "bubble" for column in columns_of(found[:1]))

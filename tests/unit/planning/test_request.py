@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from echelon.config import RunConfig, build
 from echelon.config.machines import read_at
 from echelon.core.errors import UserError
+from echelon.core.hints import Hints
 from echelon.forecast.memory import forecast
 from echelon.planning import trial
 from echelon.planning.auto import choose
-from echelon.planning.layouts import DescribedModel
+from echelon.planning.layouts import DescribedModel, Pipelining, pipeline_way, tried_pipelines
 from echelon.planning.page import as_json, write_page
 from echelon.planning.request import PlanRequest, plan, rate, request_of
 from echelon.planning.trial import calibrate_by_runs
@@ -126,6 +127,77 @@ def test_trials_are_of_this_machine_and_divide_their_batch(monkeypatch: pytest.M
         with pytest.raises(UserError, match="no steps to plan from"):
             calibrate_by_runs(described(**{"data.batch_size": batch, "training.accumulate": 16}))
     assert tried == [16, 64, 32]
+
+
+def test_a_pipeline_that_fails_is_told_and_the_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, int, int]] = []
+
+    def record(config: RunConfig, what: str) -> RunRecord:
+        tried.append((config.strategy.parallel, config.launch.workers, config.launch.threads))
+        if what.endswith("=2"):
+            raise UserError(f"a trial with {what} ended with code 1")
+        return RunRecord("run", [Start(t=0.0, world_size=4)])
+
+    monkeypatch.setattr(trial, "try_out", record)
+    config = described(**{"launch.workers": 4, "launch.threads": 3})
+    records, notes = trial.run_pipelines(config, ("pp=2,microbatches=2", "pp=2,microbatches=8"))
+    assert tried == [("pp=2,microbatches=2", 2, 3), ("pp=2,microbatches=8", 2, 3)]
+    assert len(records) == 1 and notes == [
+        "pp=2,microbatches=2 was tried, and is not counted: a trial with pp=2,microbatches=2 ended with code 1."
+    ]
+
+
+def test_pipelines_are_tried_where_one_is_planned_and_the_model_can_be_cut() -> None:
+    digits, even = DescribedModel.of(described(**{"model.name": "mlp"})), read_at("workers=4")
+    assert tried_pipelines(even, digits, 64) == ("pp=2,microbatches=2", "pp=2,microbatches=8")
+    assert tried_pipelines(even, digits, 6) == ("pp=2,microbatches=2",)
+    assert tried_pipelines(even, digits, 7) == tried_pipelines(read_at("workers=3"), digits, 64) == ()
+
+
+class Tied(nn.Module):
+    """Its last layer has the weights of its first."""
+
+    structure = Hints(blocks=("layers.*",), chain=("first", "layers.*", "last"))
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Sequential(nn.Flatten(), nn.Linear(64, 64)), nn.Linear(64, 64)
+        self.layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        self.last.weight = self.first[1].weight
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits."""
+        found: Tensor = self.last(self.layers(self.first(images)))
+        return found
+
+
+def test_no_pipeline_is_planned_whose_stages_would_share_weights() -> None:
+    tied = DescribedModel.of(described(**{"model.name": f"{HERE}:Tied"}))
+    with pytest.raises(UserError, match="tied"):
+        pipeline_way(tied, Pipelining(2, 1, 2), 64)
+    assert tried_pipelines(read_at("workers=4"), tied, 64) == ()
+
+
+class Uneven(nn.Module):
+    """Two blocks, of which the second has most of the work."""
+
+    structure = Hints(blocks=("few", "many"), chain=("few", "many"))
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.few = nn.Sequential(nn.Flatten(), nn.Linear(64, 512))
+        self.many = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)], nn.Linear(512, classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits."""
+        found: Tensor = self.many(self.few(images))
+        return found
+
+
+def test_stages_that_can_be_cut_in_one_way_only_are_timed_too() -> None:
+    model = DescribedModel.of(described(**{"model.name": f"{HERE}:Uneven"}))
+    way = pipeline_way(model, Pipelining(2, 1, 2), 256)
+    assert way.shares[1] > 0.7 and way.passed_bytes == (4.0 * 512,)
 
 
 def test_a_folder_with_a_description_of_its_own_is_data(tmp_path: Path) -> None:

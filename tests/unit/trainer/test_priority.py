@@ -9,7 +9,7 @@ import pytest
 from echelon.config import build
 from echelon.core.errors import UserError
 from echelon.run.resolve import resolve
-from echelon.trainer.compatibility import check_strategies, interplay_notes, survivors_go_on
+from echelon.trainer.compatibility import check_strategies, interplay_notes, pushing_order, survivors_go_on
 from echelon.trainer.resolved import ResolvedRun
 
 RING = "ring(order=priority)"
@@ -68,3 +68,48 @@ def test_every_path_has_both_orders_and_survivors_start_again_from_the_checkpoin
 def test_another_order_is_refused_in_words() -> None:
     with pytest.raises(UserError, match=re.escape("order must be one of ready, priority, not fast")):
         _run({"strategy.collective": "ring(order=fast)"})
+
+
+SERVERS = "ps(mode=sync, order=priority)"
+
+
+@pytest.mark.parametrize(
+    ("sync", "settings", "reason"),
+    [
+        (SERVERS, {"optimizer.clip_norm": 1.0}, "no server sees the norm of the whole gradient: leave out --clip-norm"),
+        (SERVERS, {"model.compile": True}, "--compile: compiled code reads all layers at once"),
+        (
+            SERVERS,
+            {"training.precision": "bf16-params"},
+            "--precision bf16-params: all parameters are converted at once",
+        ),
+        (SERVERS, {"strategy.parallel": "pp=2"}, "--parallel pp=2: its first rank gives all ranks their parameters"),
+        (SERVERS, {"strategy.collective": "ring"}, "has no collectives: leave out --collective"),
+        (
+            "ps",
+            {"strategy.collective": "backend(order=priority)"},
+            "pushes and pulls are ordered by ps(order=priority)",
+        ),
+    ],
+)
+def test_what_needs_all_parameters_before_the_first_layer_is_refused(
+    sync: str, settings: dict[str, str | int | float | None], reason: str
+) -> None:
+    run = _run({"strategy.collective": "backend", "strategy.sync": sync, **settings})
+    with pytest.raises(UserError, match=re.escape(reason)):
+        check_strategies(run, 4)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "ssp", "ssp, staleness=0"])
+def test_servers_have_both_orders(mode: str) -> None:
+    for order in ("ready", "priority"):
+        run = _run({"strategy.collective": "backend", "strategy.sync": f"ps(mode={mode}, order={order})"})
+        check_strategies(run, 2)
+        assert pushing_order(run, 1) == order
+        assert pushing_order(run, 2) == "", "a worker of several ranks has no choice"
+
+
+def test_backups_and_that_order_are_refused_in_words() -> None:
+    with pytest.raises(UserError, match=re.escape("backup=1 may begin without a worker's gradient")):
+        _run({"strategy.collective": "backend", "strategy.sync": "ps(mode=sync, backup=1, order=priority)"})
+    assert pushing_order(_run({"strategy.collective": "backend", "strategy.sync": "ps(mode=sync, backup=1)"}), 1) == ""

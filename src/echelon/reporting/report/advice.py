@@ -123,7 +123,11 @@ def _about_steps(record: RunRecord, timing: Timing, predictions: Sequence[WayPre
         share = shares["communication"]
         found.append(_predicted(predictions, share) if predictions else _communication(record, share))
     if (gain := could_gain(record, timing)) >= LEAST_GAIN:
-        text = "order=priority in --collective lets sums travel while the next forward pass computes"
+        text = (
+            "order=priority in --sync ps(...) lets values travel while the next forward pass computes"
+            if record.has_servers
+            else "order=priority in --collective lets sums travel while the next forward pass computes"
+        )
         found.append(Advice(text, gain))
     if (slow := held_up_by(timing)) is not None:
         text = f"Make rank {slow.rank} as fast as the next slowest (it loses its time in {slow.phase})"

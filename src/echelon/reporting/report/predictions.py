@@ -11,7 +11,8 @@ of one that does not, all of t is the network's, and n' of others grow as its ow
     s' = c' + k' + e'                                                  in each step
     s' = c' + f (k' + max(0, n' - o c'))                               in a share f of the steps, behind o of them
 
-where the tail is the share that comes last, which nothing hides. Coding is taken as not hidden: it needs the processor
+where the tail is the share that comes last, which nothing hides. Where the period follows the link, f is such that
+messages take the share of the time that they are to take. Coding is taken as not hidden: it needs the processor
 that backward computes on. Records of before links were measured have n = latency r + (t - k - latency r) from which n'
 follows by bytes and rounds r. What the rest c takes is taken to stay as it is. A whole run of S seconds, from its
 first step to its end, with N steps becomes S - N (s - s'): its pauses stay as they were.
@@ -90,10 +91,10 @@ def predict(record: RunRecord, timing: Timing | None, whole_run: WholeRun | None
         return []
     predictions = []
     for way in ways:
-        then_s = _then_s(timing.step_s, communication, latency_s, (now, way))
+        then_s, often = _then(timing.step_s, communication, latency_s, (now, way))
         label = ", ".join(way.settings.values())
         if way is not now and then_s > 0:
-            sent = way.wire_bytes * way.often, now.wire_bytes * now.often
+            sent = way.wire_bytes * often, now.wire_bytes * now.often
             run_s = _runs(record, whole_run, timing.step_s - then_s)
             enough = is_long_enough(sum(window.count for window in record.windows), way)
             predictions.append(WayPrediction(label, way.settings, timing.step_s, then_s, *sent, *run_s, enough))
@@ -102,6 +103,8 @@ def predict(record: RunRecord, timing: Timing | None, whole_run: WholeRun | None
 
 def is_long_enough(steps: int, way: Alternative) -> bool:
     """Whether a run of so many steps has the agreements and messages with which a way's accuracy was measured."""
+    if way.follows:  # the longest that it chooses leaves a run as many agreements
+        return way.period > 1 and way.fewest_messages <= FEWEST_AGREEMENTS
     return steps >= way.period * max(way.fewest_messages, FEWEST_AGREEMENTS if way.period > 1 else 0)
 
 
@@ -157,17 +160,20 @@ def _runs(record: RunRecord, whole_run: WholeRun | None, saved_s: float) -> tupl
     return whole_run.seconds, paused_s + max(0.0, whole_run.steps_s - steps * saved_s)
 
 
-def _then_s(
+def _then(
     step_s: float, communication: Communication, latency_s: float, ways: tuple[Alternative, Alternative]
-) -> float:
+) -> tuple[float, float]:
+    """Return the mean seconds of a step with the second way, and in which share of steps it is sent."""
     now, then = ways
     own_network_s, network_s = network_seconds(communication, latency_s, ways)
     hidden = communication.hidden_s / communication.total_s if communication.total_s else 0.0
     own_coding_s = min(communication.total_s - own_network_s, now.coding_s)
     rest_s = max(0.0, step_s - communication.exposed_s - hidden * own_coding_s)
     if then.period > 1:
-        return rest_s + then.often * (then.coding_s + max(0.0, network_s - then.overlap * rest_s))
-    return rest_s + then.coding_s + max(network_s - communication.spread_s, then.tail * network_s)
+        message_s = then.coding_s + max(0.0, network_s - then.overlap * rest_s)
+        often = then.often_beside(rest_s, message_s)
+        return rest_s + often * message_s, often
+    return rest_s + then.coding_s + max(network_s - communication.spread_s, then.tail * network_s), 1.0
 
 
 def network_seconds(

@@ -14,6 +14,7 @@ from echelon.records.events import (
     DataGrew,
     Event,
     LossNotFinite,
+    PeriodChanged,
     RankFailed,
     RunDiverged,
     WayPredicted,
@@ -29,6 +30,8 @@ from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import SlowRank, Timing, measure, timing_notes
 from echelon.reporting.report.waterfall import Waterfall, waterfall_notes, waterfall_of
 from echelon.reporting.report.whole_run import WholeRun, whole_run_of
+
+_PERIODS_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,34 @@ def _notes(record: RunRecord, timing: Timing | None) -> list[str]:
     traced = [event.message for event in record.of(Event) if event.name == "profile"]
     predicted = [event.message for event in record.of(WayPredicted)]
     told = (f"{text[:1].upper()}{text[1:]}." for text in (*traced[-1:], *predicted[-1:]))
-    return [*priority_notes(record, timing), *_entropy_notes(record), *_idle_notes(record), *told]
+    return [
+        *priority_notes(record, timing),
+        *_period_notes(record),
+        *_entropy_notes(record),
+        *_idle_notes(record),
+        *told,
+    ]
+
+
+def chosen_periods(record: RunRecord) -> list[PeriodChanged]:
+    """Return how the period changed as the run went; of steps that were trained again, the last time."""
+    changes: list[PeriodChanged] = []
+    for change in record.of(PeriodChanged):
+        changes = [*(before for before in changes if before.step < change.step), change]
+    return changes
+
+
+def _period_notes(record: RunRecord) -> list[str]:
+    """Say which periods were chosen as the run went."""
+    changes = chosen_periods(record)
+    if not changes:
+        return []
+    shown = changes[-_PERIODS_SHOWN:]
+    first = f"every {shown[0].old} steps at first,"
+    if shown != changes:
+        first = f"at {len(changes) + 1} periods in turn, in the end"
+    then = ", ".join(f"every {change.new} from step {change.step} on" for change in shown)
+    return [f"Replicas agreed {first} {then} ({changes[-1].reason})."]
 
 
 def _idle_notes(record: RunRecord) -> list[str]:

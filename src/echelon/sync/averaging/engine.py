@@ -25,6 +25,7 @@ from echelon.sync.allreduce import AllReduce
 from echelon.sync.averaging.background import Background
 from echelon.sync.averaging.exchange import DeltaTransport, Exchange, RowDraws, sum_of_rows, weighted_sum
 from echelon.sync.averaging.fragment import Fragment, SavedReplica, apart
+from echelon.sync.averaging.period import PeriodChange, PeriodFollower
 from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule, stays
 from echelon.sync.averaging.values import Value, cut, model_values
 from echelon.sync.base import Agreement, SyncContext
@@ -65,11 +66,19 @@ class Averaging:
             self._step, self._first = -plan.start, AllReduce(context)
         self._route = open_route(context.path, context.group) if context.group is not None else None
         self._background: Background | None = None
+        self._follower: PeriodFollower | None = None
+        if plan.auto:
+            self._follower = PeriodFollower(plan.control(), context.device, self._note)
+            self._rule.settle(self._follower.period)
         runs = cut(model_values(context.model), plan.fragments)
         link = self._link()
         self._fragments = [
             Fragment(run, Exchange(link, run, f"fragment{i}") if link else None) for i, run in enumerate(runs)
         ]
+
+    def _note(self, change: PeriodChange) -> None:
+        """Tell of a change with the step of the run, synchronous ones counted."""
+        self._context.noted(replace(change, step=change.step + self._plan.start))
 
     def _link(self) -> DeltaTransport | None:
         """Return how deltas travel: overlapped, in a process group and on a thread of their own."""
@@ -108,6 +117,8 @@ class Averaging:
     def begin_step(self, units: int, global_units: int) -> int:
         """Return what losses are divided by: the replica's own units, so that its gradient is their mean."""
         self._now = (units, global_units)
+        if self._follower is not None and self._first is None:
+            self._follower.begin_step()
         return self._first.begin_step(units, global_units) if self._first else max(1, units)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
@@ -172,16 +183,31 @@ class Averaging:
         if step == plan.last and self._route is not None:
             self._agree_at_end()
             return
-        taking = [f for i, f in enumerate(self._fragments) if plan.is_due(i, step)]
+        taking = [f for i, f in enumerate(self._fragments) if self._is_due(i)]
         landing = [f for f in self._fragments if f.pending and f.pending.due == step]
         if not taking and not landing:
             return
         self._context.clock.enter(Phase.COMMUNICATE)
+        if self._follower is not None:
+            self._follower.enter()
         for fragment in taking:
-            fragment.start(optimizer, plan, step, self._background)
+            tells = self._follower.take(step) if self._follower is not None else ()
+            fragment.start(optimizer, plan, step, self._background, tells)
         for fragment in landing if plan.overlap_at(step) else [*landing, *taking]:
             fragment.apply(self._rule, optimizer, plan)
+            if self._follower is not None:
+                took_s = fragment.took_s if fragment in landing else None
+                if self._follower.landed(step, fragment.times, took_s):
+                    self._rule.settle(self._follower.period)
+        if self._follower is not None:
+            self._follower.leave()
         self._context.clock.enter(Phase.UPDATE)
+
+    def _is_due(self, fragment: int) -> bool:
+        """Whether a fragment's deltas are taken after this step."""
+        if self._follower is not None:
+            return self._step == self._follower.due
+        return self._plan.is_due(fragment, self._step)
 
     def _agree_at_end(self) -> None:
         """Agree after the last step, so that no evaluation or checkpoint has to send whole parameters for it.
@@ -193,7 +219,7 @@ class Averaging:
         for fragment in self._fragments:
             if fragment.pending is not None:
                 fragment.apply(self._rule, optimizer, plan)
-        whole = [plan.is_due(i, step) and not plan.overlap for i in range(len(self._fragments))]
+        whole = [self._is_due(i) and not plan.overlap for i in range(len(self._fragments))]
         for fragment, is_whole in zip(self._fragments, whole, strict=True):
             fragment.start(optimizer, plan.at_end(is_whole), step, self._background)
         for fragment, is_whole in zip(self._fragments, whole, strict=True):
@@ -278,7 +304,10 @@ class Averaging:
         plan = self._plan
         if averages or plan.alpha or len(self._fragments) > 1:
             return None
-        return plan.steps_to_landing(self._step)
+        if self._follower is None:
+            return plan.steps_to_landing(self._step)
+        due = next((f.pending.due for f in self._fragments if f.pending), 0)
+        return (due or self._follower.due + plan.overlap_at(self._follower.due)) - self._step
 
     def agreed_of(self, replicas: Sequence[StateView], averages: bool = False) -> StateTree:
         """Return the centre where there is one, else the replicas' weighted mean."""
@@ -376,6 +405,7 @@ class Averaging:
             "step": self._step,
             "rule": self._rule.state_dict(),
             "fragments": [fragment.state_dict() for fragment in self._fragments],
+            **({"period": self._follower.state_dict()} if self._follower is not None else {}),
         }
 
     def alike(self, state: StateView) -> list[Tensor]:
@@ -390,6 +420,16 @@ class Averaging:
     def load_state_dict(self, state: StateTree) -> None:
         """Take back what `state_dict` gave on this rank."""
         self._load([state], same_ranks=True)
+
+    @property
+    def decides(self) -> bool:
+        """Whether the period is chosen as the run goes."""
+        return self._follower is not None
+
+    def replay(self, decided: Mapping[int, int]) -> None:
+        """Choose these periods again after these steps of the run, synchronous ones counted."""
+        if self._follower is not None:
+            self._follower.replay([(step - self._plan.start, period) for step, period in decided.items()])
 
     def begin_anew(self) -> None:
         """Take the present parameters for what replicas have agreed on."""
@@ -412,6 +452,10 @@ class Averaging:
             self._first.close()
             self._first = None
         self._rule.load_state_dict(states[0]["rule"])
+        if self._follower is not None:
+            period = states[0].get("period", {})
+            unknown = {} if same_ranks or not period else {"tells": [0.0, 0.0]}  # of other ranks
+            self._follower.load_state_dict({**period, **unknown}, self._step)
         for i, fragment in enumerate(self._fragments):
             if same_ranks:
                 fragment.load_state_dict(states[0]["fragments"][i])
@@ -442,6 +486,7 @@ class Averaging:
                 "step": self._step - self._plan.overlap,
                 "rule": self._rule.state_dict(),
                 "fragments": [fragment.landed() for fragment in self._fragments],
+                **({"period": self._follower.state_dict()} if self._follower is not None else {}),
             }
 
     def leave(self) -> Callable[[dist.ProcessGroup | None, Path], Averaging]:
@@ -479,6 +524,7 @@ class Averaging:
             "step": self._step,
             "rule": self._rule.state_dict(),
             "fragments": [fragment.shared() for fragment in self._fragments],
+            **({"period": self._follower.shared()} if self._follower is not None else {}),
         }
 
     def take_shared_memory(self, state: StateView) -> None:
@@ -490,6 +536,8 @@ class Averaging:
         if self._first:
             self._drop(self._first)
         self._rule.load_state_dict(state["rule"])
+        if self._follower is not None:
+            self._follower.take_shared(state["period"], self._step)
         for fragment, shared in zip(self._fragments, state["fragments"], strict=True):
             fragment.take_shared(shared)
 
@@ -497,6 +545,8 @@ class Averaging:
         """Take over, in a group of so many ranks, all that this rank had in another one."""
         self._step = previous._step
         self._rule.load_state_dict(previous._rule.state_dict())
+        if self._follower is not None and previous._follower is not None:
+            self._follower.load_state_dict(previous._follower.shared(), self._step)
         for fragment, earlier in zip(self._fragments, previous._fragments, strict=True):
             fragment.go_on_from(earlier, ranks)
 

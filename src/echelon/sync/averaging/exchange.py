@@ -4,6 +4,7 @@ changed, the rest whole in one vector.
 
 from __future__ import annotations
 
+import time
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
@@ -24,9 +25,12 @@ from echelon.compression.base import Codec, working_dtype
 from echelon.compression.transforms.error_feedback import ErrorFeedback
 from echelon.core.shards import overlaps
 from echelon.core.state_tree import StateTree, StateView
+from echelon.sync.averaging.period import TIMES
 from echelon.sync.averaging.values import Value
+from echelon.torch_compat import uses_nccl
 
 NO_TENSORS: Mapping[str, Tensor] = {}
+NO_TABLE = torch.empty(0, 0, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -53,16 +57,35 @@ class DeltaTransport:
     row_codec: Codec | None = None
 
 
+@dataclass(frozen=True)
+class Taking:
+    """With what deltas go.
+
+    Attributes:
+        step: at which they were taken, on which what a codec draws for rows depends.
+        tells: numbers for the other ranks: all ranks' come back under `TIMES`, [ranks, numbers].
+    """
+
+    step: int = 0
+    tells: tuple[float, ...] = ()
+
+
+NOTHING_TOLD = Taking()
+
+
 class Exchange:
     """Averages the deltas of the same values again and again; keeps the codec's memories (error feedback).
 
     mean = sum_i n_i delta_i / sum_i n_i, where replica i has seen n_i samples. The whole vector goes first and carries
     n_i; what is encoded is delta_i n_i / sum n, so that what the codec left out weighs what it should.
+
+    Attributes:
+        took_s: seconds of the last mean whose replicas told each other something.
     """
 
     def __init__(self, link: DeltaTransport, values: Sequence[Value], label: str) -> None:
         """Prepare; `label` tells the exchanges of a model apart."""
-        self._link, self._told = link, False
+        self._link, self._told, self.took_s = link, False, 0.0
         self._tables = {v.name for v in values if v.is_table}
         named = [(v.name, v.tensor) for v in values if v.encoded]
         self._buckets = [(bucket, self._reducer(bucket, label)) for bucket in lay_out(named).buckets]
@@ -79,19 +102,33 @@ class Exchange:
         deltas: Mapping[str, Tensor],
         samples: int,
         with_unsent: bool = False,
-        step: int = 0,
+        taking: Taking = NOTHING_TOLD,
     ) -> dict[str, Tensor] | None:
         """Return the mean of each delta, of its shape, the same bits on all ranks; None when no replica saw a sample.
 
         Args:
             with_unsent: what `unsent` returns is in the deltas, too; the codec adds it by itself.
-            step: at which the deltas were taken, on which what a codec draws for rows depends.
+            taking: with what the deltas go.
 
         Raises:
             PeerLostError, RuntimeError: a rank did not answer before the group's timeout.
         """
+        began_s = self._now_s() if taking.tells else 0.0
+        means = self._mean(values, deltas, samples, with_unsent, taking)
+        self.took_s = self._now_s() - began_s if taking.tells else 0.0
+        return means
+
+    def _now_s(self) -> float:
+        """Return the moment, after what is queued on a GPU."""
+        if uses_nccl(self._link.route.group):
+            torch.cuda.current_stream().synchronize()
+        return time.perf_counter()
+
+    def _mean(
+        self, values: Sequence[Value], deltas: Mapping[str, Tensor], samples: int, with_unsent: bool, taking: Taking
+    ) -> dict[str, Tensor] | None:
         whole = [v for v in values if not (v.encoded or v.is_table)]
-        total, means = self._whole(whole, deltas, samples)
+        total, means = self._whole(whole, deltas, samples, taking.tells)
         if total == 0:
             return None
         for bucket, reducer in self._buckets:
@@ -106,7 +143,7 @@ class Exchange:
             if not is_finite(flat):
                 self._tell([m.name for m in bucket.members if not is_finite(deltas[m.name])])
             means |= {m.name: flat[slice(*m.span)].view(m.shape) for m in bucket.members}
-        means |= self._rows(values, deltas, samples / total, step)
+        means |= self._rows(values, deltas, samples / total, taking.step)
         if self._link.confirms:
             device = values[0].tensor.device
             self._link.wire.add("small", self._link.route.sum_(torch.zeros(1, device=device)))
@@ -180,15 +217,19 @@ class Exchange:
         )
 
     def _whole(
-        self, values: Sequence[Value], deltas: Mapping[str, Tensor], samples: int
+        self, values: Sequence[Value], deltas: Mapping[str, Tensor], samples: int, tells: Sequence[float]
     ) -> tuple[float, dict[str, Tensor]]:
         """Average what travels whole; returns the number of samples of all replicas and the means."""
-        total, means, sent = weighted_sum(self._link.route, values, deltas, samples)
-        elements = sum(v.tensor.numel() for v in values) + 1
+        route = self._link.route
+        table = torch.zeros(route.size, len(tells), dtype=torch.float64)
+        table[route.rank] = torch.tensor(tells, dtype=torch.float64)
+        total, means, sent = weighted_sum(route, values, deltas, samples, table=table)
+        elements = sum(v.tensor.numel() for v in values) + 1 + table.numel()
         self._link.wire.add("small", sent - sum(sent * v.tensor.numel() // elements for v in values))
         for value in values:
             self._link.wire.add(value.group, sent * value.tensor.numel() // elements)
-        return total, {name: value / total for name, value in means.items()} if total else {}
+        averages = {name: value / total for name, value in means.items()} if total else {}
+        return total, averages | ({TIMES: table} if tells else {})
 
     def shards(self) -> list[CodecShard]:
         """Return the codec's states."""
@@ -272,11 +313,13 @@ def weighted_sum(
     tensors: Mapping[str, Tensor],
     weight: float,
     unweighted: Mapping[str, Tensor] = NO_TENSORS,
+    table: Tensor = NO_TABLE,
 ) -> tuple[float, dict[str, Tensor], int]:
     """Sum weights, and tensors of any shape times weights, over the ranks in one message, in float64 if any is.
 
     Args:
         unweighted: by name, what is added to a tensor's sum as it is.
+        table: float64 numbers, [ranks, any], of which this rank knows its row; it gets those of all ranks.
 
     Returns:
         the sum of the weights, the sums by name, and the bytes that this rank sent.
@@ -286,14 +329,17 @@ def weighted_sum(
     dtype = torch.float64 if exact else torch.float32
     parts = [torch.ones(1, dtype=dtype, device=device)]
     parts += [tensors[v.name].reshape(-1).to(dtype) for v in values]
+    parts.append(torch.zeros(table.numel(), dtype=dtype, device=device))
     flat = torch.cat(parts)
     flat = flat.mul_(weight) if weight else flat.zero_()  # a mask's -inf times nothing is nothing
     pieces = flat.split([p.numel() for p in parts])
-    for value, piece in zip(values, pieces[1:], strict=True):
+    pieces[-1].copy_(table.view(-1))
+    for value, piece in zip(values, pieces[1:-1], strict=True):
         if value.name in unweighted:
             piece += unweighted[value.name].reshape(-1)
     sent = route.sum_(flat)
-    sums = {v.name: p.view(v.tensor.shape) for v, p in zip(values, pieces[1:], strict=True)}
+    sums = {v.name: p.view(v.tensor.shape) for v, p in zip(values, pieces[1:-1], strict=True)}
+    table.copy_(pieces[-1].view(table.shape))
     return float(pieces[0]), sums, sent
 
 

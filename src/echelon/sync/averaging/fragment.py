@@ -12,7 +12,8 @@ from echelon.collectives import codec_state
 from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.background import Background, Means, PendingMean
-from echelon.sync.averaging.exchange import Exchange
+from echelon.sync.averaging.exchange import Exchange, Taking
+from echelon.sync.averaging.period import TIMES
 from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule
 from echelon.sync.averaging.values import Value, moments, plain_name
 
@@ -74,6 +75,7 @@ class Fragment:
         fresh: no step was made since what was agreed on last was applied.
         pending: what is on its way.
         moved_on: the replica has trained while what was agreed on last travelled, and goes on with that, too.
+        times: what all replicas told with the mean that was applied last, [replicas, numbers]; None: nothing.
         with_unsent: this replica went on from what was agreed on and what its codec had not sent of its own.
     """
 
@@ -84,6 +86,7 @@ class Fragment:
         self.equal, self.fresh = True, False
         self.pending: PendingAverage | None = None
         self.moved_on = self.with_unsent = False
+        self.times: Tensor | None = None
         self._exchange = exchange
         self._left_out: dict[str, Tensor] = {}
         self._common: StateView = {}
@@ -110,25 +113,36 @@ class Fragment:
                 self._anchor[value.name] = value.read()
 
     def start(
-        self, optimizer: torch.optim.Optimizer, plan: AveragingPlan, step: int, background: Background | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        plan: AveragingPlan,
+        step: int,
+        background: Background | None,
+        tells: Sequence[float] = (),
     ) -> None:
-        """Take the deltas and let them travel: at once, or in the background."""
+        """Take the deltas and let them travel, with what this replica tells others: at once, or in the background."""
         values, samples, expected = self._averaged(optimizer, plan), self.samples, self.expected
         deltas = {}
         for value in values:
             own, anchor = value.read(), self._anchor.get(value.name)  # a new moment has none: it comes from 0
             deltas[value.name] = own if anchor is None else apart(value, own, anchor)
         self.samples = self.expected = 0
+        taking = Taking(step, tuple(tells))
         if background is None:
-            means = PendingMean.at_once(self._mean(values, deltas, (samples, expected), plan, step))
+            means = PendingMean.at_once(self._mean(values, deltas, (samples, expected), plan, taking))
         else:
-            means = background.submit(lambda: self._mean(values, deltas, (samples, expected), plan, step))
+            means = background.submit(lambda: self._mean(values, deltas, (samples, expected), plan, taking))
         travels = plan.overlap_at(step)
         progress = deltas if plan.keep_progress and travels else {}
         self.pending = PendingAverage(step + travels, means, progress, plan.outer_lr, samples)
 
     def _mean(
-        self, values: Sequence[Value], deltas: dict[str, Tensor], seen: tuple[int, int], plan: AveragingPlan, step: int
+        self,
+        values: Sequence[Value],
+        deltas: dict[str, Tensor],
+        seen: tuple[int, int],
+        plan: AveragingPlan,
+        taking: Taking,
     ) -> Means:
         """Return the mean of all replicas' deltas; `seen`: samples of this replica and of all."""
         samples, expected = seen
@@ -139,7 +153,7 @@ class Fragment:
         with torch.no_grad():
             if plan.optimizer_state == "average":
                 values = self._exchange.had_by_all(values)
-            return self._exchange.mean(values, deltas, samples, self.with_unsent, step)
+            return self._exchange.mean(values, deltas, samples, self.with_unsent, taking)
 
     def _alone(self, deltas: dict[str, Tensor]) -> Means:
         """Return deltas with what former replicas' codecs had left out of theirs."""
@@ -154,6 +168,7 @@ class Fragment:
         assert self.pending is not None
         means, deltas, outer_lr = self.pending.means.result(), self.pending.deltas, self.pending.outer_lr
         self.pending = None
+        self.times = means.get(TIMES) if means is not None else None
         if means is None:
             return
         self.with_unsent, self.moved_on = self._leaves_unsent, bool(deltas)
@@ -179,6 +194,11 @@ class Fragment:
             for value in self.values:
                 if value.owner in optimizer.state:
                     optimizer.state[value.owner].clear()
+
+    @property
+    def took_s(self) -> float:
+        """Seconds of the last mean with which replicas told each other something; 0: there was none."""
+        return self._exchange.took_s if self._exchange is not None else 0.0
 
     @property
     def _leaves_unsent(self) -> bool:
@@ -361,7 +381,7 @@ class Fragment:
         """
         travelling = [replica.fragment["flight"] for replica in replicas]
         weights = [int(each.get("samples", 0)) for each in travelling]
-        taken = dict(means)
+        taken = {name: mean for name, mean in means.items() if name != TIMES}
         for value in self.values:
             mean = means[value.name]
             if is_known:
@@ -423,8 +443,8 @@ def _outer_step(value: Value, mean: Tensor, outer_lr: float) -> Tensor:
 
 
 def apart(value: Value, current: Tensor, agreed: Tensor) -> Tensor:
-    """Return current - agreed, in `current`'s memory; a mask's -inf in a buffer is no distance of NaN, nor is it one
-    that a table of narrow numbers is what was agreed on, rounded.
+    """Return current - agreed, both of one shape, in `current`'s memory; a mask's -inf in a buffer is no distance of
+    NaN, nor is it one that a table of narrow numbers is what was agreed on, rounded.
     """
     if value.kind == "buffer":
         return torch.where(current == agreed, 0.0, current - agreed)

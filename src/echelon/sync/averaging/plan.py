@@ -12,6 +12,7 @@ from echelon.compression.base import Codec
 from echelon.core.bounds import Bounds, OneOf, check_bounds
 from echelon.core.errors import UserError
 from echelon.core.state_tree import StateTree, StateView
+from echelon.sync.averaging.period import LONGEST, PeriodControl, longest_period
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class AveragingPlan:
             with `keep_progress` waited for; None: see `warmup_share`.
         outer_lr: how many times as far as the mean change of the replicas' parameters they go.
         finishes: replicas agree after a run's last step, too, within a period: on their mean, with nothing kept.
+        auto: the period is chosen as the run goes (see `period`); `period` is the first one.
         dense: how many steps the warm-up is, a multiple of the period (`for_run`).
         last: the run's last local step (`for_run`); 0: not known.
 
@@ -47,11 +49,17 @@ class AveragingPlan:
     warmup: Annotated[float | None, Bounds(least=0, most=1)] = 0.0
     outer_lr: Annotated[float, Bounds(above=0)] = 1.0
     finishes: bool = False
+    auto: bool = False
     dense: int = 0
     last: int = 0
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.auto and self.fragments > 1:
+            raise ValueError(
+                "period=auto is for a model that agrees as a whole, and fragments agree at different steps: give a "
+                "period, or leave out fragments"
+            )
         if self.fragments > self.period:
             raise ValueError(f"fragments {self.fragments}: use 1 to {self.period}, for one agrees per step of a period")
         if self.overlap >= self.period:
@@ -78,6 +86,13 @@ class AveragingPlan:
         least = max(-(-self.period // 4), travels + 1, self.fragments)
         return next(divisor for divisor in range(least, self.period + 1) if self.period % divisor == 0)
 
+    def control(self) -> PeriodControl:
+        """Return what decides on the period of the run that this is the plan of (`for_run`)."""
+        most = longest_period(self.last, self.dense, FEWEST_PERIODS, self.overlap + 1)
+        return PeriodControl(
+            most, self.overlap, self.dense, self.last, dense_waits=self.keep_progress or not self.overlap
+        )
+
     def overlap_at(self, step: int) -> int:
         """Return how many steps travels what is taken after local step `step`.
 
@@ -96,6 +111,8 @@ class AveragingPlan:
     def for_run(self, steps: int) -> AveragingPlan:
         """Return the plan of a run of so many steps (0: not known): at least a period begins with frequent ones."""
         share = warmup_share(self._local(steps)) if self.warmup is None else self.warmup
+        if self.auto:
+            return replace(self, dense=round(share * self._local(steps)), last=self._local(steps))
         periods = max(1, round(share * self._local(steps) / self.period)) if share and steps else 0
         dense = periods * self.period if self.dense_period < self.period else 0
         return replace(self, dense=dense, last=self._local(steps) if self.finishes else 0)
@@ -111,6 +128,8 @@ class AveragingPlan:
 
     def agreements(self, steps: int) -> int:
         """Return how often a fragment agrees in a run of so many steps; 0 where that is not known."""
+        if self.auto:
+            return 0
         local = self._local(steps)
         dense = min(self.dense, local)
         finish = self.finishes and local > 0 and not self.is_due(0, local)
@@ -138,6 +157,9 @@ class Rule(Protocol):
 
     centred: bool
 
+    def settle(self, period: int) -> None:
+        """Hear that replicas agree every so many steps from now on."""
+
     def agree(self, name: str, current: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
         """Move the anchor, in place, and return the value that this replica goes on from; all of one shape.
 
@@ -157,6 +179,9 @@ class MeanRule:
     """Replicas take the mean: anchor <- anchor + mean delta."""
 
     centred = False
+
+    def settle(self, period: int) -> None:
+        """Do nothing: a mean is one after however many steps."""
 
     def agree(self, name: str, current: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
         """Move the anchor to the mean of the replicas, of its shape."""
@@ -203,6 +228,8 @@ FEWEST_PERIODS = 20
 def length_notes(plan: AveragingPlan, steps: int) -> list[str]:
     """Say how often replicas agree at first, and whether a run of so many steps has too few periods."""
     notes = []
+    if plan.auto:
+        return _auto_notes(plan, steps)
     if plan.dense:
         often = "after each step" if plan.dense_period == 1 else f"every {plan.dense_period} steps"
         waits = ", without overlap," if plan.keep_progress else ""
@@ -216,4 +243,21 @@ def length_notes(plan: AveragingPlan, steps: int) -> list[str]:
             f"{steps} steps are {count} of {plan.period}, and a run of fewer than {FEWEST_PERIODS} may lose accuracy: "
             f"{advice}"
         )
+    return notes
+
+
+def _auto_notes(plan: AveragingPlan, steps: int) -> list[str]:
+    """Say within what a period is chosen, and how much shorter it is at first."""
+    control = plan.control()
+    most = (
+        f"at most {control.most} of {steps} steps, for a run is to have {FEWEST_PERIODS} averages"
+        if steps
+        else "at most"
+    )
+    if control.most == LONGEST or not steps:
+        most = f"at most {control.most} steps"
+    notes = [f"the period is chosen as the run goes, {most}; the record and the report have each change"]
+    if plan.dense:
+        waits = ", without overlap," if plan.keep_progress and plan.overlap else ""
+        notes.append(f"replicas agree four times as often{waits} in the first {plan.dense} of {steps} (warmup=0: not)")
     return notes

@@ -27,6 +27,11 @@ class AveragingSettings(SyncSettings):
         """
 
     @property
+    def replica_is_one_rank(self) -> bool:
+        """Whether the period follows the link: ranks of one replica would follow different ones."""
+        return self.plan().auto
+
+    @property
     def regroups(self) -> bool:
         """Whether all replicas agree on all of the model at one step, from which they can begin a round again."""
         return self.plan().in_one_piece
@@ -34,6 +39,11 @@ class AveragingSettings(SyncSettings):
     def messages(self, steps: int) -> int:
         """Return the agreements on a parameter in a run of so many steps."""
         return self.plan().for_run(steps).agreements(steps)
+
+    def longest_period(self, steps: int) -> int:
+        """Return the longest period that it may choose in a run of so many steps; 0: the period is fixed."""
+        plan = self.plan().for_run(steps)
+        return plan.control().most if plan.auto else 0
 
     def settled(self, compression: Compression, steps: int) -> Compression:
         """Return the compression as a run of so many steps has it: what stays in a replica is not late."""

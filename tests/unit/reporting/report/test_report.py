@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from echelon.core.errors import UserError
+from echelon.records.events import PeriodChanged
+from echelon.records.kinds import Record, Start
 from echelon.records.summary import RunSummary
 from echelon.reporting.report import Summary, closing_words, write_report
 from echelon.reporting.report.incidents import find_incidents
-from echelon.reporting.report.records import load_run
+from echelon.reporting.report.records import RunRecord, load_run
+from echelon.reporting.report.summary import summarise
 from echelon.reporting.report.timing import SlowRank, chance_of_slowest, independent
 from echelon.reporting.report.words import wilson_interval
 from tests.unit.reporting.report.fixtures import LiveState, make_run, tell, write_record
@@ -362,3 +365,15 @@ def test_an_image_that_several_ranks_could_not_decode_is_one(tmp_path: Path) -> 
     lines = tell(SHORT)
     summary, words = rewrite(tmp_path, [*lines[:-1], bad, bad, {**bad, "path": "b.png"}, lines[-1]])
     assert summary.bad_images == 2 and "2 samples could not be read or used" in words
+
+
+def test_periods_that_were_chosen_are_told_once_with_the_last_reason() -> None:
+    def change(step: int, old: int, new: int) -> PeriodChanged:
+        return PeriodChanged("", step, old, new, f"an average takes {new} ms")
+
+    lines: list[Record] = [Start(), change(4, 4, 18), change(22, 18, 25), Start(start_step=10), change(22, 18, 25)]
+    (note,) = summarise(RunRecord("run", lines)).notes
+    periods = "every 4 steps at first, every 18 from step 4 on, every 25 from step 22 on"
+    assert note == f"Replicas agreed {periods} (an average takes 25 ms)."
+    lines += [change(step, 25, step) for step in (30, 40, 50)]
+    assert "at 6 periods in turn, in the end every 25 from step 22 on" in summarise(RunRecord("run", lines)).notes[-1]
