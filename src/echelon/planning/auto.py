@@ -109,26 +109,26 @@ def choose(resolved: Resolved, tolerance: float, free: frozenset[str]) -> AutoCh
     return found if free else _with_path(resolved, found)
 
 
-def _with_path(resolved: Resolved, found: AutoChoice) -> AutoChoice:
+def _with_path(resolved: Resolved, choice: AutoChoice) -> AutoChoice:
     """Return what was chosen with `--collective auto`, where paths can differ and none is given by hand.
 
     Which path is fastest is measured once more, where the run starts, vector by vector: it depends on their sizes.
     """
     if resolved.origins[_COLLECTIVE] != "default":
-        return found
-    strategy = replace(resolved.config.strategy, **{_short(name): text for name, text in found.settings.items()})
+        return choice
+    strategy = replace(resolved.config.strategy, **{_short(name): text for name, text in choice.settings.items()})
     config = replace(resolved.config, strategy=replace(strategy, collective=_PATH))
     run = resolve(config)
     workers = workers_of(config)
     on_gpu = choose_device(config.training.device, 0, workers).type == "cuda"
     if on_gpu or run.compression.encodes or run.layout_for(workers).dp < _FEWEST_WITH_PATHS:
-        return found
+        return choice
     try:
         check_strategies(run, workers)
     except UserError:  # what was chosen, or given, has no other path
-        return found
+        return choice
     word = "--auto: --collective auto: each vector takes the path that is fastest when the run starts."
-    return AutoChoice({**found.settings, _COLLECTIVE: _PATH}, [*found.words, word], found.trials)
+    return AutoChoice({**choice.settings, _COLLECTIVE: _PATH}, [*choice.words, word], choice.trials)
 
 
 @dataclass(frozen=True)

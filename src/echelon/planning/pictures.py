@@ -27,7 +27,7 @@ _PAUSE = "-"  # of a rank between two computations
 
 
 @dataclass(frozen=True)
-class Curve:
+class PlottedCurve:
     """Points of one kind; `label` says which."""
 
     label: str
@@ -35,7 +35,7 @@ class Curve:
     y: Sequence[float]
 
 
-def scaling(plan: PlanReport, answer: PlannedMachines) -> list[Curve]:
+def scaling(plan: PlanReport, answer: PlannedMachines) -> list[PlottedCurve]:
     """Return samples a second over workers, of the fastest ways that can be asked for any number.
 
     Of workers of unlike speeds, others are taken to be as fast as these are on average.
@@ -55,7 +55,7 @@ def scaling(plan: PlanReport, answer: PlannedMachines) -> list[Curve]:
             .step.seconds.value
             for count in counts
         ]  # fmt: skip
-        curves.append(Curve(way.label, counts, [plan.length.batch / s for s in steps_s]))
+        curves.append(PlottedCurve(way.label, counts, [plan.length.batch / s for s in steps_s]))
     return curves
 
 
@@ -99,10 +99,10 @@ def front_lines(plan: PlanReport) -> list[str]:
         return []
     several = len(plan.answers) > 1
     others = [p for answer in plan.answers for p in priced(answer) if all(p is not way for _, way in best)]
-    rest = Curve("", [p.run_s.value for p in others], [_cost(p) for p in others])
+    rest = PlottedCurve("", [p.run_s.value for p in others], [_cost(p) for p in others])
     named = best[:_MOST_POINTS]
     curves = [
-        Curve(
+        PlottedCurve(
             f"{format_seconds(way.run_s.value)}, {money(way.money)}: {way.label}{f' on {name}' * several}",
             [way.run_s.value], [_cost(way)],
         )
@@ -121,7 +121,9 @@ def history_lines(residuals: Sequence[Residual]) -> list[str]:
     axes = _Axes(lambda v: f"{v:.2f}x", _count, even=True)
     right = [places[0] + n * (places[-1] - places[0]) / _WIDTH for n in range(_WIDTH + 1)]
     title = "Predicted over measured seconds of a step, the oldest first; dots: 1.00x"
-    return _drawn(title, [Curve("a comparison", places, ratios)], axes, Curve("", right, [1.0] * len(right)))
+    return _drawn(
+        title, [PlottedCurve("a comparison", places, ratios)], axes, PlottedCurve("", right, [1.0] * len(right))
+    )
 
 
 def timeline_lines(way: RunEstimate) -> list[str]:
@@ -190,9 +192,9 @@ class _Scale:
         return round((self._of(value) - low) / (high - low) * (self._places - 1))
 
 
-def _drawn(title: str, curves: Sequence[Curve], axes: _Axes, rest: Curve | None = None) -> list[str]:
+def _drawn(title: str, curves: Sequence[PlottedCurve], axes: _Axes, others: PlottedCurve | None = None) -> list[str]:
     """Draw points by letters, curve by curve, with a legend; the first curve's letters lie on top."""
-    every = [*curves, *([rest] if rest is not None else [])]
+    every = [*curves, *([others] if others is not None else [])]
     points = [(x, y) for curve in every for x, y in zip(curve.x, curve.y, strict=True)]
     positive = [(x, y) for x, y in points if x > 0 and y > 0 and math.isfinite(x) and math.isfinite(y)]
     if not positive:
@@ -205,8 +207,8 @@ def _drawn(title: str, curves: Sequence[Curve], axes: _Axes, rest: Curve | None 
         if (x, y) in positive or axes.joins:
             canvas[_HEIGHT - 1 - ys.place(y)][xs.place(x)] = letter
 
-    if rest is not None:
-        for x, y in zip(rest.x, rest.y, strict=True):
+    if others is not None:
+        for x, y in zip(others.x, others.y, strict=True):
             put(x, y, ".")
     letters = list(zip(curves, ascii_lowercase, strict=False))
     if axes.joins:
@@ -219,7 +221,7 @@ def _drawn(title: str, curves: Sequence[Curve], axes: _Axes, rest: Curve | None 
     return [title, *_framed(canvas, xs, ys, axes), *(f"{'':>{_MARGIN}} {n} {_cut(c.label)}" for c, n in letters)]
 
 
-def _between(curve: Curve) -> Iterator[tuple[float, float]]:
+def _between(curve: PlottedCurve) -> Iterator[tuple[float, float]]:
     """Yield points on the lines that join a curve's own, on logarithmic axes."""
     for place in range(len(curve.x) - 1):
         (x, y), (u, v) = ((curve.x[place + i], curve.y[place + i]) for i in (0, 1))

@@ -70,18 +70,18 @@ def samples_to_target(path: Path, config: RunConfig) -> StudySamples:
     )  # fmt: skip
 
 
-def samples_for(given: str, source: str, config: RunConfig) -> StudySamples | None:
+def samples_for(study: str, source: str, config: RunConfig) -> StudySamples | None:
     """Return what a study measured of a run's model and data; None: none is given, and none is found.
 
     Args:
-        given: the study's folder; empty: the newest that is found beside the run, or in `runs`.
+        study: its folder; empty: the newest that is found beside the run, or in `runs`.
         source: the run's folder, or the data.
 
     Raises:
         UserError: what is given is no such study.
     """
-    if given:
-        return samples_to_target(Path(given), config)
+    if study:
+        return samples_to_target(Path(study), config)
     return _newest(_folders_near(source), config)
 
 
