@@ -13,6 +13,7 @@ from echelon.core.link import Link, parse_link
 from echelon.core.spec import Quantity, Spec, bind, parse_spec, show_value
 
 FLAG = "--at"
+_USED_SHARE = 0.9  # of a device's memory
 FASTEST_INSIDE = Link(8e10)
 """Between workers of one machine where nothing is said: 10 GB/s, which shared memory reaches."""
 
@@ -88,6 +89,11 @@ class Machines:
     def parts(self) -> tuple[Machines, ...]:
         """The groups; of machines that are all alike these themselves."""
         return self.groups or (self,)
+
+    @property
+    def usable_bytes(self) -> float:
+        """What a worker's memory may be forecast to take: a forecast is no measurement."""
+        return _USED_SHARE * self.memory_bytes
 
     @property
     def are_alike(self) -> bool:

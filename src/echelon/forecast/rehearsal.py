@@ -51,7 +51,6 @@ from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.work import Work
 from echelon.trainer.world import World
 
-STEPS = 2  # the first one makes the optimizer's state
 _COPIED = GATHERS  # what gloo copies as a whole before it sends
 _TEMPORARIES = {  # made within an operation: as large as an argument, how often
     torch.ops.aten.convolution.default: (1, 1),  # oneDNN copies weights into its own layout
@@ -220,13 +219,12 @@ def rehearse(run: ResolvedRun, info: DataInfo, model: nn.Module, role: Role, sam
         step = _RehearsedStep(work.task, settings, clock, parts.scaler, parts.split)
         held = _see_held(counter, parts)
         batch = _batch(info, samples, role.layout)
-        steps = STEPS
-        if parts.split is not None and parts.split.pipeline is not None:
+        pipelined = parts.split is not None and parts.split.pipeline is not None
+        if pipelined:
             _take(step, batch, parts)  # also runs the whole model for shapes between stages: without real memory
             _see_optimizer(counter, parts)
-            steps -= 1
         with counter, counter.resizing():
-            for _ in range(steps):
+            if pipelined or not _take_two(step, batch, parts, counter):
                 _take(step, batch, parts)
         trainable = [p for p in parts.local_model.parameters() if p.requires_grad]
         optimizer = sum(_bytes(state) for state in parts.optimizer.state.values())
@@ -308,9 +306,36 @@ def _see_optimizer(counter: Counter, run_parts: RunParts) -> None:
 
 def _take(step: Step, batch: Batch, run_parts: RunParts) -> None:
     step.forward_backward(batch, run_parts.sync)
+    _finish(run_parts)
+
+
+def _finish(run_parts: RunParts) -> None:
     run_parts.sync.step()
     if run_parts.ema:
         run_parts.ema.update(run_parts.local_model)
+
+
+def _take_two(step: Step, batch: Batch, run_parts: RunParts, counter: Counter) -> bool:
+    """Take a step, which makes the optimizer's state, and of a second one the update alone: its forward and backward
+    are those of the first beside that state. Returns False where they are not: the second step is still to be taken.
+    """
+    before, parameters, optimizer = counter.now, list(run_parts.model.parameters()), run_parts.optimizer
+    step.forward_backward(batch, run_parts.sync)
+    reached = [parameter for parameter in parameters if parameter.grad is not None]
+    begun = bool(optimizer.state)  # parameters are updated in backward
+    peak, without_gradients = counter.peak, counter.without_gradients
+    _finish(run_parts)
+    state = sum(_bytes(each) for each in optimizer.state.values())
+    if begun or counter.now != before + state or any(p.grad is not None for p in parameters):
+        return False
+    counter.peak = max(counter.peak, peak + state)
+    counter.without_gradients = max(counter.without_gradients, without_gradients + state)
+    for parameter in reached:
+        parameter.grad = torch.empty_like(parameter)
+        if not isinstance(parameter, DTensor):
+            counter.is_gradient(parameter)
+    _finish(run_parts)
+    return True
 
 
 def _batch(info: DataInfo, samples: int, layout: Layout) -> Batch:

@@ -68,7 +68,8 @@ class PlannedWay:
         memory_bytes: of the fullest rank; where `unknown` says why that is not forecast, the least that it can be, of
             parameters, gradients and the optimizer's state; None: nothing is known.
         memory_off: how far that may be off, relatively.
-        by_group: the bytes of a rank of each group of machines, where parts of a batch go by speed; empty: as above.
+        by_group: at most the bytes of a rank of each group of machines, where parts of a batch go by speed; empty: as
+            above.
     """
 
     way: Way
@@ -268,7 +269,12 @@ def with_memory(
     shares = shares_of(known, machines, batch) if by_speed else ()
     try:
         memory = described.memory(laid_out, ranks, max(1, batch // workers) * ranks)
-        by_group = tuple(described.memory(laid_out, ranks, math.ceil(samples) * ranks) for samples in shares)
+        by_group = tuple(
+            memory  # at most, and that fits
+            if samples <= batch / workers and memory <= group.usable_bytes
+            else described.memory(laid_out, ranks, math.ceil(samples) * ranks)
+            for samples, group in zip(shares, machines.parts, strict=False)
+        )
     except UserError as error:
         least = described.least_memory(way.size if isinstance(way, Sharded) else 1)
         return replace(candidate, unknown=str(error), memory_bytes=least)

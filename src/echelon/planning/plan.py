@@ -18,7 +18,16 @@ from echelon.core.errors import UserError
 from echelon.core.link import Link
 from echelon.planning.calibration import Calibration
 from echelon.planning.layouts import DescribedModel, PlannedWay, candidates, with_memory
-from echelon.planning.steps import Division, Estimate, Replicated, StepForecast, at_division, divisions, interval
+from echelon.planning.steps import (
+    Division,
+    Estimate,
+    Pipelined,
+    Replicated,
+    StepForecast,
+    at_division,
+    divisions,
+    interval,
+)
 from echelon.records.kinds import Alternative
 from echelon.reporting.report.predictions import is_long_enough
 from echelon.run.residuals import Residual
@@ -28,7 +37,6 @@ from echelon.run.way_samples import StudySamples
 SHOWN = 3
 OTHER_SAMPLES = 0.1
 """By how much the samples to a target may be off, relatively, for each doubling of what a study had."""
-_USED_SHARE = 0.9  # of a device's memory: a forecast is no measurement
 
 
 @dataclass(frozen=True)
@@ -298,7 +306,7 @@ def _predict_divided(
     every_s = length.checkpoint_every_s(step.seconds.value)
     run_s = run_s.times(1 + known.checkpoint_s / every_s).times(_failures(known, every_s, machines))
     needed = candidate.by_part(machines, division)
-    fits = all(n <= _USED_SHARE * g.memory_bytes for n, g in zip(needed, machines.parts, strict=False))
+    fits = all(n <= g.usable_bytes for n, g in zip(needed, machines.parts, strict=False))
     way = candidate.way
     enough = not isinstance(way, Replicated) or is_long_enough(length.steps, way.cost)
     return RunEstimate(candidate, machines, step, run_s, _cost(run_s, machines), fits, enough, division, length.batch)
@@ -359,11 +367,23 @@ def _fastest_that_fits(
         return list(ways)
     found = [predict(known, length, machines, p.candidate) for p in ways]
     for each in sorted(found, key=lambda p: (not p.is_long_enough, p.run_s.value)):
+        if not described.beyond and _fits_surely(known, length, machines, each.candidate, before=ways[0].batch):
+            return [each]
         with suppress(UserError):  # it cannot be laid out with that batch
             candidate = with_memory(each.candidate, known, machines, described, length.batch)
             if (fits := predict(known, length, machines, candidate)).fits:
                 return [fits]
     return []
+
+
+def _fits_surely(known: Calibration, length: Length, machines: Machines, candidate: PlannedWay, before: int) -> bool:
+    """Whether a way fits a larger batch by its memory `before`: what grows with samples does so in proportion."""
+    if candidate.memory_bytes is None or isinstance(candidate.way, Pipelined):
+        return False
+    factor = (length.batch // machines.workers) / (before // machines.workers)
+    most = math.ceil(factor * candidate.memory_bytes)
+    groups = tuple(max(most, math.ceil(factor * each)) for each in candidate.by_group)
+    return predict(known, length, machines, replace(candidate, memory_bytes=most, by_group=groups)).fits
 
 
 def _best(known: Calibration, length: Length, machines: Machines, ways: Sequence[RunEstimate]) -> RunEstimate:
