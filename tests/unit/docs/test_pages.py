@@ -78,6 +78,10 @@ def test_yaml_of_the_pages_is_read(block: Any, tmp_path: Path) -> None:
         from echelon.flows.resolve import read_flow
 
         assert read_flow(file).steps
+    elif "workers:" in block.text and block.text.startswith("- name:"):
+        from echelon.config.machines import read_at
+
+        assert read_at(str(file))
     else:
         check_names(build(file).config)
 
