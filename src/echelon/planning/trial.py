@@ -15,6 +15,7 @@ from echelon.config import RunConfig, to_yaml
 from echelon.config.schema import TrackingConfig
 from echelon.core.errors import UserError
 from echelon.core.files import scratch_folder, write_atomic
+from echelon.core.units import many
 from echelon.planning.calibration import Calibration, calibrate
 from echelon.reporting.report.records import RunRecord, load_run
 from echelon.run.start import launch_request, plan_of
@@ -48,7 +49,8 @@ def calibrate_by_runs(config: RunConfig, pipelines: Sequence[str] = ()) -> Calib
         records.append(try_out(_with_batch(base, half), f"batches of {half}"))
     piped, notes = run_pipelines(base, pipelines)
     known = calibrate(records, pipelined=piped)
-    return replace(known, notes=(*known.notes, *notes))
+    runs = many(len(records) + len(piped), "short run")
+    return replace(known, source=f"{runs} on this machine", notes=(*known.notes, *notes))
 
 
 def run_pipelines(config: RunConfig, layouts: Sequence[str]) -> tuple[list[RunRecord], list[str]]:
