@@ -110,7 +110,7 @@ def case_of(known: Calibration, described: DescribedModel, asked: Pipelining, li
     assert timing is not None and memory is not None
     step = way.step(known, machines, BATCH)
     bubble = median(each.idle_share() for each in record.of(PipelineStep))
-    held = with_memory(PlannedWay(way, {}, exact=True), machines, described, BATCH).memory_bytes
+    held = with_memory(PlannedWay(way, {}, exact=True), known, machines, described, BATCH).memory_bytes
     return Case(
         described.config.model.name, way.label, link, step.seconds.value, step.seconds.low, step.seconds.high,
         timing.step_s, step.bubble or 0.0, bubble, float(held or 0), memory.n_bytes,
